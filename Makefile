@@ -1,0 +1,80 @@
+# One target per step of CI. Everything runs in .venv, which is made on first use and made anew
+# when pyproject.toml or constraints.txt change. Needs Python 3.10 or newer, and nothing else.
+#
+#   make demo PYTHON=python3.12          another interpreter
+#   make demo PIP_ARGS="..."             options for pip install
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-from-constraints
+PROTOS := $(notdir $(wildcard proto/graphsplit/*.proto))
+# `=` maps the folder, so that generated modules import each other as graphsplit._proto.NAME.
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Igraphsplit/_proto=proto/graphsplit
+SOURCES := graphsplit examples tests benchmarks
+DEMO_ARGS ?= --epochs 40 --lr 0.02
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types contracts proto proto-check pytest format bench clean venv
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP) ## train LeNet on a scheduler and five workers, on a small set that is built in
+	DATA_PATH= PYTHON="$(CURDIR)/$(BIN)/python" bash examples/lenet_mnist/run.sh $(DEMO_ARGS)
+
+# One after the other, whatever -j says: the first failure is the one that is shown last.
+test: $(STAMP) ## every check: lint, types, contracts, proto-check, pytest
+	@set -e; for step in lint types contracts proto-check pytest; do \
+		echo "== $$step"; $(MAKE) --no-print-directory $$step; done
+
+lint: $(STAMP) ## ruff: rules and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(STAMP) ## mypy --strict on the library and the examples
+	$(BIN)/mypy graphsplit examples
+
+contracts: $(STAMP) ## imports run one way only
+	$(BIN)/lint-imports
+
+pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+proto: $(STAMP) ## generate graphsplit/_proto from proto/
+	$(PROTOC) --python_out=. --pyi_out=. $(addprefix graphsplit/_proto/,$(PROTOS))
+
+proto-check: $(STAMP) ## what is in graphsplit/_proto is what proto/ gives
+	@fresh="$$(mktemp -d)"; trap 'rm -rf "$$fresh"' EXIT; \
+	$(PROTOC) --python_out="$$fresh" --pyi_out="$$fresh" $(addprefix graphsplit/_proto/,$(PROTOS)) \
+	&& diff -ru -x __init__.py -x __pycache__ "$$fresh/graphsplit/_proto" graphsplit/_proto \
+	|| { echo "graphsplit/_proto is out of date: run 'make proto' and commit the result" >&2; exit 1; }
+
+format: $(STAMP) ## let ruff rewrite the sources
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(STAMP) ## measure, and write JSON under benchmarks/results/local
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+venv: $(STAMP) ## make .venv only
+
+clean: ## remove .venv, caches and what runs left behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache examples/*/run
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "Python 3.10 or newer is needed, but '$(PYTHON)' is not one." >&2; \
+		echo "Fix: install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON) -m venv' cannot work here: the module ensurepip is missing." >&2; \
+		echo "Fix on Debian or Ubuntu: apt install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,71 @@
+"""graphsplit: say where each piece of a PyTorch model lives, and run the same script everywhere.
+
+    import torch, graphsplit as gs
+
+    gs.init()                                # joins the cluster of MS_*; alone without MS_ROLE
+    net = LeNet()
+    net.conv1.place("MS_WORKER", 3)
+    net.fc1.place("MS_WORKER", 0)
+    model = gs.Model(net, loss_fn=torch.nn.CrossEntropyLoss(),
+                     optimizer=torch.optim.SGD(net.parameters(), lr=0.01))
+    model.train(10, loader)
+
+The whole computation is captured as one graph, cut into one program per worker, and trained as if
+it had all run in one process: bit for bit.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphsplit.version import __version__
+
+if TYPE_CHECKING:
+    from graphsplit import errors
+    from graphsplit.api import (
+        Model,
+        barrier,
+        callbacks,
+        finalize,
+        get_rank,
+        get_role,
+        get_world_size,
+        init,
+        is_initialized,
+        metrics,
+        op,
+        place,
+    )
+
+__all__ = [
+    "Model",
+    "__version__",
+    "barrier",
+    "callbacks",
+    "errors",
+    "finalize",
+    "get_rank",
+    "get_role",
+    "get_world_size",
+    "init",
+    "is_initialized",
+    "metrics",
+    "op",
+    "place",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("graphsplit.api"), name)
+    raise AttributeError(f"module 'graphsplit' has no attribute {name!r}")
+
+
+def _is_command_line() -> bool:
+    """Whether this process is the ``graphsplit`` command, which does without torch's seconds."""
+    return bool(sys.argv) and Path(sys.argv[0]).name in ("graphsplit", "graphsplit.exe", "-m")
+
+
+if not _is_command_line():
+    importlib.import_module("graphsplit.api")  # also gives every nn.Module its method `place`

@@ -1,0 +1,1 @@
+"""Generated from proto/: see the header of each .proto file for how. Do not edit."""

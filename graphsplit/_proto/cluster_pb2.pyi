@@ -1,0 +1,222 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLACE_UNSPECIFIED: _ClassVar[Place]
+    PLACE_BARRIER: _ClassVar[Place]
+    PLACE_AGREEMENT: _ClassVar[Place]
+    PLACE_FINISH: _ClassVar[Place]
+PLACE_UNSPECIFIED: Place
+PLACE_BARRIER: Place
+PLACE_AGREEMENT: Place
+PLACE_FINISH: Place
+
+class WorkerMessage(_message.Message):
+    __slots__ = ("register", "heartbeat", "arrive", "text", "failed", "leave")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    register: Register
+    heartbeat: Heartbeat
+    arrive: Arrive
+    text: Text
+    failed: Cause
+    leave: Leave
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., text: _Optional[_Union[Text, _Mapping]] = ..., failed: _Optional[_Union[Cause, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+
+class SchedulerMessage(_message.Message):
+    __slots__ = ("accepted", "refused", "formed", "progress", "departed", "text_wanted", "failure_noted", "abort")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FORMED_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DEPARTED_FIELD_NUMBER: _ClassVar[int]
+    TEXT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_NOTED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    accepted: Accepted
+    refused: Refused
+    formed: Formed
+    progress: Progress
+    departed: Departed
+    text_wanted: TextWanted
+    failure_noted: FailureNoted
+    abort: Cause
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., formed: _Optional[_Union[Formed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., departed: _Optional[_Union[Departed, _Mapping]] = ..., text_wanted: _Optional[_Union[TextWanted, _Mapping]] = ..., failure_noted: _Optional[_Union[FailureNoted, _Mapping]] = ..., abort: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("node_id", "incarnation", "role", "num_workers", "wished_rank", "host", "pid", "endpoints", "versions", "script_digest", "num_threads", "cpu_capability", "seed")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    WISHED_RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SCRIPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    CPU_CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    incarnation: str
+    role: str
+    num_workers: int
+    wished_rank: int
+    host: str
+    pid: int
+    endpoints: _containers.ScalarMap[str, str]
+    versions: _containers.ScalarMap[str, str]
+    script_digest: str
+    num_threads: int
+    cpu_capability: str
+    seed: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("progress", "position")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    progress: int
+    position: str
+    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ...) -> None: ...
+
+class Arrive(_message.Message):
+    __slots__ = ("place", "name", "digest")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    place: Place
+    name: str
+    digest: str
+    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Text(_message.Message):
+    __slots__ = ("name", "chunk", "last")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    chunk: bytes
+    last: bool
+    def __init__(self, name: _Optional[str] = ..., chunk: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class Leave(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("rank", "node_id", "incarnation", "host", "pid", "endpoints")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node_id: str
+    incarnation: str
+    host: str
+    pid: int
+    endpoints: _containers.ScalarMap[str, str]
+    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Formed(_message.Message):
+    __slots__ = ("rank", "job", "generation", "seed", "peers", "warnings")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    job: str
+    generation: int
+    seed: int
+    peers: _containers.RepeatedCompositeFieldContainer[Peer]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, rank: _Optional[int] = ..., job: _Optional[str] = ..., generation: _Optional[int] = ..., seed: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Departed(_message.Message):
+    __slots__ = ("place", "name")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    place: Place
+    name: str
+    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class TextWanted(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class FailureNoted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Cause(_message.Message):
+    __slots__ = ("kind", "message", "rank", "host", "pid", "position", "traceback")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    rank: int
+    host: str
+    pid: int
+    position: str
+    traceback: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., position: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...

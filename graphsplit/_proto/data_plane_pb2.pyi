@@ -1,0 +1,41 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Hello(_message.Message):
+    __slots__ = ("job", "generation", "source", "destination", "token")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    generation: int
+    source: int
+    destination: int
+    token: str
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("plan", "edge", "header", "payload")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    EDGE_FIELD_NUMBER: _ClassVar[int]
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    plan: int
+    edge: int
+    header: bytes
+    payload: bytes
+    def __init__(self, plan: _Optional[int] = ..., edge: _Optional[int] = ..., header: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("plan", "edge", "messages")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    EDGE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    plan: int
+    edge: int
+    messages: int
+    def __init__(self, plan: _Optional[int] = ..., edge: _Optional[int] = ..., messages: _Optional[int] = ...) -> None: ...

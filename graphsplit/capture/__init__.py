@@ -1,0 +1,1 @@
+"""Capture a network and its loss as one graph."""

@@ -1,0 +1,138 @@
+"""What an operation does besides returning a value: randomness, mutation, aliasing.
+
+All questions are answered from the operator's own schema and tags; higher-order operations are
+answered by their subgraphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+# Operators whose schema does not say that they write to their running statistics:
+# name -> (position of the flag that turns it on, positions of what is written).
+_HIDDEN_WRITES: dict[str, tuple[int, tuple[int, ...]]] = {
+    "aten::batch_norm": (5, (3, 4)),
+    "aten::native_batch_norm": (5, (3, 4)),
+    "aten::cudnn_batch_norm": (5, (3, 4)),
+    "aten::miopen_batch_norm": (5, (3, 4)),
+    "aten::instance_norm": (5, (3, 4)),
+}
+# Operators that draw only if an argument says so: name -> test of (arguments by name).
+_DROPOUTS = (
+    "aten::dropout",
+    "aten::feature_dropout",
+    "aten::alpha_dropout",
+    "aten::feature_alpha_dropout",
+    "aten::native_dropout",
+)
+
+
+def _schema(node: Node) -> torch.FunctionSchema | None:
+    schema = getattr(node.target, "_schema", None)
+    return schema if isinstance(schema, torch.FunctionSchema) else None
+
+
+def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def subgraphs(node: Node) -> Iterator[tuple[torch.fx.GraphModule, tuple[Node, ...]]]:
+    """Subgraphs of a higher-order operation, each with the operands that feed its inputs."""
+    operands = tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+    owner = node.graph.owning_module
+    for found in node.all_input_nodes:
+        if found.op == "get_attr" and isinstance(owner, nn.Module):
+            module = getattr(owner, str(found.target), None)
+            if isinstance(module, torch.fx.GraphModule):
+                yield module, operands
+
+
+def is_random(node: Node) -> bool:
+    """Whether an operation draws from the default generator."""
+    if node.op != "call_function":
+        return False
+    for module, _ in subgraphs(node):
+        if any(is_random(inner) for inner in module.graph.nodes):
+            return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.kwargs.get("generator") is not None:
+        return False
+    schema = _schema(node)
+    name = schema.name if schema is not None else ""
+    if name in _DROPOUTS:
+        probability, train = _argument(node, 1, "p"), _argument(node, 2, "train")
+        return bool(train) and probability != 0
+    if name == "aten::scaled_dot_product_attention":
+        return bool(_argument(node, 4, "dropout_p", 0.0) != 0)
+    return True
+
+
+def written_operands(node: Node) -> tuple[Node, ...]:
+    """The operands that an operation modifies in place."""
+    if node.op != "call_function":
+        return ()
+    written: list[Node] = []
+    for module, operands in subgraphs(node):
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        feeds = dict(zip(placeholders, operands[-len(placeholders) :], strict=False))
+        inner_roots = alias_roots(module.graph)
+        for inner in module.graph.nodes:
+            for operand in written_operands(inner):
+                written += [feeds[root] for root in inner_roots[operand] if root in feeds]
+    schema = _schema(node)
+    if schema is None:
+        return tuple(dict.fromkeys(written))
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = _argument(node, position, argument.name)
+            written += [
+                v
+                for v in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(v, Node)
+            ]
+    if schema.name in _HIDDEN_WRITES:
+        flag, positions = _HIDDEN_WRITES[schema.name]
+        if _argument(node, flag, schema.arguments[flag].name):
+            values = (_argument(node, p, schema.arguments[p].name) for p in positions)
+            written += [v for v in values if isinstance(v, Node)]
+    return tuple(dict.fromkeys(written))
+
+
+def _aliased_operands(node: Node) -> tuple[Node, ...]:
+    """Operands whose memory the result may share."""
+    if node.op != "call_function":
+        return ()
+    schema = _schema(node)
+    if schema is None:  # getitem and other Python functions; higher-order operations
+        return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+    may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
+    found: list[Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None and not (may_alias and position == 0):
+            continue
+        value = _argument(node, position, argument.name)
+        found += [
+            v
+            for v in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(v, Node)
+        ]
+    return tuple(found)
+
+
+def alias_roots(graph: torch.fx.Graph) -> dict[Node, frozenset[Node]]:
+    """For every node, the nodes whose memory it may share: itself where it made its own."""
+    roots: dict[Node, frozenset[Node]] = {}
+    for node in graph.nodes:
+        aliased = _aliased_operands(node)
+        roots[node] = (
+            frozenset().union(*(roots[n] for n in aliased)) if aliased else frozenset({node})
+        )
+    return roots

@@ -1,0 +1,173 @@
+"""The captured computation as one frozen value.
+
+A ``CapturedGraph`` lists every node in program order. A node is addressed by its position; what a
+node reads always stands before it. The ``torch.fx`` graph that the nodes came from is carried
+along, unchanged from then on: segments are cut out of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphsplit.placement.annotations import Annotation
+from graphsplit.tensor_meta import TensorMeta
+
+# Module path of the loss function: not an identifier, so that no module of a network has it.
+LOSS_PATH = "(loss)"
+
+
+class NodeKind(Enum):
+    """What a node stands for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    OPERATION = "operation"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value of the computation.
+
+    Attributes:
+        name: Unique name, as in the printed ``torch.fx`` graph.
+        kind: What it stands for.
+        target: The operation (``aten.conv2d.default``), the qualified name of the parameter,
+            buffer or constant (``conv1.weight``), or the position of the input among the
+            flattened inputs.
+        reads: Positions of the nodes it reads, one per operand, in operand order.
+        runs_after: Positions of nodes that must have run before, though no value is read:
+            operations that change a buffer this one touches too.
+        meta: dtype, shape and strides; None for tuples and numbers.
+        module_path: The innermost module that it belongs to; ``""`` for the network itself.
+        source: ``file:line`` of the user's code.
+        annotation: The ``with gs.place(...)`` block around it, if any.
+        is_random: Whether it draws from the default generator.
+        with_producer: Whether it must run where its (single) operand is made: an element taken
+            out of a tuple.
+        changes_inputs: Whether it modifies an operand in place.
+        shares_modified: Nodes whose memory it shares after somebody modified it in place, each
+            with whether that memory is a parameter or buffer. Values of others must lie in the
+            same segment.
+        requires_grad: Whether autograd carries a gradient through it.
+        arguments: The operation's arguments as text, operands by name: part of the plan's hash.
+    """
+
+    name: str
+    kind: NodeKind
+    target: str
+    reads: tuple[int, ...] = ()
+    runs_after: tuple[int, ...] = ()
+    meta: TensorMeta | None = None
+    module_path: str = ""
+    source: str = ""
+    annotation: Annotation | None = None
+    is_random: bool = False
+    with_producer: bool = False
+    changes_inputs: bool = False
+    shares_modified: tuple[tuple[int, bool], ...] = ()
+    requires_grad: bool = False
+    arguments: str = ""
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a parameter or a buffer: a value that lives on one worker."""
+        return self.kind in (NodeKind.PARAMETER, NodeKind.BUFFER)
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every worker has it at hand: inputs and constants."""
+        return self.kind in (NodeKind.INPUT, NodeKind.CONSTANT)
+
+
+class Mode(Enum):
+    """Which of a model's graphs this is."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "predict"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the graph's output: a node's value, or a plain Python value."""
+
+    node: int | None
+    constant: Any = None
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A whole computation: forward and, in train mode, the loss.
+
+    Attributes:
+        mode: Train, eval or predict.
+        nodes: All nodes in program order.
+        fx_graph: The graph they came from; nodes are matched by name.
+        fx_owner: The module that holds submodules of higher-order operations.
+        constants: Values of the ``CONSTANT`` nodes, by name.
+        outputs: Flattened outputs.
+        output_spec: How to put the outputs back into the network's own structure.
+        loss: Position in ``outputs`` of the loss, or None.
+        state_names: For every state node (by position), all qualified names of that tensor:
+            tied parameters have several.
+    """
+
+    mode: Mode
+    nodes: tuple[Node, ...]
+    fx_graph: torch.fx.Graph
+    fx_owner: torch.nn.Module
+    constants: dict[str, torch.Tensor]
+    outputs: tuple[Output, ...]
+    output_spec: pytree.TreeSpec
+    loss: int | None
+    state_names: dict[int, tuple[str, ...]]
+
+    @property
+    def loss_node(self) -> int | None:
+        """The node that computes the loss."""
+        return None if self.loss is None else self.outputs[self.loss].node
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether running it backward makes any gradient."""
+        loss = self.loss_node
+        return self.mode is Mode.TRAIN and loss is not None and self.nodes[loss].requires_grad
+
+    def describe(self) -> str:
+        """The graph as text, one line per node; part of the plan on which workers must agree."""
+        lines = [f"graph {self.mode.value}"]
+        for position, node in enumerate(self.nodes):
+            flags = "".join(
+                f" {name}"
+                for name, on in (
+                    ("random", node.is_random),
+                    ("changes", node.changes_inputs),
+                    ("grad", node.requires_grad),
+                )
+                if on
+            )
+            after = f" after {list(node.runs_after)}" if node.runs_after else ""
+            lines.append(
+                f"  %{position} {node.name} = {node.kind.value} {node.target}({node.arguments}) "
+                f": {node.meta}{flags}{after}  # {node.module_path}"
+            )
+        for name in sorted(self.constants):
+            lines.append(f"  constant {name}: {_digest(self.constants[name])}")
+        outputs = ", ".join(
+            repr(out.constant) if out.node is None else f"%{out.node}" for out in self.outputs
+        )
+        lines.append(f"  return {outputs}  # loss: {self.loss}")
+        return "\n".join(lines)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]

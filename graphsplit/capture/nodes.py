@@ -1,0 +1,261 @@
+"""From an exported program to the frozen nodes of a ``CapturedGraph``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node as FxNode
+
+from graphsplit.capture.effects import alias_roots, is_random, written_operands
+from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
+from graphsplit.errors import CaptureError
+from graphsplit.placement.annotations import NODE_KEY, Annotation
+from graphsplit.tensor_meta import TensorMeta
+
+_STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def build_nodes(
+    program: ExportedProgram, *, state: Mapping[str, torch.Tensor], with_gradients: bool
+) -> tuple[
+    tuple[Node, ...], tuple[Output, ...], dict[str, torch.Tensor], dict[int, tuple[str, ...]]
+]:
+    """Build all nodes of an exported program.
+
+    Args:
+        program: What ``torch.export`` returned, in-place operations already made explicit.
+        state: Every parameter and buffer by qualified name, tied ones under each of their names.
+        with_gradients: Whether gradients flow at all (train mode).
+
+    Returns:
+        The nodes in program order, the flattened outputs, the values of constants by node name,
+        and for each state node all its qualified names.
+    """
+    builder = _Builder(program, state, with_gradients)
+    for fx_node in program.graph.nodes:
+        builder.add(fx_node)
+    return tuple(builder.nodes), builder.outputs, builder.constants, builder.state_names
+
+
+class _Builder:
+    """Collects nodes in one pass over the graph."""
+
+    def __init__(
+        self, program: ExportedProgram, state: Mapping[str, torch.Tensor], with_gradients: bool
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.outputs: tuple[Output, ...] = ()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.state_names: dict[int, tuple[str, ...]] = {}
+        self._program = program
+        self._state = state
+        self._with_gradients = with_gradients
+        self._position: dict[FxNode, int] = {}
+        self._roots = alias_roots(program.graph)
+        self._num_inputs = 0
+        self._inputs = {
+            spec.arg.name: spec
+            for spec in program.graph_signature.input_specs
+            if hasattr(spec.arg, "name")
+        }
+        self._by_tensor: dict[int, int] = {}
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            self._names.setdefault(id(tensor), []).append(users_name(name))
+        # Who last wrote to, and who has since read, each buffer's memory.
+        self._writer: dict[FxNode, int] = {}
+        self._readers: dict[FxNode, list[int]] = {}
+
+    def add(self, fx_node: FxNode) -> None:
+        if fx_node.op == "placeholder":
+            self._add_placeholder(fx_node)
+        elif fx_node.op == "call_function":
+            self._add_operation(fx_node)
+        elif fx_node.op == "output":
+            leaves = fx_node.args[0]
+            assert isinstance(leaves, (tuple, list))
+            self.outputs = tuple(self._output(leaf) for leaf in leaves)
+
+    def _output(self, leaf: Any) -> Output:
+        if isinstance(leaf, FxNode):
+            return Output(self._position[leaf])
+        return Output(None, leaf)
+
+    def _append(self, fx_node: FxNode, node: Node) -> None:
+        self._position[fx_node] = len(self.nodes)
+        self.nodes.append(node)
+
+    def _add_placeholder(self, fx_node: FxNode) -> None:
+        spec = self._inputs[fx_node.name]
+        meta = _meta(fx_node)
+        if spec.kind is InputKind.USER_INPUT:
+            target = str(self._num_inputs)
+            self._num_inputs += 1
+            self._append(fx_node, Node(fx_node.name, NodeKind.INPUT, target, meta=meta))
+        elif spec.kind in _STATE_KINDS:
+            self._add_state(fx_node, _STATE_KINDS[spec.kind], str(spec.target), meta)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            value = self._program.constants[str(spec.target)]
+            self.constants[fx_node.name] = value
+            self._append(
+                fx_node, Node(fx_node.name, NodeKind.CONSTANT, str(spec.target), meta=meta)
+            )
+        else:
+            raise CaptureError(
+                f"the graph has an input of kind {spec.kind.name} ({fx_node.name}), which cannot "
+                f"be sent between workers\n  Fix: pass tensors and plain Python values only."
+            )
+
+    def _add_state(
+        self, fx_node: FxNode, kind: NodeKind, target: str, meta: TensorMeta | None
+    ) -> None:
+        tensor = self._state[target]
+        known = self._by_tensor.get(id(tensor))
+        if known is not None:  # a tied tensor: export makes one placeholder per name
+            self._position[fx_node] = known
+            return
+        names = tuple(self._names[id(tensor)])
+        self._by_tensor[id(tensor)] = len(self.nodes)
+        self.state_names[len(self.nodes)] = names
+        grad = self._with_gradients and tensor.requires_grad
+        self._append(
+            fx_node,
+            Node(
+                fx_node.name,
+                kind,
+                names[0],
+                meta=meta,
+                requires_grad=grad,
+                module_path=names[0].rpartition(".")[0],
+            ),
+        )
+
+    def _add_operation(self, fx_node: FxNode) -> None:
+        operands = [n for n in _operands(fx_node) if n.op != "get_attr"]
+        reads = tuple(self._position[n] for n in operands)
+        meta = _meta(fx_node)
+        written = written_operands(fx_node)
+        runs_after, shares_modified = self._memory_order(operands, written)
+        is_element = not isinstance(fx_node.target, torch._ops.OperatorBase)
+        node = Node(
+            name=fx_node.name,
+            kind=NodeKind.OPERATION,
+            target=str(fx_node.target) if not is_element else fx_node.target.__name__,  # type: ignore[union-attr]
+            reads=reads,
+            runs_after=runs_after,
+            meta=meta,
+            module_path=_module_path(fx_node),
+            source=_source(fx_node),
+            annotation=_annotation(fx_node),
+            is_random=is_random(fx_node),
+            with_producer=is_element and any(self.nodes[r].meta is None for r in reads),
+            changes_inputs=bool(written),
+            shares_modified=shares_modified,
+            requires_grad=self._requires_grad(fx_node, reads, meta),
+            arguments=_arguments(fx_node, self._position),
+        )
+        self._append(fx_node, node)
+
+    def _memory_order(
+        self, operands: list[FxNode], written: tuple[FxNode, ...]
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, bool], ...]]:
+        """Keep reads and writes of one memory in program order; note who shares what changed."""
+        position = len(self.nodes)
+        after: set[int] = set()
+        shares: set[tuple[int, bool]] = set()
+        written_roots = {root for n in written for root in self._roots[n]}
+        for root in {r for n in operands for r in self._roots[n]}:
+            is_state = root.op == "placeholder" and self.nodes[self._position[root]].is_state
+            if root in self._writer:
+                after.add(self._writer[root])
+                shares.add((self._writer[root], is_state))
+            if root in written_roots:
+                after.update(self._readers.pop(root, ()))
+                shares.add((self._position[root], is_state))
+                self._writer[root] = position
+            else:
+                self._readers.setdefault(root, []).append(position)
+        after -= {self._position[n] for n in operands}
+        return tuple(sorted(after)), tuple(sorted(shares))
+
+    def _requires_grad(
+        self, fx_node: FxNode, reads: tuple[int, ...], meta: TensorMeta | None
+    ) -> bool:
+        if not self._with_gradients or (meta is not None and not meta.is_differentiable):
+            return False
+        target = str(fx_node.target)
+        if target == "aten.detach.default":
+            return False
+        if target == "wrap_with_set_grad_enabled" and fx_node.args[0] is False:
+            return False
+        return any(self.nodes[r].requires_grad for r in reads)
+
+
+def users_name(qualified: str) -> str:
+    """A name as the user knows it: what is captured holds the network under ``network``."""
+    first, _, rest = qualified.partition(".")
+    if first == "loss_fn":
+        return f"{LOSS_PATH}.{rest}" if rest else LOSS_PATH
+    return rest
+
+
+def _operands(fx_node: FxNode) -> list[FxNode]:
+    """All operands, with repetitions: ``x * x`` reads ``x`` twice."""
+    found: list[FxNode] = []
+
+    def note(node: FxNode) -> FxNode:
+        found.append(node)
+        return node
+
+    torch.fx.map_arg((fx_node.args, fx_node.kwargs), note)
+    return found
+
+
+def _meta(fx_node: FxNode) -> TensorMeta | None:
+    value = fx_node.meta.get("val")
+    return TensorMeta.of(value) if isinstance(value, torch.Tensor) else None
+
+
+def _module_path(fx_node: FxNode) -> str:
+    stack = fx_node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return users_name(str(paths[-1])) if paths else ""
+
+
+def _source(fx_node: FxNode) -> str:
+    """The user's line: the innermost frame that is no part of torch or graphsplit."""
+    frames = list(_FRAME.finditer(fx_node.meta.get("stack_trace") or ""))
+    for frame in reversed(frames):
+        file = frame["file"]
+        if "/torch/" not in file and "/graphsplit/train/" not in file:
+            return f"{file}:{frame['line']}"
+    return ""
+
+
+def _annotation(fx_node: FxNode) -> Annotation | None:
+    noted = (fx_node.meta.get("custom") or {}).get(NODE_KEY)
+    return Annotation(*noted) if noted is not None else None
+
+
+def _arguments(fx_node: FxNode, position: dict[FxNode, int]) -> str:
+    def name(node: FxNode) -> Any:
+        return _Text(f"%{position[node]}" if node in position else str(node.target))
+
+    args, kwargs = torch.fx.map_arg((fx_node.args, fx_node.kwargs), name)
+    parts = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+    return ", ".join(parts)
+
+
+class _Text(str):
+    """A string whose ``repr`` has no quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

@@ -1,0 +1,1 @@
+"""The command line: ``graphsplit run`` starts a job on this machine."""

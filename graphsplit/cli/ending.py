@@ -1,0 +1,103 @@
+"""When a job on this machine ends, which signals its processes get, and its exit status.
+
+A pure state machine: events and the time go in, signals come out. The process that failed
+first decides the status; the others get a moment to name the cause and leave by themselves.
+
+```
+running --first failure--> grace 5 s --> SIGTERM --2 s--> SIGKILL
+running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL
+running --last worker----> the scheduler has 30 s --> SIGTERM --2 s--> SIGKILL
+```
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+GRACE_S = 5.0
+TERMINATE_S = 2.0
+SCHEDULER_LINGER_S = 30.0
+
+SCHEDULER = "scheduler"
+
+
+@dataclass
+class JobEnding:
+    """Follows the processes of one job from start to the last exit.
+
+    Attributes:
+        running: Names of the processes that have not ended.
+        status: The exit status of the job: that of the first failure or interruption, else 0.
+        reason: One line that says who failed first; empty while all is well.
+    """
+
+    running: set[str]
+    status: int = 0
+    reason: str = ""
+    _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
+    _is_interrupted: bool = False
+
+    def exited(self, name: str, *, returncode: int, now_s: float) -> None:
+        """A process ended; ``returncode`` is ``-N`` if signal N ended it."""
+        self.running.discard(name)
+        if returncode != 0 and self.status == 0:
+            self._blame(exit_status(returncode), f"{name} {describe(returncode)}")
+            self._end_from(now_s + GRACE_S)
+        elif self.running == {SCHEDULER}:
+            self._end_from(now_s + SCHEDULER_LINGER_S)
+
+    def interrupted(self, signum: signal.Signals, *, now_s: float) -> None:
+        """The user asked for the end; every further request skips one wait."""
+        if self._is_interrupted:
+            if self._steps:
+                skipped_s = self._steps[0][0] - now_s
+                self._steps = [(at_s - skipped_s, step) for at_s, step in self._steps]
+            return
+        self._is_interrupted = True
+        self._blame(128 + signum, f"interrupted by {signum.name}")
+        self._steps = [
+            (now_s, signal.SIGINT),
+            (now_s + GRACE_S, signal.SIGTERM),
+            (now_s + GRACE_S + TERMINATE_S, signal.SIGKILL),
+        ]
+
+    def due(self, now_s: float) -> signal.Signals | None:
+        """Return the signal that all running processes must get now, if any."""
+        if not self._steps or self._steps[0][0] > now_s:
+            return None
+        _, signum = self._steps.pop(0)
+        self._blame(
+            1, f"the scheduler was still there {SCHEDULER_LINGER_S:.0f} s after the last worker"
+        )
+        return signum
+
+    @property
+    def next_s(self) -> float | None:
+        """The time of the next signal, or None."""
+        return self._steps[0][0] if self._steps else None
+
+    def _blame(self, status: int, reason: str) -> None:
+        """Keep what happened first; all that follows is its echo."""
+        if self.status == 0:
+            self.status, self.reason = status, reason
+
+    def _end_from(self, first_s: float) -> None:
+        """Plan the end, unless one with its own times is under way."""
+        if not self._steps or self._steps[0][0] > first_s:
+            self._steps = [(first_s, signal.SIGTERM), (first_s + TERMINATE_S, signal.SIGKILL)]
+
+
+def exit_status(returncode: int) -> int:
+    """Turn ``-N``, the end by signal N, into the shell's ``128 + N``."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def describe(returncode: int) -> str:
+    """Say how a process ended."""
+    if returncode >= 0:
+        return f"ended with status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"

@@ -1,0 +1,84 @@
+"""What the processes of one job on this machine are called and which variables they get."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphsplit.cli.ending import SCHEDULER
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to start.
+
+    Attributes:
+        name: As it is shown to people: ``"scheduler"`` or ``"worker 3"``.
+        variables: Its whole environment.
+    """
+
+    name: str
+    variables: Mapping[str, str]
+
+    @property
+    def file_stem(self) -> str:
+        """The name as part of a file name."""
+        return self.name.replace(" ", "_")
+
+
+def job_children(
+    base: Mapping[str, str], *, num_workers: int, host: str, port: int
+) -> tuple[ChildSpec, ...]:
+    """Return the scheduler and the workers, ``base`` being the environment they start from."""
+    shared = {**_defaults(), **base}
+    shared |= {
+        "MS_WORKER_NUM": str(num_workers),
+        "MS_SCHED_HOST": host,
+        "MS_SCHED_PORT": str(port),
+    }
+    # One that the shell left behind must not become the rank of every process.
+    shared.pop("MS_NODE_ID", None)
+    scheduler = ChildSpec(SCHEDULER, {**shared, "MS_ROLE": "MS_SCHED"})
+    workers = (
+        ChildSpec(f"worker {rank}", {**shared, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)})
+        for rank in range(num_workers)
+    )
+    return (scheduler, *workers)
+
+
+def _defaults() -> dict[str, str]:
+    """Variables that are set only where the user did not set them."""
+    return {
+        # The number of threads changes the order of sums, and with it the bits.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Otherwise glibc returns memory after each step and pays for it with page faults.
+        "MALLOC_TRIM_THRESHOLD_": str(GIB),
+        "MALLOC_MMAP_THRESHOLD_": str(_mmap_threshold_bytes()),
+    }
+
+
+def _mmap_threshold_bytes() -> int:
+    """The largest threshold that this machine's glibc accepts; it ignores larger ones."""
+    try:
+        _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except (OSError, ValueError):
+        return 32 * MIB
+    return GIB if (major, minor) >= (2, 35) else 32 * MIB
+
+
+def find_free_port(host: str) -> int:
+    """Return a TCP port that is free on ``host`` right now.
+
+    Another program may take it before the scheduler does; the scheduler then says so.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind(address)
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,187 @@
+"""Runs the processes of one job: shows their output, forwards signals, waits for all.
+
+One thread and one loop; ``ending.py`` decides, this file does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, BinaryIO
+
+from graphsplit.cli.children import collect_if_ended, signal_group, start_child
+from graphsplit.cli.console import Console
+from graphsplit.cli.ending import JobEnding
+from graphsplit.cli.environment import ChildSpec
+from graphsplit.cli.lines import LineCutter
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+READ_BYTES = 1 << 16
+DRAIN_S = 1.0
+
+
+@dataclass
+class _Output:
+    """One stream of one process."""
+
+    name: str
+    channel: str
+    pipe: IO[bytes]
+    log: BinaryIO | None
+    cutter: LineCutter = field(default_factory=LineCutter)
+
+
+def supervise(
+    specs: Sequence[ChildSpec], command: Sequence[str], *, console: Console, log_dir: Path | None
+) -> int:
+    """Start ``command`` once for each of ``specs`` and return the job's exit status."""
+    with contextlib.ExitStack() as stack:
+        wakeup, received = stack.enter_context(_catching_signals())
+        job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack)
+        stack.callback(job.kill_all)
+        job.start()
+        job.run(wakeup, received)
+    if job.ending.reason:
+        console.say(f"graphsplit: {job.ending.reason}")
+    return job.ending.status
+
+
+class _Job:
+    """The processes of one job and what is known about them."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        command: Sequence[str],
+        *,
+        console: Console,
+        log_dir: Path | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.ending = JobEnding({spec.name for spec in specs})
+        self._specs = specs
+        self._command = command
+        self._console = console
+        self._log_dir = log_dir
+        self._stack = stack
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self._num_open = 0
+
+    def start(self) -> None:
+        """Start all processes and watch their output."""
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        for spec in self._specs:
+            child = start_child(spec, self._command)
+            self._children[spec.name] = child
+            log = self._open_log(spec)
+            for channel, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
+                assert pipe is not None
+                self._stack.callback(pipe.close)
+                output = _Output(spec.name, channel, pipe, log)
+                self._selector.register(pipe, selectors.EVENT_READ, output)
+                self._num_open += 1
+
+    def run(self, wakeup: socket.socket, received: list[signal.Signals]) -> None:
+        """Serve output, exits and signals until nothing is left to wait for."""
+        self._selector.register(wakeup, selectors.EVENT_READ)
+        while self.ending.running:
+            next_s = self.ending.next_s
+            timeout = None if next_s is None else max(0.0, next_s - time.monotonic())
+            self._read_ready(timeout)
+            while received:
+                self.ending.interrupted(received.pop(0), now_s=time.monotonic())
+            self._collect()
+            if (signum := self.ending.due(time.monotonic())) is not None:
+                self._signal_running(signum)
+        self._drain()
+        self._console.close()
+
+    def kill_all(self) -> None:
+        """End whatever still runs; only after an error in the launcher is there anything."""
+        for child in self._children.values():
+            if child.returncode is None:
+                signal_group(child, signal.SIGKILL)
+                child.wait()
+
+    def _collect(self) -> None:
+        # Workers before the scheduler: its failure is only ever the echo of theirs.
+        for name in reversed(self._children):
+            if name not in self.ending.running:
+                continue
+            returncode = collect_if_ended(self._children[name])
+            if returncode is not None:
+                self.ending.exited(name, returncode=returncode, now_s=time.monotonic())
+
+    def _signal_running(self, signum: signal.Signals) -> None:
+        for name in self.ending.running:
+            signal_group(self._children[name], signum)
+
+    def _drain(self) -> None:
+        """Read what the pipes still hold; something that left the group may keep one open."""
+        deadline_s = time.monotonic() + DRAIN_S
+        while self._num_open and (left_s := deadline_s - time.monotonic()) > 0:
+            self._read_ready(left_s)
+
+    def _read_ready(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.data, _Output):
+                self._read(key.data)
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.recv(READ_BYTES)
+
+    def _read(self, output: _Output) -> None:
+        chunk = os.read(output.pipe.fileno(), READ_BYTES)
+        pieces = output.cutter.feed(chunk) if chunk else output.cutter.finish()
+        if output.log is not None:
+            output.log.write(chunk)
+        for piece in pieces:
+            self._console.show(output.name, output.channel, piece)
+        if not chunk:
+            self._selector.unregister(output.pipe)
+            self._num_open -= 1
+
+    def _open_log(self, spec: ChildSpec) -> BinaryIO | None:
+        if self._log_dir is None:
+            return None
+        path = self._log_dir / f"{spec.file_stem}.log"
+        return self._stack.enter_context(path.open("wb", buffering=0))
+
+
+@contextlib.contextmanager
+def _catching_signals() -> Iterator[tuple[socket.socket, list[signal.Signals]]]:
+    """Collect the signals that end a job in a list, and wake a waiting selector for each.
+
+    The end of a child wakes it as well.
+    """
+    received: list[signal.Signals] = []
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        if signum != signal.SIGCHLD:
+            received.append(signal.Signals(signum))
+
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        reading.setblocking(False)
+        writing.setblocking(False)
+        previous_fd = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        previous = {
+            signum: signal.signal(signum, note) for signum in (*END_SIGNALS, signal.SIGCHLD)
+        }
+        try:
+            yield reading, received
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(previous_fd)

@@ -1,0 +1,92 @@
+"""What can happen to the scheduler, and what it can do about it, as frozen values.
+
+A *node* is one connection, numbered by the shell; it becomes a worker when its registration is
+accepted. Numbers are never used twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphsplit.cluster.messages import SchedulerMessage, WorkerMessage
+from graphsplit.failure import FailureCause
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A stream was opened."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """A valid message arrived on a stream."""
+
+    node: int
+    message: WorkerMessage
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Something arrived on a stream that is not a valid message."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """A stream ended or broke; nothing more will come from this node."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The scheduler's process got a signal."""
+
+    signal_name: str
+    signal_number: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Connected | Received | Malformed | Disconnected | Interrupted | Tick
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a node. Order per node is kept."""
+
+    node: int
+    message: SchedulerMessage
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Tell a node why it may not take part, and end its stream."""
+
+    node: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """Print a line for the person who watches."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Exit:
+    """End all streams and the scheduler. ``cause`` is None when the job finished."""
+
+    status: int
+    cause: FailureCause | None = None
+
+
+Effect = Send | Refuse | Log | Exit

@@ -1,0 +1,44 @@
+"""Bounds on everything that arrives over the network, and the fixed times of the protocol."""
+
+from __future__ import annotations
+
+from graphsplit.settings import MAX_NODE_ID_CHARS, MAX_WORKERS
+
+__all__ = ["MAX_NODE_ID_CHARS", "MAX_WORKERS"]
+
+# Characters.
+MAX_NAME_CHARS = 128
+MAX_HOST_CHARS = 255
+MAX_INCARNATION_CHARS = 64
+MAX_VERSION_CHARS = 128
+MAX_ENDPOINT_CHARS = 512
+MAX_POSITION_CHARS = 2_000
+MAX_MESSAGE_CHARS = 16_000
+MAX_TRACEBACK_CHARS = 64_000
+
+# Entries.
+MAX_ENDPOINTS = 16
+MAX_VERSIONS = 16
+MAX_WARNINGS = 16
+
+# Bytes. A plan's text is sent in chunks far below gRPC's usual limit of 4 MiB, and cut at 8 MiB.
+MAX_WORKER_MESSAGE_BYTES = 4 << 20
+MAX_SCHEDULER_MESSAGE_BYTES = 16 << 20
+TEXT_CHUNK_BYTES = 1 << 20
+MAX_TEXT_BYTES = 8 << 20
+
+# Seconds.
+FORMING_REPORT_INTERVAL_S = 10.0
+HEARTBEAT_INTERVAL_S = 1.0
+PROGRESS_PUSH_INTERVAL_S = 1.0
+# How long a lost worker waits for a better explanation: a traceback that is still under way.
+GRACE_S = 0.3
+# How long everyone may take to leave after an abort or a release.
+LEAVE_TIMEOUT_S = 5.0
+# How long a connection may stay without registering.
+REGISTER_TIMEOUT_S = 10.0
+# How long the scheduler waits for the texts of a disagreement.
+TEXT_TIMEOUT_S = 10.0
+# How often the scheduler looks at its clock. A longer silence means that it was frozen itself.
+TICK_INTERVAL_S = 0.2
+FROZEN_AFTER_S = 5.0

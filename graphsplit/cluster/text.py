@@ -1,0 +1,67 @@
+"""Sentences for people: who is missing, who is who, where two texts differ, cut to a length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from graphsplit.cluster.messages import Register
+
+_CUT = "\n... ({} characters left out) ...\n"
+
+
+def who(registration: Register) -> str:
+    """A worker as a person can find it: ``worker 'a' (host 10.0.0.1, pid 17)``."""
+    return f"worker {registration.node_id!r} ({where(registration)})"
+
+
+def where(registration: Register) -> str:
+    """The process of a worker: ``host 10.0.0.1, pid 17``."""
+    return f"host {registration.host}, pid {registration.pid}"
+
+
+def join_numbers(numbers: Iterable[int], *, most: int = 32) -> str:
+    """``1, 4, 5``; beyond ``most`` of them, the count of those left out."""
+    listed = list(numbers)
+    shown = ", ".join(str(number) for number in listed[:most])
+    return shown if len(listed) <= most else f"{shown} and {len(listed) - most} more"
+
+
+def forming_line(num_workers: int, missing: Sequence[int]) -> str:
+    """``3 of 5 workers registered, missing ranks 1, 4``."""
+    registered = num_workers - len(missing)
+    ranks = join_numbers(missing)
+    return f"{registered} of {num_workers} workers registered, missing ranks {ranks}"
+
+
+def cut_middle(text: str, most: int) -> str:
+    """At most ``most`` characters, keeping both ends: a traceback's start and its error."""
+    if len(text) <= most:
+        return text
+    note = _CUT.format(len(text) - most)
+    keep = max(0, most - len(note))
+    head = keep // 3
+    return (text[:head] + note + text[len(text) - (keep - head) :])[:most]
+
+
+def cut_end(text: str, most: int) -> str:
+    """At most ``most`` characters of the start of a line, with an ellipsis if it was cut."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def first_difference(first: str, second: str) -> tuple[int, str, str] | None:
+    """Line number (from 1) and both lines where two texts differ; None if they are equal.
+
+    A line that one text does not have any more is shown as ``<end of text>``.
+    """
+    lines, others = first.split("\n"), second.split("\n")
+    for index in range(max(len(lines), len(others))):
+        line = lines[index] if index < len(lines) else "<end of text>"
+        other = others[index] if index < len(others) else "<end of text>"
+        if line != other:
+            return index + 1, line, other
+    return None
+
+
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which have no place in UTF-8 messages."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,0 +1,60 @@
+"""Every error that graphsplit raises on purpose.
+
+Each message says what happened, where, what was expected against what was found, and how to
+mend it. User mistakes are ``ValueError`` subclasses; things that go wrong while a job runs are
+``RuntimeError`` subclasses.
+"""
+
+from __future__ import annotations
+
+
+class GraphsplitError(Exception):
+    """Base of all errors raised by graphsplit."""
+
+
+class ConfigurationError(GraphsplitError, ValueError):
+    """An ``MS_*`` or ``GS_*`` variable, or an argument, is missing or malformed."""
+
+
+class PlacementError(GraphsplitError, ValueError):
+    """A ``.place(role, rank)`` cannot be honoured. Lists every fault found, not only the first."""
+
+
+class CaptureError(GraphsplitError, ValueError):
+    """The model cannot be captured as one graph. Names the user's line and the ways out."""
+
+
+class PlanMismatchError(GraphsplitError, ValueError):
+    """Workers of one job made different plans. Shows the first difference."""
+
+
+class LoaderMismatchError(GraphsplitError, ValueError):
+    """Workers that read the same loader saw different batches. Names the step."""
+
+
+class OwnershipError(GraphsplitError, RuntimeError):
+    """The value of a parameter or buffer was read on a worker that does not own it."""
+
+
+class ClusterError(GraphsplitError, RuntimeError):
+    """The cluster could not be formed, or broke."""
+
+
+class RegistrationRefusedError(ClusterError):
+    """The scheduler refused this node. Carries the scheduler's reason."""
+
+
+class JobFailedError(ClusterError):
+    """The job was ended by a failure somewhere; the message names worker, step and root cause."""
+
+
+class TransportError(GraphsplitError, RuntimeError):
+    """A value could not be moved between two workers."""
+
+
+class FrameError(TransportError, ValueError):
+    """A frame is malformed, oversized, from the past, or not the one the plan expects."""
+
+
+class ReceiveTimeoutError(TransportError, TimeoutError):
+    """A value did not arrive before its deadline, and its sender made no progress either."""

@@ -1,0 +1,1 @@
+"""Cut a placed graph into segments and edges."""

@@ -1,0 +1,62 @@
+"""A plan as text: what people read, and what workers compare before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphsplit.partition.plan import EdgeKind, PartitionPlan
+from graphsplit.program.lower import WorkerProgram
+from graphsplit.tensor_meta import TensorMeta
+
+
+def describe_plan(plan: PartitionPlan) -> str:
+    """Placement, segments, edges and gradient folds of a plan."""
+    nodes, workers = plan.placed.graph.nodes, plan.placed.workers
+    lines = [plan.placed.graph.describe(), f"plan for {plan.num_workers} worker(s)"]
+    for position, node in enumerate(nodes):
+        if node.is_state:
+            lines.append(f"  {node.kind.value} {node.target} lives on worker {workers[position]}")
+    for segment, io in zip(plan.segments, plan.io, strict=True):
+        names = " ".join(nodes[p].name for p in segment.nodes)
+        lines.append(f"  seg{segment.index} worker {segment.worker} level {segment.level}: {names}")
+        lines.append(
+            f"    reads {list(io.values)} leaves {list(io.leaves)} makes "
+            f"{list(io.outputs)} roots {list(io.roots)}"
+        )
+    for edge in plan.edges:
+        what = (
+            f" of contributions {list(edge.contributions)}"
+            if (edge.kind is EdgeKind.GRADIENT)
+            else ""
+        )
+        lines.append(
+            f"  edge{edge.index} {edge.kind.value} %{edge.value} {nodes[edge.value].name}{what}: "
+            f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
+            f"{format_bytes(edge.meta)}"
+        )
+    for value, terms in plan.folds.items():
+        parts = [
+            f"leaf{t.contribution}" if t.contribution is not None else f"edge{t.edge}"
+            for t in terms
+        ]
+        lines.append(f"  gradient of %{value} = {' + '.join(parts)}")
+    return "\n".join(lines)
+
+
+def describe_programs(programs: Sequence[WorkerProgram]) -> str:
+    """All programs, worker by worker."""
+    return "\n".join(program.describe() for program in programs)
+
+
+def format_bytes(meta: TensorMeta) -> str:
+    """Size of a value, for people."""
+    return human_bytes(meta.size_bytes)
+
+
+def human_bytes(size: float) -> str:
+    """A number of bytes with a unit, for example ``18.0 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

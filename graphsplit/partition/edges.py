@@ -1,0 +1,221 @@
+"""Partition a placed graph: cut it, and derive every edge from definitions and uses.
+
+One edge per (value, receiving worker), whatever the number of uses there; one gradient edge back
+for it, or several where eager's order of summing needs them apart; one edge per hop of the random
+generator's state.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+
+import torch
+
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.errors import PlacementError
+from graphsplit.partition.gradients import Contribution, GradientOrder, order_gradients
+from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan, SegmentIO
+from graphsplit.partition.segments import Segmentation, cut_into_segments
+from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
+from graphsplit.tensor_meta import TensorMeta
+
+GENERATOR_META = TensorMeta(torch.uint8, (torch.default_generator.get_state().numel(),), (1,))
+
+
+def partition(placed: PlacedGraph) -> PartitionPlan:
+    """Cut a placed graph into segments and derive what travels between workers.
+
+    Returns:
+        The plan; equal inputs give equal plans on every worker.
+
+    Raises:
+        PlacementError: A value that is no tensor, or memory that is modified in place, would
+            have to cross between workers.
+    """
+    segmentation, gradients = _segments_in_eager_order(placed)
+    return _Partitioner(placed, segmentation, gradients).run()
+
+
+def _segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, GradientOrder]:
+    """Cut until every gradient can be summed in eager's order. Each round only adds splits."""
+    split_uses: frozenset[int] = frozenset()
+    while True:
+        segmentation = cut_into_segments(placed, split_uses=split_uses)
+        gradients = order_gradients(placed, segmentation)
+        if gradients.conflicts <= split_uses:
+            return segmentation, gradients
+        split_uses |= gradients.conflicts
+
+
+def output_workers(graph: CapturedGraph, home: int, num_workers: int) -> tuple[int, ...]:
+    """The workers that need a graph's outputs: the one with the metrics, or all of them."""
+    return (home,) if graph.mode is Mode.EVAL else tuple(range(num_workers))
+
+
+class _Partitioner:
+    """Collects edges and the inputs and outputs of segments."""
+
+    def __init__(
+        self, placed: PlacedGraph, segmentation: Segmentation, gradients: GradientOrder
+    ) -> None:
+        self.placed = placed
+        self.graph = placed.graph
+        self.nodes = placed.graph.nodes
+        self.workers = placed.workers
+        self.segmentation = segmentation
+        self.gradients = gradients
+        self.edges: list[Edge] = []
+        self.home = self._home()
+        num_segments = len(segmentation.segments)
+        self.leaves: list[list[int]] = [[] for _ in range(num_segments)]
+        for contribution in gradients.contributions:
+            self.leaves[contribution.segment].append(contribution.index)
+
+    def run(self) -> PartitionPlan:
+        needed = self._needed_elsewhere()
+        for value in sorted(needed):
+            for worker in sorted(needed[value]):
+                self._add_value_edge(value, worker)
+        self._add_generator_edges()
+        folds = {v: self._fold(v, fold) for v, fold in sorted(self.gradients.folds.items())}
+        return PartitionPlan(
+            placed=self.placed,
+            segmentation=self.segmentation,
+            io=self._segment_io(),
+            edges=tuple(self.edges),
+            contributions=self.gradients.contributions,
+            folds=folds,
+            home=self.home,
+        )
+
+    def _home(self) -> int:
+        outputs = self.graph.outputs
+        order = [*([outputs[self.graph.loss]] if self.graph.loss is not None else []), *outputs]
+        for output in order:
+            if output.node is not None and self.workers[output.node] != EVERYWHERE:
+                return self.workers[output.node]
+        return 0
+
+    def _needed_elsewhere(self) -> dict[int, set[int]]:
+        """For each value, the workers other than its own that use it."""
+        needed: dict[int, set[int]] = {}
+        for position, node in enumerate(self.nodes):
+            for operand in node.reads:
+                self._need(needed, operand, self.workers[position])
+        for worker in output_workers(self.graph, self.home, self.placed.num_workers):
+            for output in self.graph.outputs:
+                if output.node is not None:
+                    self._need(needed, output.node, worker)
+        return needed
+
+    def _need(self, needed: dict[int, set[int]], value: int, worker: int) -> None:
+        if worker not in (EVERYWHERE, self.workers[value]) and self.workers[value] != EVERYWHERE:
+            needed.setdefault(value, set()).add(worker)
+
+    def _add_value_edge(self, value: int, worker: int) -> None:
+        node = self.nodes[value]
+        if node.meta is None:
+            raise PlacementError(
+                f"{node.name} ({node.target}) is no tensor, and would have to be sent from worker "
+                f"{self.workers[value]} to worker {worker}\n  {node.source}\n"
+                f"  Fix: place the operations that use it on worker {self.workers[value]} too."
+            )
+        self.edges.append(
+            Edge(
+                len(self.edges),
+                EdgeKind.VALUE,
+                value,
+                self.workers[value],
+                worker,
+                node.meta,
+                per_step=node.kind is NodeKind.PARAMETER,
+            )
+        )
+
+    def _add_generator_edges(self) -> None:
+        chain = self.segmentation.random_chain
+        for earlier, later in pairwise(chain):
+            if self.workers[earlier] != self.workers[later]:
+                self._add_generator_edge(earlier, self.workers[later])
+        if chain:
+            for worker in range(self.placed.num_workers):
+                if worker != self.workers[chain[-1]]:
+                    self._add_generator_edge(chain[-1], worker)
+
+    def _add_generator_edge(self, value: int, worker: int) -> None:
+        self.edges.append(
+            Edge(
+                len(self.edges),
+                EdgeKind.GENERATOR,
+                value,
+                self.workers[value],
+                worker,
+                GENERATOR_META,
+            )
+        )
+
+    def _fold(self, value: int, fold: tuple[int, ...]) -> tuple[FoldTerm, ...]:
+        """Add the gradient edges of a value; fold on the sender what may be folded there."""
+        owner = self.workers[value]
+        terms: list[FoldTerm] = []
+        by_worker = groupby(fold, key=lambda c: self._worker_of(self.gradients.contributions[c]))
+        for worker, group in by_worker:
+            contributions = tuple(group)
+            if worker == owner:
+                terms += [FoldTerm(contribution=c) for c in contributions]
+                continue
+            parts = [contributions] if not terms else [(c,) for c in contributions]
+            for part in parts:
+                meta = self.nodes[value].meta
+                assert meta is not None
+                terms.append(FoldTerm(edge=len(self.edges)))
+                self.edges.append(
+                    Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, owner, meta, part)
+                )
+        return tuple(terms)
+
+    def _worker_of(self, contribution: Contribution) -> int:
+        return self.segmentation.segments[contribution.segment].worker
+
+    def _segment_io(self) -> tuple[SegmentIO, ...]:
+        segment_of = self.segmentation.segment_of
+        needed_outside = self._needed_outside_segment()
+        leaf_uses = {use for c in self.gradients.contributions for use in c.uses}
+        result = []
+        for segment in self.segmentation.segments:
+            values: set[int] = set()
+            parameters: set[int] = set()
+            for position in segment.nodes:
+                for index, operand in enumerate(self.nodes[position].reads):
+                    if segment_of[operand] == segment.index or (position, index) in leaf_uses:
+                        continue
+                    values.add(operand)
+                    node = self.nodes[operand]
+                    if node.requires_grad and self.nodes[position].requires_grad:
+                        assert node.kind is NodeKind.PARAMETER, node.name
+                        parameters.add(operand)
+            outputs = tuple(p for p in segment.nodes if p in needed_outside)
+            loss = self.graph.loss_node
+            roots = tuple(
+                p
+                for p in outputs
+                if p in self.gradients.folds or (p == loss and self.graph.has_gradients)
+            )
+            result.append(
+                SegmentIO(
+                    tuple(sorted(values)),
+                    tuple(self.leaves[segment.index]),
+                    tuple(sorted(parameters)),
+                    outputs,
+                    roots,
+                    any(self.nodes[p].is_random for p in segment.nodes),
+                )
+            )
+        return tuple(result)
+
+    def _needed_outside_segment(self) -> set[int]:
+        segment_of = self.segmentation.segment_of
+        needed = {output.node for output in self.graph.outputs if output.node is not None}
+        for position, node in enumerate(self.nodes):
+            needed.update(r for r in node.reads if segment_of[r] != segment_of[position])
+        return {edge.value for edge in self.edges if edge.kind is EdgeKind.VALUE} | needed

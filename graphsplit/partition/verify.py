@@ -1,0 +1,115 @@
+"""Check that a plan is sound, whatever made it; faults of users and our own are told apart."""
+
+from __future__ import annotations
+
+import itertools
+
+import networkx as nx
+
+from graphsplit.capture.graph import Node, NodeKind
+from graphsplit.errors import PlacementError
+from graphsplit.partition.plan import EdgeKind, PartitionPlan
+from graphsplit.placement.resolve import EVERYWHERE
+
+
+def segment_graph(plan: PartitionPlan) -> nx.DiGraph:
+    """The graph of segments: an edge for every pair of which one waits for the other."""
+    graph = nx.DiGraph()
+    segment_of = plan.segmentation.segment_of
+    for segment in plan.segments:
+        graph.add_node(segment.index, worker=segment.worker, level=segment.level)
+    nodes = plan.placed.graph.nodes
+    chain = plan.segmentation.random_chain
+    pairs = list(itertools.pairwise(chain))
+    for position, node in enumerate(nodes):
+        pairs += [(before, position) for before in (*node.reads, *node.runs_after)]
+    for before, after in pairs:
+        first, second = segment_of[before], segment_of[after]
+        if first >= 0 and first != second:
+            graph.add_edge(first, second)
+    return graph
+
+
+def verify(plan: PartitionPlan) -> None:
+    """Check a plan.
+
+    Raises:
+        PlacementError: Memory that is modified in place would be needed on several workers.
+        AssertionError: A plan that graphsplit should never have made.
+    """
+    _check_nodes(plan)
+    _check_segments(plan)
+    _check_edges(plan)
+    _check_in_place(plan)
+
+
+def _check_nodes(plan: PartitionPlan) -> None:
+    seen: set[int] = set()
+    for segment in plan.segments:
+        for position in segment.nodes:
+            assert position not in seen, f"node {position} lies in two segments"
+            assert plan.placed.workers[position] == segment.worker, f"node {position} is astray"
+            seen.add(position)
+    for position, node in enumerate(plan.placed.graph.nodes):
+        worker = plan.placed.workers[position]
+        if node.kind is NodeKind.OPERATION:
+            assert position in seen, f"operation {node.name} lies in no segment"
+        if not node.is_everywhere:
+            assert 0 <= worker < plan.num_workers, f"{node.name} has no worker"
+
+
+def _check_segments(plan: PartitionPlan) -> None:
+    graph = segment_graph(plan)
+    assert nx.is_directed_acyclic_graph(graph), f"cycle: {nx.find_cycle(graph)}"
+    for first, second in graph.edges:
+        assert plan.segments[first].level < plan.segments[second].level, (first, second)
+
+
+def _check_edges(plan: PartitionPlan) -> None:
+    has_edge = {
+        (edge.value, edge.destination) for edge in plan.edges if edge.kind is EdgeKind.VALUE
+    }
+    workers, segment_of = plan.placed.workers, plan.segmentation.segment_of
+    for position, node in enumerate(plan.placed.graph.nodes):
+        for operand in node.reads:
+            if workers[operand] not in (EVERYWHERE, workers[position]):
+                assert (operand, workers[position]) in has_edge, (operand, position)
+    sent = [c for e in plan.edges if e.kind is EdgeKind.GRADIENT for c in e.contributions]
+    local = [
+        t.contribution for fold in plan.folds.values() for t in fold if t.contribution is not None
+    ]
+    assert sorted(sent + local) == list(range(len(plan.contributions))), "a gradient is lost"
+    for contribution in plan.contributions:
+        for position, operand in contribution.uses:
+            assert segment_of[position] == contribution.segment
+            assert plan.placed.graph.nodes[position].reads[operand] == contribution.value
+
+
+def _check_in_place(plan: PartitionPlan) -> None:
+    """Memory that an operation modifies must not be needed in another segment as well.
+
+    Parameters and buffers live on one worker for good, so there another segment may see the
+    change, if it is on that worker.
+    """
+    nodes, workers = plan.placed.graph.nodes, plan.placed.workers
+    segment_of = plan.segmentation.segment_of
+    for position, node in enumerate(nodes):
+        for shared, is_state in node.shares_modified:
+            other = nodes[shared]
+            if is_state:
+                if workers[shared] != workers[position]:
+                    raise PlacementError(_in_place_message(plan, node, other, position, shared))
+            elif other.kind is NodeKind.OPERATION and segment_of[shared] != segment_of[position]:
+                raise PlacementError(_in_place_message(plan, node, other, position, shared))
+
+
+def _in_place_message(
+    plan: PartitionPlan, node: Node, other: Node, position: int, shared: int
+) -> str:
+    workers = plan.placed.workers
+    return (
+        f"{node.name} ({node.target}) on worker {workers[position]} and {other.name} "
+        f"({other.target}) on worker {workers[shared]} share memory that is modified in place, "
+        f"with other work between them\n  {node.source or other.source}\n"
+        f"  Fix: place both on one worker, or use the operation that returns a new tensor."
+    )

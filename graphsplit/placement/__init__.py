@@ -1,0 +1,1 @@
+"""Say, and decide, which worker runs what."""

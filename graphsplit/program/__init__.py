@@ -1,0 +1,1 @@
+"""Workers' programs: readable instructions."""

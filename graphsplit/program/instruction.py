@@ -1,0 +1,79 @@
+"""The instructions of a worker's program. Each reads back from the text it prints as.
+
+========================  ==========================================================
+``ZERO_GRADIENTS``        set the owned parameters' gradients to None
+``FORWARD mb0 seg2``      run a segment
+``BACKWARD mb0 seg2``     run a segment's backward: fold what came back, then autograd
+``ACCUMULATE mb0 v7``     fold the gradients of a parameter that several segments use
+``SEND mb0 edge3``        send the edge's value to its destination
+``RECEIVE mb0 edge3``     wait for the edge's value from its source
+``OPTIMIZER``             step the optimizer over the owned parameters
+========================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Opcode(Enum):
+    """What an instruction does."""
+
+    ZERO_GRADIENTS = "ZERO_GRADIENTS"
+    FORWARD = "FORWARD"
+    BACKWARD = "BACKWARD"
+    ACCUMULATE = "ACCUMULATE"
+    SEND = "SEND"
+    RECEIVE = "RECEIVE"
+    OPTIMIZER = "OPTIMIZER"
+
+
+_OPERAND = {
+    Opcode.FORWARD: "seg",
+    Opcode.BACKWARD: "seg",
+    Opcode.ACCUMULATE: "v",
+    Opcode.SEND: "edge",
+    Opcode.RECEIVE: "edge",
+}
+_PATTERN = re.compile(r"(?P<opcode>[A-Z_]+)(?: mb(?P<microbatch>\d+) [a-z]+(?P<operand>\d+))?")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a worker's program.
+
+    Attributes:
+        opcode: What to do.
+        operand: Segment, edge or value; -1 where there is none.
+        microbatch: Which microbatch it belongs to.
+    """
+
+    opcode: Opcode
+    operand: int = -1
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        if self.opcode not in _OPERAND:
+            return self.opcode.value
+        return f"{self.opcode.value} mb{self.microbatch} {_OPERAND[self.opcode]}{self.operand}"
+
+    @classmethod
+    def parse(cls, text: str) -> Instruction:
+        """Read an instruction back from its text.
+
+        Raises:
+            ValueError: The text is no instruction.
+        """
+        found = _PATTERN.fullmatch(text.strip())
+        if found is None or found["opcode"] not in Opcode.__members__:
+            raise ValueError(f"{text!r} is no instruction; expected for example 'SEND mb0 edge3'")
+        opcode = Opcode[found["opcode"]]
+        if opcode not in _OPERAND:
+            instruction = cls(opcode)
+        else:
+            instruction = cls(opcode, int(found["operand"] or -1), int(found["microbatch"] or 0))
+        if str(instruction) != text.strip():
+            raise ValueError(f"{text!r} is no instruction; did you mean '{instruction}'?")
+        return instruction

@@ -1,0 +1,1 @@
+"""Run one worker's program."""

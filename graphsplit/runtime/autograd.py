@@ -1,0 +1,71 @@
+"""Backward of one segment, and what eager autograd does with a parameter's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Gradient = torch.Tensor | None
+
+
+def gradients(
+    roots: Sequence[torch.Tensor],
+    root_gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[Gradient, ...]:
+    """Gradients of a segment's leaves and parameters; None where nothing flows.
+
+    The raw gradient is returned, with the strides autograd gave it: what ``.grad`` of a leaf holds
+    may have been laid out anew, and other strides can mean other bits further on.
+    """
+    if not roots or not inputs:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(roots, inputs, root_gradients, allow_unused=True)
+
+
+def fold(terms: Sequence[Gradient]) -> Gradient:
+    """Add gradients one after the other, as autograd's input buffers do; None adds nothing."""
+    total: Gradient = None
+    for term in terms:
+        if term is not None:
+            total = term if total is None else total + term
+    return total
+
+
+def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
+    """Add a gradient to ``parameter.grad`` as autograd's ``AccumulateGrad`` does.
+
+    Args:
+        parameter: The parameter.
+        gradient: Its gradient of one microbatch, whole.
+        is_shared: Whether the same tensor object serves elsewhere too and must be copied.
+    """
+    existing = parameter.grad
+    if existing is None:
+        parameter.grad = _take(parameter, gradient, is_shared)
+    elif existing.is_sparse and not gradient.is_sparse:
+        parameter.grad = gradient + existing
+    else:
+        existing += gradient
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for hook in list(hooks.values()) if hooks else ():
+        hook(parameter)
+
+
+def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the hooks that ``register_hook`` put on a parameter, for a gradient folded by us."""
+    hooks = getattr(parameter, "_backward_hooks", None)
+    for hook in list(hooks.values()) if hooks else ():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+def _take(parameter: torch.Tensor, gradient: torch.Tensor, is_shared: bool) -> torch.Tensor:
+    if gradient.layout is not torch.strided:
+        return gradient.clone() if is_shared else gradient
+    if gradient.stride() == parameter.stride() and not is_shared:
+        return gradient
+    laid_out = torch.empty_like(parameter, memory_format=torch.preserve_format)
+    return laid_out.detach().copy_(gradient)

@@ -1,0 +1,128 @@
+"""Messages outside any plan: step tickets, and tensors in chunks.
+
+Every pair of workers has two channels that need no plan: one for tickets (one small message) and
+one for bulk (a tensor in chunks of a fixed size, so that no memory is set aside for the largest).
+They are opened when first used.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from graphsplit.errors import FrameError
+from graphsplit.tensor_meta import TensorMeta
+from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+
+_NO_PLAN = -1
+_TICKET_BYTES = 64 * 1024
+_CHUNK_BYTES = 1024 * 1024
+_TICKET, _BULK = 0, 1
+
+
+class ControlChannels:
+    """Tickets and bulk transfers of one worker. Used by one thread.
+
+    All workers call the methods that name several workers in the same order.
+    """
+
+    def __init__(self, transport: Transport, rank: int, num_workers: int) -> None:
+        self._transport = transport
+        self.rank = rank
+        self.num_workers = num_workers
+        self._senders: dict[tuple[int, int], Sender] = {}
+        self._receivers: dict[tuple[int, int], Receiver] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
+
+    def send_ticket(self, data: bytes) -> None:
+        """Send a small message to every other worker.
+
+        Raises:
+            FrameError: It is larger than 64 KiB.
+        """
+        if len(data) > _TICKET_BYTES:
+            raise FrameError(
+                f"a step ticket takes {len(data)} bytes; at most {_TICKET_BYTES} are allowed\n"
+                f"  Fix: a batch of this many parts cannot be described; group them into tensors."
+            )
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for peer in range(self.num_workers):
+            if peer != self.rank:
+                self._send(peer, _TICKET, message)
+
+    def receive_ticket(self, source: int) -> bytes:
+        """Wait for the next ticket of a worker."""
+        return self._receive(source, _TICKET).numpy().tobytes()
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, meta: TensorMeta, *, source: int
+    ) -> torch.Tensor:
+        """Give every worker a tensor that one worker has.
+
+        Args:
+            tensor: The tensor, on ``source``; ignored elsewhere.
+            meta: Its dtype, shape and strides, known to all workers.
+            source: The worker that has it.
+
+        Returns:
+            The tensor itself on ``source``; elsewhere a new one with the same bits and strides.
+        """
+        if self.rank == source:
+            assert tensor is not None
+            octets = _octets(tensor.detach(), meta)
+            for start in range(0, octets.numel(), _CHUNK_BYTES):
+                for peer in range(self.num_workers):
+                    if peer != source:
+                        self._send(peer, _BULK, octets[start : start + _CHUNK_BYTES])
+            return tensor
+        result = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype)
+        octets = torch.empty(meta.size_bytes, dtype=torch.uint8)
+        for start in range(0, octets.numel(), _CHUNK_BYTES):
+            piece = octets[start : start + _CHUNK_BYTES]
+            chunk = self._receive(source, _BULK)
+            if chunk.numel() != piece.numel():
+                raise FrameError(
+                    f"a chunk from worker {source} has {chunk.numel()} bytes; expected "
+                    f"{piece.numel()}"
+                )
+            piece.copy_(chunk)
+        return result.copy_(octets.view(meta.dtype).view(meta.shape))
+
+    def _spec(self, source: int, destination: int, kind: int) -> ChannelSpec:
+        return ChannelSpec(
+            plan=_NO_PLAN,
+            edge=2 * (source * self.num_workers + destination) + kind,
+            source=source,
+            destination=destination,
+            dtype=torch.uint8,
+            shape=None,
+            max_bytes=_TICKET_BYTES if kind == _TICKET else _CHUNK_BYTES,
+            label=f"{'step tickets' if kind == _TICKET else 'chunks'}: worker {source} -> worker "
+            f"{destination}",
+        )
+
+    def _send(self, peer: int, kind: int, message: torch.Tensor) -> None:
+        key = (peer, kind)
+        if key not in self._senders:
+            self._senders[key] = self._transport.open_sender(self._spec(self.rank, peer, kind))
+        number = self._sent.get(key, 0)
+        self._sent[key] = number + 1
+        self._senders[key].send(message, step=number, microbatch=0)
+
+    def _receive(self, peer: int, kind: int) -> torch.Tensor:
+        key = (peer, kind)
+        if key not in self._receivers:
+            spec = self._spec(peer, self.rank, kind)
+            self._receivers[key] = self._transport.open_receiver(spec)
+        number = self._received.get(key, 0)
+        self._received[key] = number + 1
+        message = self._receivers[key].receive(step=number, microbatch=0)
+        if message is None:
+            raise FrameError(f"an empty message from worker {peer} on a control channel")
+        return message
+
+
+def _octets(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+        raise FrameError(f"a value is {TensorMeta.of(tensor)}; all workers expect {meta}")
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,374 @@
+"""Run one worker's program, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.cluster.identity import Position
+from graphsplit.errors import GraphsplitError
+from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.lower import WorkerProgram
+from graphsplit.runtime.autograd import accumulate, fold, gradients, run_tensor_hooks
+from graphsplit.runtime.segment_code import SegmentCode, build_code
+from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+
+Gradient = torch.Tensor | None
+Action = Callable[["StepState"], None]
+
+
+class StepFailedError(GraphsplitError, RuntimeError):
+    """An operation raised while a step ran. Names worker, step, operation and the user's line."""
+
+
+@dataclass
+class StepState:
+    """What one step holds while it runs.
+
+    Attributes:
+        step: Number of the step in the job.
+        inputs: Values of the graph's inputs, by position among the inputs; None where this worker
+            does not consume them.
+        values: For each microbatch, values of nodes made or received here.
+        leaves: For each microbatch, the leaf of each contribution.
+        roots: For each microbatch, outputs of segments with their autograd history.
+        collected: For each microbatch, the gradient of each contribution.
+        received: For each microbatch, gradients that came back, by edge.
+    """
+
+    step: int
+    inputs: Sequence[Sequence[torch.Tensor | None]]
+    values: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    leaves: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    roots: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    collected: list[dict[int, Gradient]] = field(default_factory=list)
+    received: list[dict[int, Gradient]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for _ in self.inputs:
+            self.values.append({})
+            self.leaves.append({})
+            self.roots.append({})
+            self.collected.append({})
+            self.received.append({})
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a runner works with.
+
+    Attributes:
+        plan: The agreed plan.
+        plan_number: Its number in the job; part of every channel's identity.
+        program: This worker's program.
+        state: Parameters and buffers of this worker, by node.
+        transport: Moves values; None if the plan has a single worker.
+        optimizer: Steps the owned parameters.
+        zero_gradients: Sets the owned parameters' gradients to None.
+        position: Told of every instruction, for heartbeats.
+    """
+
+    plan: PartitionPlan
+    plan_number: int
+    program: WorkerProgram
+    state: Mapping[int, torch.Tensor]
+    transport: Transport | None
+    optimizer: Callable[[], None]
+    zero_gradients: Callable[[], None]
+    position: Position = field(default_factory=Position)
+
+
+def channel_spec(plan: PartitionPlan, plan_number: int, edge: Edge) -> ChannelSpec:
+    """What both ends of an edge know about its messages."""
+    node = plan.placed.graph.nodes[edge.value]
+    what = {
+        EdgeKind.VALUE: "",
+        EdgeKind.GRADIENT: "gradient of ",
+        EdgeKind.GENERATOR: "generator state after ",
+    }[edge.kind]
+    # A gradient may come in other strides than its value: autograd expands and transposes.
+    size = max(edge.meta.size_bytes, edge.meta.span_bytes, 1)
+    return ChannelSpec(
+        plan=plan_number,
+        edge=edge.index,
+        source=edge.source,
+        destination=edge.destination,
+        dtype=edge.meta.dtype,
+        shape=edge.meta.shape,
+        max_bytes=size,
+        label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
+        f"worker {edge.destination}",
+    )
+
+
+class ProgramRunner:
+    """One worker's program, ready to run.
+
+    Each instruction is bound once to what it works on, so that a step is a plain loop over
+    actions. Used by one thread.
+    """
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts = parts
+        self._plan = parts.plan
+        self._nodes = parts.plan.placed.graph.nodes
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._code: dict[int, SegmentCode] = {}
+        self._input_index = {
+            p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
+        }
+        self._grad_enabled = parts.plan.placed.graph.mode is Mode.TRAIN
+        self._open_channels()
+        self._actions = [self._bind(i) for i in parts.program.instructions]
+        self.position = 0
+        self.step = -1
+
+    def _open_channels(self) -> None:
+        plan, number, transport = self._plan, self._parts.plan_number, self._parts.transport
+        worker = self._parts.program.worker
+        mine = [e for e in plan.edges if worker in (e.source, e.destination)]
+        assert transport is not None or not mine
+        for edge in mine:
+            if edge.source == worker:
+                assert transport is not None
+                spec = channel_spec(plan, number, edge)
+                self._senders[edge.index] = transport.open_sender(spec)
+        for edge in mine:
+            if edge.destination == worker:
+                assert transport is not None
+                spec = channel_spec(plan, number, edge)
+                self._receivers[edge.index] = transport.open_receiver(spec)
+
+    def where(self) -> str:
+        """The current position in words, for heartbeats and failures."""
+        instructions = self._parts.program.instructions
+        if self.step < 0 or self.position >= len(instructions):
+            return f"between steps, after step {self.step}" if self.step >= 0 else "before step 0"
+        instruction = instructions[self.position]
+        mode = self._plan.placed.graph.mode.value
+        return f"{mode} step {self.step}, {instruction}{self._about(instruction)}"
+
+    def _about(self, instruction: Instruction) -> str:
+        if instruction.opcode in (Opcode.SEND, Opcode.RECEIVE):
+            edge = self._plan.edges[instruction.operand]
+            node = self._nodes[edge.value]
+            return (
+                f" ({edge.kind.value} of {node.name}, {node.module_path or 'network'}, "
+                f"worker {edge.source} -> worker {edge.destination})"
+            )
+        if instruction.opcode in (Opcode.FORWARD, Opcode.BACKWARD):
+            segment = self._plan.segments[instruction.operand]
+            paths = dict.fromkeys(self._nodes[p].module_path or "network" for p in segment.nodes)
+            return f" ({', '.join(list(paths)[:6])})"
+        return ""
+
+    def run(self, step: int, inputs: Sequence[Sequence[torch.Tensor | None]]) -> StepState:
+        """Run one step.
+
+        Args:
+            step: Number of the step in the job, the same on every worker.
+            inputs: For each microbatch, the graph's inputs.
+
+        Returns:
+            What the step left: ``values`` holds the outputs this worker was sent or made.
+
+        Raises:
+            StepFailedError: An operation raised; names it and the user's line.
+            TransportError: A value could not be moved.
+            JobFailedError: The job was aborted elsewhere.
+        """
+        state = StepState(step, inputs)
+        reported = self._parts.position
+        reported.text_source = self.where
+        self.step = step
+        with torch.set_grad_enabled(self._grad_enabled):
+            for position, action in enumerate(self._actions):
+                self.position = position
+                reported.progress += 1
+                try:
+                    action(state)
+                except (GraphsplitError, KeyboardInterrupt, SystemExit):
+                    raise
+                except Exception as error:
+                    raise self._failure(error) from error
+        self.position = len(self._actions)
+        return state
+
+    def _failure(self, error: Exception) -> StepFailedError:
+        instruction = self._parts.program.instructions[self.position]
+        lines = [f"{type(error).__name__}: {error}", f"  at {self.where()}"]
+        code = self._code.get(instruction.operand)
+        if instruction.opcode is Opcode.FORWARD and code is not None:
+            node = code.failing_node(error)
+            if node is not None:
+                lines.append(
+                    f"  operation {node.name} = {node.target}({node.arguments}), module "
+                    f"{node.module_path or '(network)'}"
+                )
+                lines.append(f"  {node.source}")
+        return StepFailedError("\n".join(lines))
+
+    def _bind(self, instruction: Instruction) -> Action:
+        opcode, operand = instruction.opcode, instruction.operand
+        if opcode is Opcode.FORWARD:
+            return self._bind_forward(operand, instruction.microbatch)
+        if opcode is Opcode.BACKWARD:
+            return self._bind_backward(operand, instruction.microbatch)
+        if opcode is Opcode.ACCUMULATE:
+            return self._bind_accumulate(operand, instruction.microbatch)
+        if opcode is Opcode.SEND:
+            return self._bind_send(self._plan.edges[operand], instruction.microbatch)
+        if opcode is Opcode.RECEIVE:
+            return self._bind_receive(self._plan.edges[operand], instruction.microbatch)
+        call = self._parts.optimizer if opcode is Opcode.OPTIMIZER else self._parts.zero_gradients
+        return lambda state: call()
+
+    def _bind_forward(self, segment: int, microbatch: int) -> Action:
+        if segment not in self._code:
+            self._code[segment] = build_code(self._plan, segment)
+        run = self._code[segment].run
+        io = self._plan.io[segment]
+        values = [self._reader(value, microbatch) for value in io.values]
+        leaves = [
+            (c, self._reader(self._plan.contributions[c].value, microbatch)) for c in io.leaves
+        ]
+        outputs, roots = io.outputs, frozenset(io.roots)
+
+        def forward(state: StepState) -> None:
+            made = state.values[microbatch]
+            arguments = [read(state) for read in values]
+            own_leaves = state.leaves[microbatch]
+            for contribution, read_source in leaves:
+                leaf = read_source(state).detach().requires_grad_(True)
+                own_leaves[contribution] = leaf
+                arguments.append(leaf)
+            results = run(*arguments)
+            for position, result in zip(outputs, results, strict=True):
+                if position in roots:
+                    state.roots[microbatch][position] = result
+                made[position] = result.detach() if isinstance(result, torch.Tensor) else result
+
+        return forward
+
+    def _reader(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
+        node = self._nodes[value]
+        if node.kind is NodeKind.CONSTANT:
+            constant = self._plan.placed.graph.constants[node.name]
+            return lambda state: constant
+        if node.kind is NodeKind.INPUT:
+            index = self._input_index[value]
+            return lambda state: state.inputs[microbatch][index]
+        if node.is_state and self._plan.placed.workers[value] == self._parts.program.worker:
+            tensor = self._parts.state[value]
+            return lambda state: tensor
+        microbatch = 0 if node.kind is NodeKind.PARAMETER else microbatch
+        return lambda state: state.values[microbatch][value]
+
+    def _bind_backward(self, segment: int, microbatch: int) -> Action:
+        io = self._plan.io[segment]
+        folds = [(root, self._plan.folds.get(root, ())) for root in io.roots]
+        loss = self._plan.placed.graph.loss_node
+        parameters = [self._parts.state[p] for p in io.parameters]
+        leaves = io.leaves
+        num_leaves = len(leaves)
+
+        def backward(state: StepState) -> None:
+            tensors, incoming = [], []
+            for root, terms in folds:
+                tensor = state.roots[microbatch].pop(root)
+                gradient = self._fold(state, microbatch, terms)
+                if root == loss:
+                    one = torch.ones_like(tensor, memory_format=torch.preserve_format)
+                    gradient = fold((one, gradient))
+                if gradient is not None and tensor.requires_grad:
+                    tensors.append(tensor)
+                    incoming.append(gradient)
+            own_leaves = state.leaves[microbatch]
+            inputs = [own_leaves.pop(c) for c in leaves]
+            inputs += parameters
+            results = gradients(tensors, incoming, inputs)
+            state.collected[microbatch].update(zip(leaves, results, strict=False))
+            _accumulate_all(parameters, results[num_leaves:])
+
+        return backward
+
+    def _fold(self, state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> Gradient:
+        return fold(
+            [
+                state.collected[microbatch].pop(term.contribution)
+                if term.contribution is not None
+                else state.received[microbatch].pop(term.edge)  # type: ignore[arg-type]
+                for term in terms
+            ]
+        )
+
+    def _bind_accumulate(self, value: int, microbatch: int) -> Action:
+        terms = self._plan.folds[value]
+        parameter = self._parts.state[value]
+
+        def accumulate_shared(state: StepState) -> None:
+            gradient = self._fold(state, microbatch, terms)
+            if gradient is not None:
+                gradient = run_tensor_hooks(parameter, gradient)
+                accumulate(parameter, gradient, is_shared=False)
+
+        return accumulate_shared
+
+    def _bind_send(self, edge: Edge, microbatch: int) -> Action:
+        send = self._senders[edge.index].send
+        value = edge.value
+        if edge.kind is EdgeKind.GENERATOR:
+            return lambda state: send(
+                torch.default_generator.get_state(), step=state.step, microbatch=microbatch
+            )
+        if edge.kind is EdgeKind.GRADIENT:
+            contributions = edge.contributions
+
+            def send_gradient(state: StepState) -> None:
+                collected = state.collected[microbatch]
+                total = fold([collected.pop(c) for c in contributions])
+                send(total, step=state.step, microbatch=microbatch)
+
+            return send_gradient
+        if self._nodes[value].is_state:
+            tensor = self._parts.state[value]
+            return lambda state: send(tensor.detach(), step=state.step, microbatch=microbatch)
+        return lambda state: send(
+            state.values[microbatch][value], step=state.step, microbatch=microbatch
+        )
+
+    def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
+        receive = self._receivers[edge.index].receive
+        index, value = edge.index, edge.value
+        if edge.kind is EdgeKind.GENERATOR:
+
+            def receive_generator(state: StepState) -> None:
+                received = receive(step=state.step, microbatch=microbatch)
+                assert received is not None
+                torch.default_generator.set_state(received)
+
+            return receive_generator
+
+        def receive_value(state: StepState) -> None:
+            received = receive(step=state.step, microbatch=microbatch)
+            assert received is not None
+            state.values[microbatch][value] = received
+
+        def receive_gradient(state: StepState) -> None:
+            state.received[microbatch][index] = receive(step=state.step, microbatch=microbatch)
+
+        return receive_gradient if edge.kind is EdgeKind.GRADIENT else receive_value
+
+
+def _accumulate_all(parameters: Sequence[torch.Tensor], results: Sequence[Gradient]) -> None:
+    seen: set[int] = set()
+    for parameter, gradient in zip(parameters, results, strict=True):
+        if gradient is not None:
+            accumulate(parameter, gradient, is_shared=id(gradient) in seen)
+            seen.add(id(gradient))

@@ -1,0 +1,1 @@
+"""Orders of compute, and the proof that programs cannot deadlock."""

@@ -1,0 +1,214 @@
+"""What the environment says about the cluster: the ``MS_*`` and ``GS_*`` variables.
+
+``ClusterSettings.from_environ`` is pure: it reads a mapping and returns a frozen value, or raises
+one ``ConfigurationError`` that lists every problem, so that a user mends them in one go.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphsplit.errors import ConfigurationError
+
+SCHEDULER_ROLE = "MS_SCHED"
+WORKER_ROLE = "MS_WORKER"
+TRANSPORTS = ("auto", "shm", "grpc")
+MAX_WORKERS = 1024
+MAX_NODE_ID_CHARS = 128
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+_HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
+_RANK = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """How this process takes part in a cluster.
+
+    Attributes:
+        role: ``"MS_SCHED"`` or ``"MS_WORKER"``.
+        num_workers: How many workers the job has.
+        scheduler_host: Where the scheduler listens; it binds this address and no other.
+        scheduler_port: Its port. 0 (any free port) is for tests only.
+        node_id: The name of this process; empty when none was given.
+        wished_rank: The rank that a numeric ``MS_NODE_ID`` asks for.
+        worker_host: The address that this worker's data plane binds and advertises.
+        topo_timeout_s: How long the scheduler waits for all workers, and a worker for it.
+        node_timeout_s: How long a worker may be silent before it counts as lost.
+        receive_timeout_s: How long a wait may last without a message and without progress.
+        retry_lower_s: Shortest pause between two attempts to reach the scheduler.
+        retry_upper_s: Longest pause between two attempts to reach the scheduler.
+        recovery_path: Where a recoverable job would keep its state; not used yet.
+        transport: ``"auto"``, ``"shm"`` or ``"grpc"``.
+    """
+
+    role: str
+    num_workers: int
+    scheduler_port: int
+    scheduler_host: str = "127.0.0.1"
+    node_id: str = ""
+    wished_rank: int | None = None
+    worker_host: str = "127.0.0.1"
+    topo_timeout_s: float = 1800.0
+    node_timeout_s: float = 30.0
+    receive_timeout_s: float = 300.0
+    retry_lower_s: float = 3.0
+    retry_upper_s: float = 5.0
+    recovery_path: str = ""
+    transport: str = "auto"
+
+    @property
+    def is_scheduler(self) -> bool:
+        """Whether this process is the scheduler."""
+        return self.role == SCHEDULER_ROLE
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> ClusterSettings | None:
+        """Read the settings; None when ``MS_ROLE`` is unset or empty (one-process training).
+
+        Raises:
+            ConfigurationError: Variables are missing or malformed. Names every one of them.
+        """
+        if not environ.get("MS_ROLE", "").strip():
+            return None
+        reader = _Reader(environ)
+        settings = _read_settings(reader)
+        reader.raise_if_any()
+        return settings
+
+
+def _read_settings(reader: _Reader) -> ClusterSettings:
+    role = reader.choice("MS_ROLE", (SCHEDULER_ROLE, WORKER_ROLE), default="")
+    num_workers = reader.integer("MS_WORKER_NUM", lowest=1, highest=MAX_WORKERS)
+    node_id, wished_rank = _read_node_id(reader, role=role, num_workers=num_workers)
+    lower_s = reader.seconds("MS_RETRY_INTERVAL_LOWER", default=3.0)
+    upper_s = reader.seconds("MS_RETRY_INTERVAL_UPPER", default=max(5.0, lower_s))
+    if upper_s < lower_s:
+        reader.problem(
+            "MS_RETRY_INTERVAL_UPPER",
+            f"at least MS_RETRY_INTERVAL_LOWER ({lower_s:g})",
+            "swap the two, or leave both unset (3 and 5)",
+        )
+    if reader.flag("MS_ENABLE_RECOVERY"):
+        reader.problem(
+            "MS_ENABLE_RECOVERY",
+            "0, or unset: recovery of a failed job is not there yet",
+            "unset it; save checkpoints and start again from the last one",
+        )
+    return ClusterSettings(
+        role=role,
+        num_workers=num_workers,
+        scheduler_host=reader.host("MS_SCHED_HOST"),
+        scheduler_port=reader.integer("MS_SCHED_PORT", lowest=1, highest=65535),
+        node_id=node_id,
+        wished_rank=wished_rank,
+        worker_host=reader.host("MS_WORKER_IP"),
+        topo_timeout_s=reader.seconds("MS_TOPO_TIMEOUT", default=1800.0),
+        node_timeout_s=reader.seconds("MS_NODE_TIMEOUT", default=30.0),
+        receive_timeout_s=reader.seconds("MS_RECEIVE_MSG_TIMEOUT", default=300.0),
+        retry_lower_s=lower_s,
+        retry_upper_s=upper_s,
+        recovery_path=reader.text("MS_RECOVERY_PATH"),
+        transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
+    )
+
+
+def _read_node_id(reader: _Reader, *, role: str, num_workers: int) -> tuple[str, int | None]:
+    node_id = reader.text("MS_NODE_ID")
+    if len(node_id) > MAX_NODE_ID_CHARS or not node_id.isprintable():
+        expected = f"at most {MAX_NODE_ID_CHARS} printable characters"
+        reader.problem("MS_NODE_ID", expected, "choose a shorter, plain name")
+        return "", None
+    if role == SCHEDULER_ROLE or not _RANK.fullmatch(node_id):
+        return node_id, None
+    rank = int(node_id)
+    # num_workers is 0 when it is missing or malformed; that is a problem of its own.
+    if num_workers and not 0 <= rank < num_workers:
+        reader.problem(
+            "MS_NODE_ID",
+            f"a rank from 0 to {num_workers - 1}, or a name that is not a number",
+            f"start with MS_WORKER_NUM={rank + 1}, or choose a rank below {num_workers}"
+            if rank > 0
+            else "ranks begin at 0",
+        )
+    return node_id, rank
+
+
+class _Reader:
+    """Reads variables one by one and collects what is wrong with them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._problems: list[str] = []
+
+    def text(self, name: str) -> str:
+        return self._environ.get(name, "").strip()
+
+    def problem(self, name: str, expected: str, fix: str) -> None:
+        raw = self._environ.get(name)
+        found = f"{name} is not set" if raw is None else f"{name}={_shown(raw)}"
+        self._problems.append(f"{found}\n    expected: {expected}\n    Fix: {fix}")
+
+    def raise_if_any(self) -> None:
+        if not self._problems:
+            return
+        count = len(self._problems)
+        noun = "variable is" if count == 1 else "variables are"
+        lines = [f"{count} environment {noun} missing or malformed"]
+        lines.extend("  " + problem for problem in self._problems)
+        raise ConfigurationError("\n".join(lines))
+
+    def choice(self, name: str, choices: tuple[str, ...], *, default: str) -> str:
+        value = self.text(name) or default
+        if value not in choices:
+            self.problem(name, " or ".join(choices), f"set {name}={choices[-1]}, for example")
+            return default
+        return value
+
+    def integer(self, name: str, *, lowest: int, highest: int) -> int:
+        """A required whole number; 0 stands in for one that is missing or malformed."""
+        value = self.text(name)
+        if re.fullmatch(r"[0-9]{1,9}", value) and lowest <= int(value) <= highest:
+            return int(value)
+        fix = f"set {name} to the same number in every process of the job"
+        self.problem(name, f"a whole number from {lowest} to {highest}", fix)
+        return 0
+
+    def seconds(self, name: str, *, default: float) -> float:
+        value = self.text(name)
+        if not value:
+            return default
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = math.nan
+        if math.isfinite(seconds) and seconds > 0:
+            return seconds
+        fix = f"unset it for the default, {default:g} s"
+        self.problem(name, "a number of seconds above 0", fix)
+        return default
+
+    def host(self, name: str) -> str:
+        value = self.text(name)
+        if not value:
+            return "127.0.0.1"
+        if _HOST.fullmatch(value):
+            return value.removeprefix("[").removesuffix("]")
+        self.problem(name, "a host name or an IP address, without a port", f"set {name}=127.0.0.1")
+        return "127.0.0.1"
+
+    def flag(self, name: str) -> bool:
+        value = self.text(name).lower()
+        if value not in _TRUE + _FALSE:
+            self.problem(name, "1 or 0", "unset it")
+        return value in _TRUE
+
+
+def _shown(value: str) -> str:
+    """The value as found, quoted, and cut if somebody put a novel into a variable."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

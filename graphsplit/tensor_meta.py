@@ -1,0 +1,71 @@
+"""What is known about a tensor before it exists: dtype, shape and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of storage a strided layout reaches, from its first to its last."""
+    if any(size == 0 for size in shape):
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """dtype, shape and strides (in elements) of a dense tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The description of an existing (real or fake) tensor with static sizes."""
+        return cls(tensor.dtype, tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        result = 1
+        for size in self.shape:
+            result *= size
+        return result
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the values alone."""
+        return self.num_elements * self.dtype.itemsize
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of storage that the layout reaches, gaps included."""
+        return span_elements(self.shape, self.strides) * self.dtype.itemsize
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether autograd can give this dtype a gradient."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        """For example ``float32[32, 6, 28, 28]``; strides are named only when not contiguous."""
+        text = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return (
+            text
+            if self.strides == contiguous_strides(self.shape)
+            else (f"{text} strides {list(self.strides)}")
+        )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,1 @@
+"""Public helpers for tests, of graphsplit and of its users."""

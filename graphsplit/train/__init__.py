@@ -1,0 +1,1 @@
+"""What users train with: Model, callbacks, metrics."""

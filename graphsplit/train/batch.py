@@ -1,0 +1,232 @@
+"""What a batch looks like (its signature), whether two are alike, and how a network takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.tensor_meta import TensorMeta
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_SAMPLED = 64
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Structure, dtypes, shapes and strides of the arguments of one step; plain values whole.
+
+    Attributes:
+        text: Canonical JSON. Equal texts, equal signatures.
+        digest: First 16 hexadecimal digits of the SHA-256 of ``text``.
+    """
+
+    text: str
+    digest: str
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Signature:
+        """The signature of some arguments.
+
+        Raises:
+            ConfigurationError: Something in them is neither tensor, number, string, bool, None,
+                nor a list, tuple or mapping of such.
+        """
+        return cls.read(json.dumps(_encode(arguments), sort_keys=True))
+
+    @classmethod
+    def read(cls, text: str) -> Signature:
+        """The signature with a given text."""
+        return cls(text, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def example(self) -> Arguments:
+        """Arguments with this signature, tensors filled with zeros."""
+        args, kwargs = _decode(json.loads(self.text))
+        return args, kwargs
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        meta = TensorMeta.of(value)
+        return {"t": [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"v": value}
+    if isinstance(value, Mapping):
+        return {"d": {str(key): _encode(item) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return {"l" if isinstance(value, list) else "u": [_encode(item) for item in value]}
+    raise ConfigurationError(
+        f"a batch holds a {type(value).__name__}; expected tensors, numbers, strings, None, and "
+        f"lists, tuples or mappings of them\n  Fix: convert it in the data set or in collate_fn."
+    )
+
+
+def _decode(node: dict[str, Any]) -> Any:
+    ((kind, content),) = node.items()
+    if kind == "t":
+        dtype, shape, strides = content
+        return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype)).zero_()
+    if kind == "v":
+        return content
+    if kind == "d":
+        return {key: _decode(item) for key, item in content.items()}
+    items = [_decode(item) for item in content]
+    return items if kind == "l" else tuple(items)
+
+
+def leaves(arguments: Arguments) -> list[Any]:
+    """All values in the order of the captured graph's inputs."""
+    found, _ = pytree.tree_flatten(arguments)
+    return found
+
+
+def fingerprint(arguments: Arguments) -> int:
+    """A cheap checksum of a batch's values, to notice loaders that disagree.
+
+    Sums every tensor as integers, and takes 64 evenly spaced elements as they are, so that the
+    same samples in another order differ too. A guard against mistakes, not against malice.
+    """
+    checksum = 0
+    for leaf in leaves(arguments):
+        if not isinstance(leaf, torch.Tensor):
+            checksum = zlib.crc32(repr(leaf).encode(), checksum)
+            continue
+        words = _as_integers(leaf)
+        step = max(1, words.numel() // _SAMPLED)
+        sample = words[::step].numpy().tobytes()
+        checksum = zlib.crc32(sample, checksum)
+        checksum = zlib.crc32(int(words.sum()).to_bytes(8, "little", signed=True), checksum)
+    return checksum
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.dtype is torch.int64:
+        return flat
+    octets = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    whole = octets.numel() // 8 * 8
+    if whole == octets.numel():
+        return octets.view(torch.int64)
+    return torch.cat([octets[:whole].view(torch.int64), octets[whole:].to(torch.int64)])
+
+
+def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
+    """A loader's batch as the arguments of one step.
+
+    A mapping becomes keyword arguments of the network. With a loss function a batch is
+    ``(inputs, target)`` or ``(input, ..., target)``; without one, all are the network's.
+
+    Raises:
+        ConfigurationError: The batch does not fit.
+    """
+    if isinstance(batch, Mapping):
+        if has_loss_fn:
+            raise ConfigurationError(
+                "a batch is a mapping, but the Model has a loss_fn, and a mapping has no target\n"
+                "  Fix: yield (inputs, target), or let the network return the loss and drop "
+                "loss_fn."
+            )
+        return (), dict(batch)
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    if not isinstance(batch, (list, tuple)) or (has_loss_fn and len(batch) < 2):
+        raise ConfigurationError(
+            f"a batch is a {type(batch).__name__}"
+            f"{f' of {len(batch)}' if isinstance(batch, Sequence) else ''}; expected "
+            f"(inputs, target), a tuple of inputs and a target, or a mapping"
+        )
+    if not has_loss_fn:
+        return tuple(batch), {}
+    *inputs, target = batch
+    if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
+        inputs = list(inputs[0])
+    return (*inputs, target), {}
+
+
+def num_samples(arguments: Arguments) -> int:
+    """Size of the first dimension of the first tensor that has one; else 1."""
+    for leaf in leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    return 1
+
+
+# What one step computes. The network and the loss come first, then the arguments of the step.
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that a network returned: a scalar, or an object or mapping with ``loss``.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    loss = outputs
+    if not isinstance(outputs, torch.Tensor):
+        loss = (
+            outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        )
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ConfigurationError(
+            f"the network returned {_shape_of(outputs)}; without a loss_fn it must return the "
+            f"scalar loss, or an object with .loss\n  Fix: give the Model a loss_fn, or pass the "
+            f"labels so that the network computes its loss."
+        )
+    return loss
+
+
+def _shape_of(outputs: Any) -> str:
+    if isinstance(outputs, torch.Tensor):
+        return f"a tensor of shape {list(outputs.shape)}"
+    return f"a {type(outputs).__name__}"
+
+
+def run_train(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Forward and loss."""
+    if loss_fn is None:
+        return loss_of(network(*args, **kwargs))
+    *inputs, target = args
+    loss = loss_fn(network(*inputs, **kwargs), target)
+    assert isinstance(loss, torch.Tensor)
+    if loss.dim() != 0:
+        raise ConfigurationError(
+            f"loss_fn returned {_shape_of(loss)}; expected a scalar\n  Fix: reduce it, for "
+            f"example with reduction='mean'."
+        )
+    return loss
+
+
+def run_eval(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Outputs alone, as metrics need them."""
+    inputs = args if loss_fn is None else args[:-1]
+    return network(*inputs, **kwargs)
+
+
+def run_eval_with_loss(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """Loss and outputs."""
+    if loss_fn is None:
+        outputs = network(*args, **kwargs)
+        return loss_of(outputs), outputs
+    *inputs, target = args
+    outputs = network(*inputs, **kwargs)
+    return loss_fn(outputs, target), outputs
+
+
+def run_predict(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """The network alone."""
+    return network(*args, **kwargs)

@@ -1,0 +1,142 @@
+"""Gather a Model's state on every worker, and load what a worker owns out of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphsplit.errors import GraphsplitError
+from graphsplit.runtime.job import Job
+from graphsplit.runtime.ownership import plain_classes
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.train.planner import Task, named_state
+
+
+class StateError(GraphsplitError, ValueError):
+    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen."""
+
+
+class StateGatherer:
+    """Moves whole states, tensor by tensor, in an order that all workers share."""
+
+    def __init__(self, task: Task, job: Job, owners: Mapping[str, int]) -> None:
+        self._task = task
+        self._job = job
+        self._owner_of = {
+            id(tensor): owners[name]
+            for name, tensor in named_state(task.network, task.loss_fn).items()
+            if name in owners
+        }
+
+    def gather_network(self) -> dict[str, Any]:
+        """The network's state dictionary: original keys and order, values copied."""
+        gathered: dict[str, Any] = {}
+        copies: dict[int, torch.Tensor] = {}
+        with plain_classes(self._task.network), torch.no_grad():
+            for key, value in self._task.network.state_dict(keep_vars=True).items():
+                if isinstance(value, torch.Tensor):
+                    if id(value) not in copies:  # tied tensors travel once
+                        copies[id(value)] = self._gather_tensor(value)
+                    value = copies[id(value)]
+                gathered[key] = value
+        return gathered
+
+    def _gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = self._owner_of.get(id(tensor))
+        if owner is None:  # not planned yet: every worker has it
+            return tensor.detach().clone()
+        meta = TensorMeta(tensor.dtype, tuple(tensor.shape), contiguous_strides(tensor.shape))
+        found = self._job.control.broadcast(tensor.detach(), meta, source=owner)
+        return found.clone() if owner == self._job.rank else found
+
+    def load_network(self, state: Mapping[str, Any]) -> None:
+        """Copy the values of owned parameters and buffers out of a full state dictionary.
+
+        Raises:
+            StateError: Keys or shapes do not fit; nothing was loaded.
+        """
+        with plain_classes(self._task.network), torch.no_grad():
+            own = self._task.network.state_dict(keep_vars=True)
+            tensors = {k: v for k, v in own.items() if isinstance(v, torch.Tensor)}
+            problems = [f"missing: {key}" for key in tensors if key not in state]
+            problems += [f"unknown: {key}" for key in state if key not in own]
+            problems += [
+                f"{key} has shape {list(state[key].shape)}; expected {list(tensor.shape)}"
+                for key, tensor in tensors.items()
+                if key in state and state[key].shape != tensor.shape
+            ]
+            if problems:
+                raise StateError(
+                    "the state dictionary does not fit the network:\n  " + "\n  ".join(problems)
+                )
+            for key, tensor in tensors.items():
+                if self._owner_of.get(id(tensor), self._job.rank) == self._job.rank:
+                    tensor.copy_(state[key])
+
+    def gather_optimizer(self) -> dict[str, Any]:
+        """The optimizer's state dictionary, in PyTorch's own form."""
+        optimizer = self._optimizer()
+        gathered = optimizer.state_dict()
+        gathered["state"] = {}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            owner = self._owner_of.get(id(parameter), -1)
+            state = optimizer.state.get(parameter) or {}
+            if owner >= 0:
+                state = self._gather_entries(state, owner)
+            if state:
+                gathered["state"][index] = state
+        return gathered
+
+    def _gather_entries(self, state: Mapping[str, Any], owner: int) -> dict[str, Any]:
+        """One parameter's entries: first their description, then every tensor."""
+        described = json.dumps({k: _describe(k, v) for k, v in state.items()})
+        described = self._broadcast_text(described, owner)
+        entries: dict[str, Any] = {}
+        for key, (kind, content) in json.loads(described).items():
+            if kind == "plain":
+                entries[key] = content
+                continue
+            dtype, shape = content
+            meta = TensorMeta(getattr(torch, dtype), tuple(shape), contiguous_strides(shape))
+            value = self._job.control.broadcast(state.get(key), meta, source=owner)
+            entries[key] = value.detach().clone() if owner == self._job.rank else value
+        return entries
+
+    def _broadcast_text(self, text: str, owner: int) -> str:
+        octets = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([octets.numel()])
+        length = self._job.control.broadcast(
+            length, TensorMeta(torch.int64, (1,), (1,)), source=owner
+        )
+        meta = TensorMeta(torch.uint8, (int(length),), (1,))
+        return self._job.control.broadcast(octets, meta, source=owner).numpy().tobytes().decode()
+
+    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+        """Load the entries of owned parameters out of a full optimizer state."""
+        optimizer = self._optimizer()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        entries = {
+            index: entry
+            for index, entry in state["state"].items()
+            if self._owner_of.get(id(parameters[index]), self._job.rank) == self._job.rank
+        }
+        optimizer.load_state_dict({**state, "state": entries})
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        assert self._task.optimizer is not None
+        return self._task.optimizer
+
+
+def _describe(key: str, value: Any) -> tuple[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return "tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return "plain", value
+    raise StateError(
+        f"the optimizer keeps {key!r} as a {type(value).__name__}; only tensors, numbers, strings "
+        f"and None can be gathered"
+    )

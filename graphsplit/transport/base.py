@@ -1,0 +1,104 @@
+"""The one interface between the runtime and whatever moves tensors.
+
+A *channel* is one direction of one edge of a plan: it has one source worker, one destination
+worker, and a bound. Both ends derive the same ``ChannelSpec`` from the plan they agreed on, so no
+size is ever taken from a message::
+
+    worker 0                                   worker 1
+    sender = transport.open_sender(spec)       receiver = transport.open_receiver(spec)
+    sender.send(value, step=7, microbatch=0)   value = receiver.receive(step=7, microbatch=0)
+
+Messages of one channel arrive in the order they were sent. Channels are independent of each
+other: a full channel never delays another one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class ChannelSpec:
+    """What both ends of a channel know before the first message.
+
+    Attributes:
+        plan: Number of the plan the channel belongs to (-1: channels that every job has).
+        edge: Number of the edge in that plan. ``(plan, edge)`` is unique in a job.
+        source: Rank of the sending worker.
+        destination: Rank of the receiving worker.
+        dtype: dtype of every value.
+        shape: Shape of every value, or None for a one-dimensional value of any length up to
+            ``max_bytes`` (tickets, chunks of a state dictionary).
+        max_bytes: The most memory one received value may take, strides included.
+        depth: How many messages may be under way before ``send`` waits for the receiver.
+        label: The edge in words, for errors: ``"conv1.relu: worker 3 -> worker 4"``.
+    """
+
+    plan: int
+    edge: int
+    source: int
+    destination: int
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    max_bytes: int
+    depth: int = 2
+    label: str = ""
+
+
+class Sender(ABC):
+    """The sending end of one channel. Used by one thread at a time."""
+
+    @abstractmethod
+    def send(self, value: torch.Tensor | None, *, step: int, microbatch: int) -> None:
+        """Send a value; None is a value too (a gradient that does not exist).
+
+        The value is copied before this returns, so it may be modified afterwards. dtype, shape
+        and strides arrive unchanged; autograd history and ``requires_grad`` do not travel.
+        Returns at once unless ``depth`` messages are under way; then waits for the receiver.
+
+        Raises:
+            TransportError: The value does not fit the channel's spec, or the link broke.
+            ReceiveTimeoutError: The receiver took nothing and made no progress for the deadline.
+            JobFailedError: The job was aborted while waiting.
+        """
+
+
+class Receiver(ABC):
+    """The receiving end of one channel. Used by one thread at a time."""
+
+    @abstractmethod
+    def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
+        """Wait for the next value of the channel and return it in fresh memory of its own.
+
+        Raises:
+            FrameError: What arrived is not the message of this step and microbatch, or not as
+                the spec says.
+            ReceiveTimeoutError: Nothing arrived, and the sender made no progress, for the
+                deadline.
+            JobFailedError: The job was aborted while waiting.
+        """
+
+
+class Transport(ABC):
+    """Moves tensors between this worker and its peers."""
+
+    name: str
+
+    @abstractmethod
+    def open_sender(self, spec: ChannelSpec) -> Sender:
+        """Open the sending end of a channel. Does not wait for the peer."""
+
+    @abstractmethod
+    def open_receiver(self, spec: ChannelSpec) -> Receiver:
+        """Open the receiving end of a channel. May wait, with a deadline, for the peer's end."""
+
+    @abstractmethod
+    def close_plan(self, plan: int) -> None:
+        """Give back everything the channels of a plan hold."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back everything. Safe to call twice, and after a failure."""

@@ -1,0 +1,284 @@
+"""The header of a message: what it says, and everything that is checked before it is believed.
+
+All numbers are little-endian. A header has two parts, so that a channel which always carries the
+same layout writes, and compares, only the first::
+
+    message part   sequence u64 | step i64 | microbatch i64
+    layout part    magic | flags u16 | dtype u16 | generation i64 | plan i64 | edge i64
+                   payload bytes u64 | dims u16 | offset u16 | shape i64... | strides i64...
+
+The number of dimensions is known from the channel's spec, so every header of a channel has the
+same size and there is no limit on dimensions. Every number comes from an untrusted peer: it is
+compared with the spec before any memory is taken. Python's integers do not overflow, so the
+bound on the span holds for any strides.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from graphsplit.errors import FrameError, TransportError
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.dtypes import CODE_OF, carrier_of, name_of
+from graphsplit.transport.layout import (
+    ALIGNMENT,
+    Layout,
+    empty_value,
+    layout_of,
+    payload_view,
+    span_of,
+    wire_view,
+)
+
+MAGIC = b"GSF1"
+ABSENT = 1
+
+MESSAGE = struct.Struct("<Qqq")
+_FIXED = struct.Struct("<4sHHqqqQHH4x")
+
+
+def num_dims(spec: ChannelSpec) -> int:
+    """Dimensions of every value of a channel."""
+    return 1 if spec.shape is None else len(spec.shape)
+
+
+def header_bytes(spec: ChannelSpec) -> int:
+    """Size of every header of a channel."""
+    return MESSAGE.size + _FIXED.size + 16 * num_dims(spec)
+
+
+def describe(spec: ChannelSpec) -> str:
+    """A channel in words, for errors."""
+    label = spec.label or f"worker {spec.source} -> worker {spec.destination}"
+    return f"{label} (plan {spec.plan}, edge {spec.edge})"
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """The layout part of a header, checked, with what is needed to move values of that layout.
+
+    Attributes:
+        raw: The layout part as it travels.
+        layout: Layout of the value; None if the value is None.
+        dtype: dtype of the value.
+        offset: Elements between a multiple of 64 bytes and the value's first element.
+        payload_bytes: Size of the payload.
+        misalignment: Bytes between a multiple of 64 and the sender's first element.
+        shape: Shape of the value; None if the value is None.
+        strides: Strides of the value; None if the value is None.
+        is_whole: True if values are copied as they are, not through a view of their memory.
+    """
+
+    raw: bytes
+    layout: Layout | None
+    dtype: torch.dtype
+    offset: int
+    payload_bytes: int
+    misalignment: int = 0
+    shape: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
+    is_whole: bool = True
+
+    def wire(self, value: torch.Tensor) -> torch.Tensor:
+        """What is copied of a value: the value, or the part of its memory that is really there."""
+        if value.requires_grad:
+            value = value.detach()
+        if self.is_whole:
+            return value
+        assert self.layout is not None
+        return wire_view(value, self.layout)
+
+    def payload(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """The payload in ``memory`` (contiguous bytes), shaped like ``wire``; None if absent."""
+        return None if self.layout is None else payload_view(memory, self.layout, self.dtype)
+
+    def empty(self) -> torch.Tensor:
+        """Fresh memory for a value of this layout."""
+        assert self.layout is not None
+        return empty_value(self.layout, self.dtype, self.offset)
+
+
+def _frame(raw: bytes, layout: Layout | None, spec: ChannelSpec, misalignment: int) -> Frame:
+    if layout is None:
+        return Frame(raw, None, spec.dtype, 0, 0)
+    itemsize = spec.dtype.itemsize
+    return Frame(
+        raw=raw,
+        layout=layout,
+        dtype=spec.dtype,
+        offset=misalignment // itemsize if misalignment % itemsize == 0 else 0,
+        payload_bytes=layout.payload_elements * itemsize,
+        misalignment=misalignment,
+        shape=layout.shape,
+        strides=layout.strides,
+        is_whole=layout.is_whole and carrier_of(spec.dtype) is spec.dtype,
+    )
+
+
+class FrameEncoder:
+    """Makes the headers of one channel. Remembers the last layout, which is usually the next."""
+
+    def __init__(self, spec: ChannelSpec, *, generation: int) -> None:
+        if spec.dtype not in CODE_OF:
+            raise TransportError(
+                f"{describe(spec)}: values of {spec.dtype} cannot be sent\n  Fix: convert it to "
+                f"a plain dtype before the value changes its worker"
+            )
+        self._spec = spec
+        self._generation = generation
+        self._dtype = spec.dtype
+        self._absent = _frame(self._raw(None, 0), None, spec, 0)
+        self._last = self._absent
+
+    def frame_of(self, value: torch.Tensor | None) -> Frame:
+        """The frame for a value, after checking that the value fits the channel.
+
+        Raises:
+            TransportError: It does not fit; says what was expected and what was given.
+        """
+        if value is None:
+            return self._absent
+        last = self._last
+        if (
+            value.layout is torch.strided
+            and value.stride() == last.strides
+            and value.shape == last.shape
+            and value.dtype is self._dtype
+            and value.is_cpu
+            and value.data_ptr() & 63 == last.misalignment
+        ):
+            return last
+        self._last = self._new_frame(value)
+        return self._last
+
+    def _new_frame(self, value: torch.Tensor) -> Frame:
+        spec = self._spec
+        if value.layout is not torch.strided or not value.is_cpu:
+            self._refuse("memory", "a strided CPU tensor", f"{value.layout} on {value.device}")
+        if value.dtype is not spec.dtype:
+            self._refuse("dtype", spec.dtype, value.dtype)
+        shape = tuple(value.shape)
+        if shape != spec.shape and not (spec.shape is None and len(shape) == 1):
+            expected = "one dimension" if spec.shape is None else spec.shape
+            self._refuse("shape", expected, shape)
+        layout = layout_of(shape, value.stride())
+        elements = max(layout.span, shape[0] if spec.shape is None else 0)
+        if elements * spec.dtype.itemsize > spec.max_bytes:
+            actual = f"{elements * spec.dtype.itemsize} (shape {shape}, strides {layout.strides})"
+            self._refuse("bytes with its strides", f"at most {spec.max_bytes}", actual)
+        misalignment = value.data_ptr() % ALIGNMENT
+        offset = _frame(b"", layout, spec, misalignment).offset
+        return _frame(self._raw(layout, offset), layout, spec, misalignment)
+
+    def _raw(self, layout: Layout | None, offset: int) -> bytes:
+        spec, dims = self._spec, num_dims(self._spec)
+        shape = layout.shape if layout else (0,) * dims
+        strides = layout.strides if layout else (0,) * dims
+        fixed = _FIXED.pack(
+            MAGIC,
+            0 if layout else ABSENT,
+            CODE_OF[spec.dtype],
+            self._generation,
+            spec.plan,
+            spec.edge,
+            layout.payload_elements * spec.dtype.itemsize if layout else 0,
+            dims,
+            offset,
+        )
+        return fixed + struct.pack(f"<{2 * dims}q", *shape, *strides)
+
+    def _refuse(self, what: str, expected: object, actual: object) -> NoReturn:
+        raise TransportError(
+            f"{describe(self._spec)}: the value to send does not fit the channel\n"
+            f"  {what}: expected {expected}, got {actual}\n"
+            f"  Fix: the value differs from the one the plan was made with; plan again for it"
+        )
+
+
+class FrameDecoder:
+    """Checks the headers of one channel against its spec, before any memory is taken."""
+
+    def __init__(self, spec: ChannelSpec, *, generation: int) -> None:
+        self._spec = spec
+        self._generation = generation
+        self._size = header_bytes(spec)
+        self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
+        self._last: Frame | None = None
+
+    def frame_of(self, header: bytes) -> Frame:
+        """The checked frame of a whole header, both parts.
+
+        Raises:
+            FrameError: Some field is not what the channel's spec says.
+        """
+        if len(header) != self._size:
+            self._refuse("header bytes", self._size, len(header))
+        raw = header[MESSAGE.size :]
+        if self._last is None or raw != self._last.raw:
+            self._last = self._checked(raw)
+        return self._last
+
+    def check_sequence(self, header: bytes, sequence: int) -> None:
+        """Raise ``FrameError`` unless the header is that of message number ``sequence``."""
+        actual = MESSAGE.unpack_from(header)[0]
+        if actual != sequence:
+            self._refuse("sequence number", sequence, actual)
+
+    def check_message(self, header: bytes, *, sequence: int, step: int, microbatch: int) -> None:
+        """Raise ``FrameError`` unless the header is that of exactly this message."""
+        if MESSAGE.unpack_from(header) == (sequence, step, microbatch):
+            return
+        self.check_sequence(header, sequence)
+        _, actual_step, actual_microbatch = MESSAGE.unpack_from(header)
+        actual = f"step {actual_step}, microbatch {actual_microbatch}"
+        self._refuse("message", f"step {step}, microbatch {microbatch}", actual)
+
+    def _checked(self, raw: bytes) -> Frame:
+        spec = self._spec
+        fields = _FIXED.unpack_from(raw)
+        magic, flags, code, generation, plan, edge, payload_bytes, dims, offset = fields
+        self._expect("magic", MAGIC, magic)
+        self._expect("generation", self._generation, generation)
+        self._expect("(plan, edge)", (spec.plan, spec.edge), (plan, edge))
+        if code != CODE_OF.get(spec.dtype):
+            self._refuse("dtype", spec.dtype, name_of(code))
+        self._expect("dimensions", num_dims(spec), dims)
+        if flags & ~ABSENT:
+            self._refuse("flags", "0 or 1", flags)
+        numbers = self._dims.unpack_from(raw, _FIXED.size)
+        if flags & ABSENT:
+            self._expect("fields of an absent value", {0}, {payload_bytes, offset, 0, *numbers})
+            return _frame(raw, None, spec, 0)
+        layout = self._checked_layout(numbers[:dims], numbers[dims:])
+        itemsize = spec.dtype.itemsize
+        self._expect("payload bytes", layout.payload_elements * itemsize, payload_bytes)
+        if offset * itemsize >= ALIGNMENT:
+            self._refuse("offset", f"below {ALIGNMENT} bytes", f"{offset * itemsize} bytes")
+        return _frame(raw, layout, spec, offset * itemsize)
+
+    def _checked_layout(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+        spec = self._spec
+        if spec.shape is not None:
+            self._expect("shape", tuple(spec.shape), shape)
+        if any(number < 0 for number in (*shape, *strides)):
+            self._refuse("shape and strides", "no negative number", (shape, strides))
+        elements = max(span_of(shape, strides), shape[0] if spec.shape is None else 0)
+        if elements * spec.dtype.itemsize > spec.max_bytes:
+            actual = f"{elements * spec.dtype.itemsize} (shape {shape}, strides {strides})"
+            self._refuse("bytes with its strides", f"at most {spec.max_bytes}", actual)
+        return layout_of(shape, strides)
+
+    def _expect(self, what: str, expected: Any, actual: Any) -> None:
+        if expected != actual:
+            self._refuse(what, expected, actual)
+
+    def _refuse(self, what: str, expected: object, actual: object) -> NoReturn:
+        raise FrameError(
+            f"{describe(self._spec)}: a frame that the plan does not expect\n"
+            f"  {what}: expected {expected}, got {actual}\n"
+            f"  Fix: all workers must run the same script, version and plan; restart the job"
+        )

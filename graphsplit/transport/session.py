@@ -1,0 +1,98 @@
+"""Who takes part in a job's data plane, and how a newcomer proves that it does."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import NoReturn
+
+from graphsplit.errors import TransportError
+from graphsplit.transport.wait import WaitPolicy
+
+TICK_S = 0.05
+"""Longest sleep of any wait: a lost wake-up costs at most this."""
+
+ROOT_CAUSE_GRACE_S = 1.0
+"""How long a broken link waits for the news of why it broke."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What the source of a link says first.
+
+    Attributes:
+        job: Id of the job.
+        generation: Generation of the job's membership.
+        source: Rank of the worker that connects.
+        destination: Rank of the worker that it wants to reach.
+        token: The source's secret, which only members of the job have been told.
+    """
+
+    job: str
+    generation: int
+    source: int
+    destination: int
+    token: str
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a worker knows of its job once all members are known.
+
+    Attributes:
+        job: Id of the job.
+        generation: Generation of the job's membership.
+        rank: This worker.
+        tokens: The secret of each worker, by rank.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    tokens: tuple[str, ...]
+
+    def hello_to(self, destination: int) -> Hello:
+        """What this worker says to a peer."""
+        return Hello(
+            self.job, self.generation, self.rank, destination, token=self.tokens[self.rank]
+        )
+
+    def refusal_of(self, hello: Hello) -> str | None:
+        """Why a newcomer is refused, or None if it is who it says it is."""
+        if hello.job != self.job:
+            return f"job: expected {self.job!r}, got {hello.job!r}"
+        if hello.generation != self.generation:
+            return f"generation: expected {self.generation}, got {hello.generation}"
+        if hello.destination != self.rank:
+            return f"destination: this is worker {self.rank}, not worker {hello.destination}"
+        if not 0 <= hello.source < len(self.tokens):
+            return f"source: expected a rank below {len(self.tokens)}, got {hello.source}"
+        if not hmac.compare_digest(hello.token.encode(), self.tokens[hello.source].encode()):
+            return f"source: this is not worker {hello.source}, its token is another one"
+        return None
+
+
+class AbortWatch:
+    """Hears of the job's abort, and lets broken links report it rather than themselves."""
+
+    def __init__(self, policy: WaitPolicy) -> None:
+        self.policy = policy
+        self.aborted = threading.Event()
+        mine = weakref.ref(self.aborted)
+
+        def wake() -> None:
+            event = mine()
+            if event is not None:
+                event.set()
+
+        policy.abort.add_waker(wake)
+
+    def raise_broken(self, message: str) -> NoReturn:
+        """Raise the job's root cause if it becomes known soon, else ``TransportError``."""
+        self.aborted.wait(ROOT_CAUSE_GRACE_S)
+        self.policy.abort.raise_if_set()
+        raise TransportError(
+            f"{message}\n  Fix: look at the output of that worker; it ended or lost its network"
+        )

@@ -1,0 +1,55 @@
+"""How long a wait may last, and what may end it early: shared by all transports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from graphsplit.errors import ReceiveTimeoutError
+from graphsplit.failure import AbortSignal
+
+
+def _no_progress(rank: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class WaitPolicy:
+    """The rule for every wait of the data plane.
+
+    Attributes:
+        abort: Ends every wait at once with the job's root cause.
+        deadline_s: Seconds without a message *and* without progress of the peer.
+        progress: Maps a rank to a number that grows while that worker is alive and making
+            progress, so that a slow peer is never taken for a dead one.
+    """
+
+    abort: AbortSignal = field(default_factory=AbortSignal)
+    deadline_s: float = 300.0
+    progress: Callable[[int], int] = _no_progress
+
+
+class Wait:
+    """One wait for one peer. Call ``check`` whenever the waiting thread wakes without a result."""
+
+    def __init__(self, policy: WaitPolicy, *, peer: int, what: str) -> None:
+        self._policy = policy
+        self._peer = peer
+        self._what = what
+        self._progress = policy.progress(peer)
+        self._since = time.monotonic()
+
+    def check(self) -> None:
+        """Raise if the job was aborted or the deadline passed without progress of the peer."""
+        self._policy.abort.raise_if_set()
+        now = time.monotonic()
+        progress = self._policy.progress(self._peer)
+        if progress != self._progress:
+            self._progress, self._since = progress, now
+        elif now - self._since > self._policy.deadline_s:
+            raise ReceiveTimeoutError(
+                f"{self._what}: nothing for {self._policy.deadline_s:g} s, and worker {self._peer} "
+                f"made no progress\n  Fix: if steps of this model really take longer, raise "
+                f"MS_RECEIVE_MSG_TIMEOUT"
+            )

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pytest
+
+from graphsplit._proto import cluster_pb2 as pb
+from graphsplit.cluster import limits, rpc
+from graphsplit.cluster.codec import (
+    MessageError,
+    decode_scheduler,
+    decode_worker,
+    encode_scheduler,
+    encode_worker,
+)
+from graphsplit.cluster.identity import bounded, text_chunks
+from graphsplit.cluster.messages import (
+    Abort,
+    Accepted,
+    Arrive,
+    Departed,
+    Failed,
+    FailureNoted,
+    Formed,
+    Heartbeat,
+    Leave,
+    Peer,
+    Place,
+    Progress,
+    Refused,
+    Text,
+    TextWanted,
+)
+from graphsplit.failure import FailureCause
+
+CAUSE = FailureCause("exception", "no\nreally", 3, "host", 12, "step 1", "Traceback\n  x")
+PEERS = tuple(Peer(rank, str(rank), "life", "host", 7, {"grpc": "h:1"}) for rank in range(2))
+
+
+def test_every_message_of_a_worker_survives_the_wire(registration):
+    messages = [
+        registration("3", seed=0),
+        registration("a", endpoints={}),
+        Heartbeat(2**64 - 1, "step 1\nhere"),
+        Arrive(Place.BARRIER, "x"),
+        Arrive(Place.AGREEMENT, "x", "f" * 64),
+        Arrive(Place.FINISH),
+        Text("x", b"\xff\x00", last=True),
+        Failed(CAUSE),
+        Leave(),
+    ]
+    for message in messages:
+        assert decode_worker(encode_worker(message)) == message
+
+
+def test_every_message_of_the_scheduler_survives_the_wire():
+    messages = [
+        Accepted(),
+        Refused("because\n  Fix: x"),
+        Formed(1, "ab" * 16, 1, 2**63 - 1, PEERS, ("careful",)),
+        Progress((1, 2, 3)),
+        Departed(Place.FINISH),
+        TextWanted("x"),
+        FailureNoted(),
+        Abort(CAUSE),
+    ]
+    for message in messages:
+        assert decode_scheduler(encode_scheduler(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"node_id": ""}, "node_id is missing"),
+        ({"node_id": "x" * 129}, "node_id has 129 characters, more than 128"),
+        ({"node_id": "a\nb"}, "node_id has characters that cannot be printed"),
+        ({"incarnation": ""}, "incarnation is missing"),
+        ({"role": ""}, "role is missing"),
+        ({"num_workers": 0}, "num_workers is 0, not 1 to 1024"),
+        ({"host": ""}, "host is missing"),
+        ({"host": "h" * 256}, "host has 256 characters"),
+        ({"pid": 0}, "pid is 0"),
+        ({"endpoints": {str(n): "x" for n in range(17)}}, "endpoints has 17 entries"),
+        ({"endpoints": {"grpc": "x" * 513}}, "endpoints\\['grpc'\\] has 513 characters"),
+        ({"versions": {"k" * 129: "1"}}, "a key of versions has 129 characters"),
+        ({"script_digest": "d" * 129}, "script_digest has 129 characters"),
+    ],
+)
+def test_a_registration_that_lacks_a_field_or_breaks_a_bound_is_refused(
+    registration, changes, reason
+):
+    with pytest.raises(MessageError, match=reason):
+        decode_worker(encode_worker(registration("0", **changes)))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (Heartbeat(1, "x" * 2001), "position has 2001 characters"),
+        (Arrive(Place.BARRIER, ""), "name is missing"),
+        (Arrive(Place.BARRIER, "x" * 129), "name has 129 characters"),
+        (Arrive(Place.AGREEMENT, "x", "f"), "SHA-256"),
+        (Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True), "chunk of text has 1048577"),
+        (Failed(FailureCause("whim", "x")), "the kind of failure is not known"),
+        (Failed(FailureCause("lost", "x", rank=5000)), "names rank 5000"),
+        (Failed(FailureCause("lost", "x", traceback="x" * 64_001)), "traceback has 64001"),
+    ],
+)
+def test_other_messages_keep_their_bounds_too(message, reason):
+    with pytest.raises(MessageError, match=reason):
+        decode_worker(encode_worker(message))
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x7f", b"GET / HTTP/1.1\r\n\r\n"])
+def test_bytes_that_are_no_message_are_refused(data):
+    with pytest.raises(MessageError):
+        decode_worker(data)
+    with pytest.raises(MessageError):
+        decode_scheduler(data)
+
+
+def test_an_empty_message_and_an_unknown_place_are_refused():
+    with pytest.raises(MessageError, match="the message is empty"):
+        decode_worker(b"")
+    raw = pb.WorkerMessage(arrive=pb.Arrive(name="x"))
+    with pytest.raises(MessageError, match="the place 0 is not known"):
+        decode_worker(raw.SerializeToString())
+
+
+def test_a_field_of_another_version_is_refused_wherever_it_is(registration):
+    unknown = b"\xc2\x3e\x01x"  # field 1000, one byte long
+    with pytest.raises(MessageError, match="WorkerMessage has a field that this version"):
+        decode_worker(encode_worker(registration("0")) + unknown)
+    inner = pb.Heartbeat(progress=1).SerializeToString() + unknown
+    with pytest.raises(MessageError, match="Heartbeat has a field that this version"):
+        decode_worker(b"\x12" + bytes([len(inner)]) + inner)
+
+
+def test_a_formation_that_contradicts_itself_is_refused():
+    for formed in (Formed(2, "j", 1, 1, PEERS), Formed(0, "j", 1, 1, PEERS[::-1])):
+        with pytest.raises(MessageError):
+            decode_scheduler(encode_scheduler(formed))
+
+
+def test_what_a_worker_reports_is_cut_to_the_bounds_first():
+    cause = FailureCause("lost", "m\ud800" * 20_000, 1, "h" * 300, 1, "p" * 3000, "t" * 70_000)
+    sent = Failed(bounded(cause))
+    assert decode_worker(encode_worker(sent)) == sent
+    assert sent.cause.traceback.startswith("ttt")
+
+
+def test_a_long_text_is_sent_in_chunks_and_cut_at_the_limit():
+    chunks = text_chunks(bytes(limits.MAX_TEXT_BYTES + 5))
+    assert len(chunks) == 8
+    assert sum(map(len, chunks)) == limits.MAX_TEXT_BYTES
+    assert text_chunks(b"") == [b""]
+
+
+def test_the_method_is_the_one_in_the_proto_file():
+    (service,) = pb.DESCRIPTOR.services_by_name.values()
+    assert service.full_name == rpc.SERVICE
+    assert [method.name for method in service.methods] == [rpc.METHOD]

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+from graphsplit.cluster.events import Connected, Disconnected, Interrupted, Malformed
+from graphsplit.cluster.messages import (
+    Abort,
+    Arrive,
+    Departed,
+    Failed,
+    FailureNoted,
+    Heartbeat,
+    Leave,
+    Place,
+    Progress,
+)
+from graphsplit.cluster.scheduler_state import Phase
+from graphsplit.failure import FailureCause
+
+RAISED = FailureCause("exception", "ValueError: no", rank=3, traceback="Traceback ...\n")
+
+
+def aborts(scheduler, node):
+    return [message for message in scheduler.sent.get(node, []) if isinstance(message, Abort)]
+
+
+def leave_all(scheduler, nodes=range(5)):
+    for node in nodes:
+        scheduler.feed(Disconnected(node))
+
+
+def test_a_worker_whose_stream_breaks_is_named_everywhere_after_a_short_grace(drive):
+    scheduler = drive().form()
+    scheduler.say(3, Heartbeat(12, "step 12, microbatch 0, conv1"))
+    scheduler.feed(Disconnected(3))
+    scheduler.pass_time(0.2)
+    assert aborts(scheduler, 0) == []
+    scheduler.pass_time(0.2)
+
+    for node in (0, 1, 2, 4):
+        (abort,) = aborts(scheduler, node)
+        cause = abort.cause
+        assert (cause.kind, cause.rank, cause.host, cause.pid) == ("lost", 3, "host-3", 103)
+        assert cause.position == "step 12, microbatch 0, conv1"
+        assert "killed or crashed" in cause.message
+    assert aborts(scheduler, 3) == []
+    leave_all(scheduler, (0, 1, 2, 4))
+    assert scheduler.exit.status == 1
+    assert scheduler.exit.cause.rank == 3
+
+
+def test_a_worker_that_leaves_without_finishing_is_lost_too(drive):
+    scheduler = drive().form()
+    scheduler.say(2, Leave())
+    scheduler.feed(Disconnected(2))
+    scheduler.pass_time(0.4)
+    assert "left before the job was finished" in scheduler.last(0).cause.message
+
+
+def test_a_report_ends_the_job_at_once_and_is_acknowledged(drive):
+    scheduler = drive().form()
+    scheduler.say(3, Heartbeat(1, "step 1"))
+    scheduler.say(3, Failed(RAISED))
+    assert scheduler.sent[3][0] == FailureNoted()
+    for node in range(5):
+        (abort,) = aborts(scheduler, node)
+        assert (abort.cause.kind, abort.cause.rank) == ("exception", 3)
+        assert abort.cause.traceback == "Traceback ...\n"
+        assert abort.cause.position == "step 1"
+
+
+def test_a_report_names_the_process_that_registered_not_the_one_it_claims(drive):
+    scheduler = drive().form()
+    claimed = FailureCause("exception", "boo", rank=0, host="innocent", pid=1, position="here")
+    scheduler.say(3, Failed(claimed))
+    cause = scheduler.last(0).cause
+    assert (cause.rank, cause.host, cause.pid, cause.position) == (3, "host-3", 103, "here")
+
+
+def test_a_report_beats_a_stream_that_broke_just_before(drive):
+    scheduler = drive().form()
+    scheduler.feed(Disconnected(1))
+    scheduler.pass_time(0.2)
+    scheduler.say(3, Failed(RAISED))
+    assert scheduler.last(0).cause.kind == "exception"
+
+
+def test_a_stream_that_breaks_after_its_report_does_not_hide_it(drive):
+    scheduler = drive().form()
+    scheduler.say(3, Failed(RAISED))
+    scheduler.feed(Disconnected(3))
+    scheduler.pass_time(1)
+    assert [abort.cause.kind for abort in aborts(scheduler, 0)] == ["exception"]
+
+
+def test_a_killed_worker_beats_what_its_peers_saw_of_it(drive):
+    for order in ("peer first", "stream first"):
+        scheduler = drive().form()
+        seen = FailureCause("lost", "TransportError: worker 3 closed the link", rank=1)
+        if order == "stream first":
+            scheduler.feed(Disconnected(3))
+        scheduler.say(1, Failed(seen))
+        assert scheduler.last(1) == FailureNoted()
+        if order == "peer first":
+            scheduler.pass_time(0.2)
+            scheduler.feed(Disconnected(3))
+        scheduler.pass_time(0.4)
+        assert (scheduler.last(0).cause.rank, scheduler.last(0).cause.kind) == (3, "lost"), order
+
+
+def test_what_a_peer_saw_is_the_cause_when_nothing_better_comes(drive):
+    scheduler = drive().form()
+    scheduler.say(1, Failed(FailureCause("timeout", "ReceiveTimeoutError: conv1", rank=1)))
+    scheduler.pass_time(0.4)
+    assert (scheduler.last(0).cause.kind, scheduler.last(0).cause.rank) == ("timeout", 1)
+
+
+def test_failures_that_follow_the_abort_are_acknowledged_but_never_causes(drive):
+    scheduler = drive().form()
+    scheduler.say(3, Failed(RAISED))
+    scheduler.say(1, Failed(FailureCause("exception", "secondary", rank=1)))
+    scheduler.feed(Malformed(2, "secondary too"))
+    scheduler.say(4, Arrive(Place.BARRIER, "x"))
+    assert scheduler.last(1) == FailureNoted()
+    leave_all(scheduler)
+    assert scheduler.exit.cause.message == "ValueError: no"
+    assert len(aborts(scheduler, 0)) == 1
+
+
+def test_workers_that_do_not_leave_are_waited_for_only_so_long(drive):
+    scheduler = drive().form()
+    scheduler.say(3, Failed(RAISED))
+    leave_all(scheduler, (0, 1, 3))
+    scheduler.pass_time(4.8)
+    assert scheduler.exit is None
+    scheduler.pass_time(0.4)
+    assert scheduler.exit.status == 1
+    assert "workers 2, 4 did not leave in 5 s" in scheduler.log
+
+
+def test_silence_is_a_loss_and_any_message_breaks_it(drive):
+    scheduler = drive(num_workers=2, node_timeout_s=30).form()
+    for _ in range(4):
+        scheduler.pass_time(25)
+        scheduler.say(0, Heartbeat(0, "step 0"))
+        scheduler.say(1, Heartbeat(0, "step 0"))
+    scheduler.pass_time(25)
+    scheduler.say(0, Heartbeat(0))
+    assert scheduler.state.phase is Phase.RUNNING
+    scheduler.pass_time(5.6)
+    cause = scheduler.last(0).cause
+    assert (cause.kind, cause.rank) == ("lost", 1)
+    assert "30 s (MS_NODE_TIMEOUT)" in cause.message
+    assert len([line for line in scheduler.log if "nothing was heard" in line]) == 2
+
+
+def test_a_scheduler_that_was_frozen_itself_blames_nobody(drive):
+    scheduler = drive(num_workers=2, node_timeout_s=30).form()
+    scheduler.pass_time(1)
+    scheduler.pass_time(3600, step_s=3600)
+    assert scheduler.state.phase is Phase.RUNNING
+    scheduler.pass_time(31)
+    assert scheduler.state.phase is Phase.ABORTING
+
+
+def test_progress_of_all_ranks_is_pushed_at_most_once_a_second_and_only_when_it_grew(drive):
+    scheduler = drive(num_workers=2).form()
+    scheduler.pass_time(1)
+    scheduler.sent.clear()
+    for progress in range(1, 6):
+        scheduler.say(1, Heartbeat(progress))
+        scheduler.pass_time(0.2)
+    scheduler.pass_time(5)
+    pushed = [message.values for message in scheduler.sent[0] if isinstance(message, Progress)]
+    assert pushed[-1] == (0, 5)
+    assert len(pushed) == 2
+    assert scheduler.sent[0] == scheduler.sent[1]
+
+
+def test_progress_never_shrinks(drive):
+    scheduler = drive(num_workers=2).form()
+    scheduler.say(0, Heartbeat(9))
+    scheduler.say(0, Heartbeat(4))
+    scheduler.pass_time(1)
+    assert scheduler.last(1) == Progress((9, 0))
+
+
+def test_the_job_finishes_when_all_have_and_ends_when_all_have_left(drive):
+    scheduler = drive().form()
+    for node in range(4):
+        scheduler.say(node, Arrive(Place.FINISH))
+    assert scheduler.sent == {}
+    scheduler.say(4, Arrive(Place.FINISH))
+    assert scheduler.state.phase is Phase.RELEASING
+    for node in range(5):
+        assert scheduler.last(node) == Departed(Place.FINISH)
+        scheduler.say(node, Leave())
+    leave_all(scheduler)
+    assert (scheduler.exit.status, scheduler.exit.cause) == (0, None)
+    assert scheduler.state.phase is Phase.ENDED
+
+
+def test_a_released_worker_that_lingers_does_not_keep_the_scheduler(drive):
+    scheduler = drive(num_workers=2).form()
+    for node in (0, 1):
+        scheduler.say(node, Arrive(Place.FINISH))
+    scheduler.pass_time(5.2)
+    assert scheduler.exit.status == 0
+
+
+def test_a_finished_worker_may_break_off_but_a_failure_still_reaches_those_who_wait(drive):
+    scheduler = drive(num_workers=3).form()
+    scheduler.say(0, Arrive(Place.FINISH))
+    scheduler.say(1, Arrive(Place.FINISH))
+    scheduler.feed(Disconnected(1))
+    scheduler.pass_time(1)
+    assert scheduler.state.phase is Phase.RUNNING
+    scheduler.say(2, Failed(RAISED))
+    assert len(aborts(scheduler, 0)) == 1
+
+
+def test_signals_end_the_job_with_the_usual_status(drive):
+    for name, number, status in (("SIGINT", 2, 130), ("SIGTERM", 15, 143)):
+        scheduler = drive(num_workers=2).form()
+        scheduler.feed(Interrupted(name, number))
+        cause = scheduler.last(1).cause
+        assert (cause.kind, cause.message) == ("interrupted", f"the job was interrupted by {name}")
+        leave_all(scheduler, (0, 1))
+        assert scheduler.exit.status == status
+
+
+def test_a_signal_before_any_worker_came_ends_the_scheduler_at_once(drive):
+    scheduler = drive()
+    scheduler.feed(Interrupted("SIGTERM", 15))
+    assert scheduler.exit.status == 143
+
+
+def test_a_second_signal_does_not_wait_for_anybody(drive):
+    scheduler = drive().form()
+    scheduler.feed(Interrupted("SIGINT", 2))
+    assert scheduler.exit is None
+    scheduler.feed(Interrupted("SIGINT", 2))
+    assert scheduler.exit.status == 130
+
+
+def test_a_worker_that_was_interrupted_gives_the_status_of_an_interrupt(drive):
+    scheduler = drive(num_workers=2).form()
+    scheduler.say(1, Failed(FailureCause("interrupted", "KeyboardInterrupt", rank=1)))
+    leave_all(scheduler, (0, 1))
+    assert scheduler.exit.status == 130
+
+
+def test_a_worker_that_breaks_the_protocol_ends_the_job(drive):
+    scheduler = drive().form()
+    scheduler.feed(Malformed(2, "position has 9999 characters"))
+    cause = scheduler.last(0).cause
+    assert (cause.kind, cause.rank) == ("refused", 2)
+    assert "it sent a malformed message: position has 9999 characters" in cause.message
+
+
+def test_who_comes_while_the_job_ends_is_refused(drive, registration):
+    scheduler = drive().form()
+    scheduler.feed(Connected(77))
+    scheduler.say(3, Failed(RAISED))
+    scheduler.register(50, registration("late"))
+    assert scheduler.refused[50] == "the job is ending"
+    leave_all(scheduler)
+    assert scheduler.refused[77] == "the job is ending"

@@ -1,0 +1,123 @@
+"""Settings and fixtures of all tests: one thread, the real MNIST, and nothing left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere: the number of threads changes the order of sums.
+os.environ["OMP_NUM_THREADS"] = "1"
+if "torch" in sys.modules:
+    sys.modules["torch"].set_num_threads(1)
+
+SETTLE_S = 3.0
+SHARED_MEMORY = Path("/dev/shm")
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Orphans of a test's processes then become our children, where the check below sees them.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.fixture(scope="session")
+def mnist_path() -> Path:
+    """The folder with the real MNIST; without it the test is left out, and says so."""
+    path = os.environ.get("DATA_PATH")
+    if not path:
+        pytest.skip("left out: needs the real MNIST; set DATA_PATH to the folder with its files")
+    return Path(path)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves processes, non-daemon threads or shared memory behind."""
+    processes, threads, segments = _children(), set(threading.enumerate()), _segments()
+    yield
+    problems = [
+        *_settled("process", lambda: [_describe(pid) for pid in _children() - processes]),
+        *_settled("thread", lambda: _new_threads(threads)),
+        *_settled("shared memory", lambda: _unowned(_segments() - segments)),
+    ]
+    for pid in _children() - processes:
+        os.kill(pid, signal.SIGKILL)
+    if problems:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(problems), pytrace=False)
+
+
+def _settled(kind: str, look: Callable[[], list[str]]) -> list[str]:
+    """Look again for a moment: what is about to end is not left behind."""
+    deadline = time.monotonic() + SETTLE_S
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [f"{kind}: {what}" for what in found]
+
+
+def _children() -> set[int]:
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids.update(pid for pid in map(int, path.read_text().split()) if _is_alive(pid))
+        except OSError:  # the thread has just ended
+            continue
+    return pids
+
+
+def _is_alive(pid: int) -> bool:
+    """False for a zombie, and for the helper that Python keeps for itself."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    # The state follows the name, which stands in parentheses and may contain some.
+    is_zombie = stat.rpartition(")")[2].split()[0] == "Z"
+    return not is_zombie and b"multiprocessing.resource_tracker" not in command
+
+
+def _describe(pid: int) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        command = b""
+    return f"{pid}: {command.replace(bytes(1), b' ').decode(errors='replace').strip()}"
+
+
+def _new_threads(before: set[threading.Thread]) -> list[str]:
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before and not thread.daemon
+    ]
+
+
+def _segments() -> set[str]:
+    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else set()
+
+
+def _unowned(names: set[str]) -> list[str]:
+    """Leave out what a process that is not ours has mapped: tests may run side by side."""
+    if not names:
+        return []
+    mapped: set[str] = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        if path.parent.name == str(os.getpid()):
+            continue
+        try:
+            mapped.update(line for line in path.read_text().splitlines() if "/dev/shm/" in line)
+        except OSError:
+            continue
+    return sorted(
+        name
+        for name in names & _segments()
+        if not any(f"/dev/shm/{name}" in line for line in mapped)
+    )

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from graphsplit.cli.ending import (
+    GRACE_S,
+    SCHEDULER_LINGER_S,
+    TERMINATE_S,
+    JobEnding,
+    describe,
+    exit_status,
+)
+
+
+def make_ending() -> JobEnding:
+    return JobEnding({"scheduler", "worker 0", "worker 1"})
+
+
+def test_a_job_whose_processes_all_end_well_has_status_0_and_sends_no_signal() -> None:
+    ending = make_ending()
+    for name in ("worker 0", "worker 1", "scheduler"):
+        ending.exited(name, returncode=0, now_s=1.0)
+    assert (ending.status, ending.reason, ending.running) == (0, "", set())
+    assert ending.due(2.0) is None
+
+
+def test_the_first_failure_decides_the_status_and_the_others_get_a_grace() -> None:
+    ending = make_ending()
+    ending.exited("worker 1", returncode=7, now_s=10.0)
+    ending.exited("worker 0", returncode=3, now_s=11.0)
+    assert ending.status == 7
+    assert ending.reason == "worker 1 ended with status 7"
+    assert ending.due(10.0 + GRACE_S - 0.1) is None
+    assert ending.due(10.0 + GRACE_S) is signal.SIGTERM
+    assert ending.due(10.0 + GRACE_S) is None
+    assert ending.due(10.0 + GRACE_S + TERMINATE_S) is signal.SIGKILL
+    assert ending.next_s is None
+
+
+def test_an_interrupt_is_forwarded_at_once_and_patience_ends() -> None:
+    ending = make_ending()
+    ending.interrupted(signal.SIGINT, now_s=0.0)
+    assert ending.due(0.0) is signal.SIGINT
+    assert ending.next_s == GRACE_S
+    ending.exited("worker 0", returncode=-2, now_s=0.1)
+    assert ending.due(GRACE_S) is signal.SIGTERM
+    assert ending.due(GRACE_S + TERMINATE_S) is signal.SIGKILL
+    assert ending.status == 130
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    ending = make_ending()
+    ending.interrupted(signal.SIGTERM, now_s=0.0)
+    assert ending.due(0.0) is signal.SIGINT
+    ending.interrupted(signal.SIGTERM, now_s=1.0)
+    assert ending.due(1.0) is signal.SIGTERM
+    assert ending.next_s == 1.0 + TERMINATE_S
+    assert ending.status == 143
+
+
+def test_a_scheduler_that_outlives_its_workers_is_ended_and_is_a_failure() -> None:
+    ending = make_ending()
+    ending.exited("worker 0", returncode=0, now_s=0.0)
+    ending.exited("worker 1", returncode=0, now_s=0.0)
+    assert ending.due(SCHEDULER_LINGER_S) is signal.SIGTERM
+    assert ending.status == 1
+    assert "scheduler" in ending.reason
+
+
+def test_a_scheduler_whose_last_worker_failed_has_the_short_grace() -> None:
+    ending = make_ending()
+    ending.exited("worker 0", returncode=0, now_s=0.0)
+    ending.exited("worker 1", returncode=5, now_s=0.0)
+    assert ending.due(GRACE_S) is signal.SIGTERM
+    assert ending.status == 5
+
+
+@pytest.mark.parametrize(
+    ("returncode", "status", "words"),
+    [(0, 0, "status 0"), (7, 7, "status 7"), (-9, 137, "SIGKILL"), (-63, 191, "signal 63")],
+)
+def test_a_death_by_signal_has_the_status_of_the_shell(
+    returncode: int, status: int, words: str
+) -> None:
+    assert exit_status(returncode) == status
+    assert words in describe(returncode)

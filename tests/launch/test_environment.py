@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import socket
+
+from graphsplit.cli.environment import find_free_port, job_children
+
+
+def test_a_scheduler_and_ranked_workers_share_the_address() -> None:
+    scheduler, *workers = job_children({"HOME": "/h"}, num_workers=2, host="127.0.0.1", port=77)
+    assert [child.name for child in workers] == ["worker 0", "worker 1"]
+    assert [child.variables["MS_NODE_ID"] for child in workers] == ["0", "1"]
+    assert scheduler.variables["MS_ROLE"] == "MS_SCHED"
+    assert workers[1].file_stem == "worker_1"
+    for child in (scheduler, *workers):
+        assert child.variables["MS_WORKER_NUM"] == "2"
+        assert child.variables["MS_SCHED_HOST"] == "127.0.0.1"
+        assert child.variables["MS_SCHED_PORT"] == "77"
+        assert child.variables["HOME"] == "/h"
+        assert child.variables["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_the_user_set_is_kept_but_not_a_rank_for_everybody() -> None:
+    base = {"OMP_NUM_THREADS": "2", "MALLOC_TRIM_THRESHOLD_": "5", "MS_NODE_ID": "4"}
+    scheduler, worker = job_children(base, num_workers=1, host="h", port=1)
+    assert worker.variables["OMP_NUM_THREADS"] == "2"
+    assert worker.variables["MALLOC_TRIM_THRESHOLD_"] == "5"
+    assert worker.variables["MS_NODE_ID"] == "0"
+    assert "MS_NODE_ID" not in scheduler.variables
+
+
+def test_a_free_port_can_be_bound() -> None:
+    port = find_free_port("127.0.0.1")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))

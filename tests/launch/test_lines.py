@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from graphsplit.cli.lines import MAX_LINE_BYTES, LineCutter, Piece
+
+
+def update(text: bytes) -> Piece:
+    return Piece(text, is_update=True)
+
+
+def test_lines_are_cut_at_newlines_wherever_the_chunks_end() -> None:
+    cutter = LineCutter()
+    assert cutter.feed(b"one\ntw") == [Piece(b"one")]
+    assert cutter.feed(b"o\n\n") == [Piece(b"two"), Piece(b"")]
+
+
+def test_a_windows_line_end_is_one_line() -> None:
+    cutter = LineCutter()
+    assert cutter.feed(b"one\r") == [update(b"one")]
+    assert cutter.feed(b"\n") == [Piece(b"one")]
+    assert LineCutter().feed(b"one\r\n")[-1] == Piece(b"one")
+
+
+def test_a_progress_bar_gives_updates_and_its_last_state_as_a_line() -> None:
+    cutter = LineCutter()
+    assert cutter.feed(b"\r 10%") == [update(b" 10%")]
+    assert cutter.feed(b"\r 20%")[-1] == update(b" 20%")
+    assert cutter.feed(b"\r100%\n")[-1] == Piece(b"100%")
+    assert cutter.feed(b"done\n") == [Piece(b"done")]
+
+
+def test_an_unfinished_line_is_shown_when_the_stream_ends() -> None:
+    cutter = LineCutter()
+    assert cutter.feed(b"no end") == []
+    assert cutter.finish() == [Piece(b"no end")]
+    assert cutter.finish() == []
+
+
+def test_a_line_without_end_takes_bounded_memory() -> None:
+    cutter = LineCutter()
+    assert cutter.feed(b"x" * (MAX_LINE_BYTES + 1)) == [Piece(b"x" * (MAX_LINE_BYTES + 1))]
+    assert cutter.finish() == []

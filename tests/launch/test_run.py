@@ -1,0 +1,189 @@
+"""``graphsplit run`` with tiny scripts that do not import torch."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(30)]
+
+Process = subprocess.Popen[str]
+Launch = Callable[..., Process]
+NAME = 'import os; name = os.environ["MS_ROLE"] + os.environ.get("MS_NODE_ID", "")\n'
+WAIT = "import signal\nprint('ready', os.getpid(), flush=True)\nsignal.pause()\n"
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started: list[Process] = []
+
+    def start(script: str, *arguments: str, options: tuple[str, ...] = ("-n", "2")) -> Process:
+        path = tmp_path / "script.py"
+        path.write_text(NAME + script)
+        command = [sys.executable, "-m", "graphsplit.cli", "run", *options, str(path), *arguments]
+        launcher = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in started:
+        if launcher.poll() is None:
+            launcher.kill()
+        launcher.communicate()
+
+
+def read_pids(launcher: Process, *, count: int) -> list[int]:
+    """Wait until ``count`` processes have said that they are ready."""
+    assert launcher.stdout is not None
+    pids: list[int] = []
+    while len(pids) < count:
+        line = launcher.stdout.readline()
+        assert line, "the launcher ended too early"
+        if " ready " in line:
+            pids.append(int(line.split()[-1]))
+    return pids
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_every_line_is_prefixed_and_the_script_gets_its_arguments(launch: Launch) -> None:
+    script = "import sys; print(name, sys.argv[1:])\nprint('note', file=sys.stderr)"
+    launcher = launch(script, "-n", "7", "--epochs=3")
+    out, err = launcher.communicate()
+    assert launcher.returncode == 0
+    assert sorted(out.splitlines()) == [
+        "[scheduler] MS_SCHED ['-n', '7', '--epochs=3']",
+        "[worker 0] MS_WORKER0 ['-n', '7', '--epochs=3']",
+        "[worker 1] MS_WORKER1 ['-n', '7', '--epochs=3']",
+    ]
+    assert sorted(err.splitlines()) == ["[scheduler] note", "[worker 0] note", "[worker 1] note"]
+
+
+def test_the_status_is_that_of_the_first_failure(launch: Launch, tmp_path: Path) -> None:
+    # Worker 1 fails as soon as the launcher has collected worker 0.
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    script = (
+        f"import sys; fifo = {str(fifo)!r}\n"
+        "if name == 'MS_WORKER0':\n    open(fifo, 'w').write(str(os.getpid())); sys.exit(7)\n"
+        "if name == 'MS_WORKER1':\n    first = '/proc/' + open(fifo).read()\n"
+        "    while os.path.exists(first): pass\n    sys.exit(3)\n"
+    )
+    launcher = launch(script)
+    _, err = launcher.communicate()
+    assert launcher.returncode == 7
+    assert err.splitlines()[-1] == "graphsplit: worker 0 ended with status 7"
+
+
+def test_a_killed_worker_gives_128_plus_the_signal(launch: Launch) -> None:
+    launcher = launch("if name == 'MS_WORKER1': os.kill(os.getpid(), 9)")
+    _, err = launcher.communicate()
+    assert launcher.returncode == 137
+    assert "graphsplit: worker 1 was killed by SIGKILL" in err
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_launcher_ends_all(
+    launch: Launch, signum: signal.Signals, status: int
+) -> None:
+    launcher = launch(WAIT)
+    pids = read_pids(launcher, count=3)
+    launcher.send_signal(signum)
+    out, _ = launcher.communicate()
+    assert launcher.returncode == status
+    assert not any(is_running(pid) for pid in pids), out
+
+
+def test_processes_may_tidy_up_after_an_interrupt(launch: Launch) -> None:
+    script = (
+        "import signal\nprint('ready', os.getpid(), flush=True)\n"
+        "try:\n    signal.pause()\nexcept KeyboardInterrupt:\n    print('tidy', flush=True)\n"
+    )
+    launcher = launch(script)
+    read_pids(launcher, count=3)
+    launcher.send_signal(signal.SIGINT)
+    out, _ = launcher.communicate()
+    assert out.count("tidy") == 3
+    assert launcher.returncode == 130
+
+
+def test_repeated_interrupts_end_even_processes_that_ignore_them(launch: Launch) -> None:
+    script = "import signal\nsignal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN)\n"
+    again = "print('ready', os.getpid(), flush=True)\nwhile True: signal.pause()\n"
+    launcher = launch(script + again)
+    pids = read_pids(launcher, count=3)
+    while launcher.poll() is None:
+        launcher.send_signal(signal.SIGINT)
+        try:
+            launcher.wait(0.05)
+        except subprocess.TimeoutExpired:
+            continue
+    assert launcher.returncode == 130
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_a_killed_launcher_leaves_no_orphan(launch: Launch) -> None:
+    launcher = launch(WAIT)
+    pids = read_pids(launcher, count=3)
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    launcher.kill()
+    launcher.wait()
+    for pid, descriptor in zip(pids, descriptors, strict=True):
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        assert poller.poll(5000), f"{pid} outlived the launcher"
+        os.close(descriptor)
+
+
+def test_the_children_of_a_process_end_with_it(launch: Launch) -> None:
+    script = (
+        "import subprocess, sys\nif name == 'MS_WORKER0':\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "    print('ready', child.pid, flush=True)\n"
+    )
+    launcher = launch(script)
+    (pid,) = read_pids(launcher, count=1)
+    launcher.communicate()
+    assert launcher.returncode == 0
+    assert not is_running(pid)
+
+
+def test_logs_hold_each_process_apart(launch: Launch, tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    launcher = launch("print(name)", options=("-n", "1", "--log-dir", str(logs)))
+    launcher.communicate()
+    assert (logs / "scheduler.log").read_text() == "MS_SCHED\n"
+    assert (logs / "worker_0.log").read_text() == "MS_WORKER0\n"
+
+
+def test_a_missing_script_is_named(launch: Launch) -> None:
+    launcher = launch("", options=("-n", "1", "absent.py"))
+    _, err = launcher.communicate()
+    assert launcher.returncode == 2
+    assert "absent.py" in err
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    code = "import sys, graphsplit.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

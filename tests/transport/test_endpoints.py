@@ -1,0 +1,83 @@
+"""Which transport is chosen, and what a worker offers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.transport import Hub, WaitPolicy, choose
+
+HERE = {"shm": "boot.1.0/one", "grpc": "127.0.0.1:1"}
+BESIDE = {"shm": "boot.1.0/two", "grpc": "127.0.0.1:2"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "mode", "chosen"),
+    [
+        (BESIDE, "auto", ("shm", "both run as one user on one host")),
+        (BESIDE, "shm", ("shm", "both run as one user on one host")),
+        (BESIDE, "grpc", ("grpc", "GS_TRANSPORT=grpc")),
+        (
+            {**BESIDE, "shm": "else.1.0/x"},
+            "auto",
+            ("grpc", "not on one machine: host boot and else"),
+        ),
+        (
+            {**BESIDE, "shm": "boot.2.0/x"},
+            "auto",
+            ("grpc", "not on one machine: network namespace 1 and 2"),
+        ),
+        ({**BESIDE, "shm": "boot.1.7/x"}, "auto", ("grpc", "not on one machine: user 0 and 7")),
+        ({"grpc": "h:1"}, "auto", ("grpc", "shared memory is not offered by both workers")),
+    ],
+)
+def test_shared_memory_is_chosen_where_it_can_be(
+    peer: dict[str, str], mode: str, chosen: tuple[str, str]
+) -> None:
+    assert choose(HERE, peer, mode) == chosen  # type: ignore[arg-type]
+
+
+def test_a_forced_transport_that_is_impossible_names_the_peer() -> None:
+    hub = Hub(bind_host="127.0.0.1", mode="shm")
+    peers = [hub.endpoints, hub.endpoints, {"grpc": "10.0.0.1:1"}]
+    with pytest.raises(ConfigurationError, match="worker 0 to worker 2: GS_TRANSPORT=shm is imp"):
+        hub.connect(rank=0, job="job", generation=1, peers=peers, policy=WaitPolicy())
+    hub.close()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", ""])
+def test_an_address_that_nobody_can_reach_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="MS_WORKER_IP"):
+        Hub(bind_host=address, mode="grpc")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot listen on '192\.0\.2\.1'"):
+        Hub(bind_host="192.0.2.1", mode="grpc")
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="GS_TRANSPORT: expected one of"):
+        Hub(bind_host="127.0.0.1", mode="mpi")  # type: ignore[arg-type]
+
+
+def test_only_what_is_needed_is_offered() -> None:
+    for mode, keys in (("shm", {"shm"}), ("grpc", {"grpc"}), ("auto", {"shm", "grpc"})):
+        hub = Hub(bind_host="127.0.0.1", mode=mode)  # type: ignore[arg-type]
+        assert set(hub.endpoints) == keys | {"token"}
+        assert hub.endpoints.get("grpc", "127.0.0.1:").startswith("127.0.0.1:")
+        hub.close()
+        hub.close()
+
+
+def test_grpc_is_not_imported_unless_it_is_used() -> None:
+    script = (
+        "import sys; from graphsplit.transport import Hub, WaitPolicy\n"
+        "hub = Hub(bind_host='127.0.0.1', mode='shm'); peers = [hub.endpoints]\n"
+        "hub.connect(rank=0, job='j', generation=1, peers=peers, policy=WaitPolicy()).close()\n"
+        "sys.exit('grpc' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

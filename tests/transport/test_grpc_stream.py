@@ -1,0 +1,202 @@
+"""gRPC streams: who is let in, and what ends a stream before memory is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from transport_helpers import DEADLINE_S, spec_of, start
+
+from graphsplit._proto import data_plane_pb2 as pb
+from graphsplit.errors import FrameError, TransportError
+from graphsplit.transport import Hub, Receiver, WaitPolicy
+from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE, GrpcListener
+from graphsplit.transport.frame import MESSAGE, FrameEncoder
+from graphsplit.transport.grpc_stream import GrpcTransport
+from graphsplit.transport.session import Hello, Session
+
+TOKENS = ("0" * 32, "1" * 32)
+HELLO = Session("job", 1, 0, TOKENS).hello_to(1)
+SPEC = spec_of(depth=1)
+
+
+class Stranger:
+    """A client that says what it likes."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self.requests: SimpleQueue[pb.Chunk | None] = SimpleQueue()
+        self.call: Any = None
+
+    def hello(self, hello: Hello | bytes) -> None:
+        if isinstance(hello, Hello):
+            fields = {name: getattr(hello, name) for name in hello.__dataclass_fields__}
+            hello = pb.Hello(**fields).SerializeToString()
+        carry = self._channel.stream_stream(
+            f"/{SERVICE}/Carry",
+            request_serializer=pb.Chunk.SerializeToString,
+            response_deserializer=pb.Credit.FromString,
+        )
+        requests = iter(self.requests.get, None)
+        self.call = carry(requests, metadata=[(HELLO_KEY, hello)], timeout=DEADLINE_S)
+
+    def chunk(self, header: bytes = b"", payload: bytes = b"", edge: int = 0) -> None:
+        self.requests.put(pb.Chunk(plan=0, edge=edge, header=header, payload=payload))
+
+    def error(self) -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.RpcError):
+            for _ in self.call:
+                pass
+        return self.call.code(), self.call.details()
+
+    def close(self) -> None:
+        self.requests.put(None)
+        if self.call is not None:
+            self.call.cancel()
+        self._channel.close()
+
+
+@pytest.fixture
+def victim() -> Iterator[tuple[GrpcTransport, str]]:
+    """Worker 1 of a job of two, and its address."""
+    listener = GrpcListener("127.0.0.1")
+    transport = GrpcTransport(
+        listener,
+        session=Session("job", 1, 1, TOKENS),
+        targets=(None, listener.address),
+        policy=WaitPolicy(deadline_s=DEADLINE_S),
+    )
+    yield transport, listener.address
+    transport.close()
+
+
+@pytest.fixture
+def stranger(victim: tuple[GrpcTransport, str]) -> Iterator[Stranger]:
+    client = Stranger(victim[1])
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def receiver(victim: tuple[GrpcTransport, str]) -> Receiver:
+    return victim[0].open_receiver(SPEC)
+
+
+def header(sequence: int = 0, generation: int = 1) -> bytes:
+    frame = FrameEncoder(SPEC, generation=generation).frame_of(torch.ones(4))
+    return MESSAGE.pack(sequence, 0, 0) + frame.raw
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (replace(HELLO, job="other"), "job: expected 'job', got 'other'"),
+        (replace(HELLO, generation=2), "generation: expected 1, got 2"),
+        (replace(HELLO, source=2), "source: expected a rank below 2, got 2"),
+        (replace(HELLO, source=-1), "source: expected a rank below 2, got -1"),
+        (replace(HELLO, destination=0), "destination: this is worker 1, not worker 0"),
+        (replace(HELLO, token="x"), "source: this is not worker 0"),
+        (b"\xff\xff\xff", "no hello"),
+    ],
+)
+def test_only_members_are_let_in(stranger: Stranger, hello: Hello | bytes, reason: str) -> None:
+    stranger.hello(hello)
+    code, details = stranger.error()
+    assert code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(reason)
+
+
+def test_a_second_stream_of_one_source_is_refused(
+    victim: tuple[GrpcTransport, str], stranger: Stranger, receiver: Receiver
+) -> None:
+    stranger.hello(HELLO)
+    assert next(stranger.call) == pb.Credit(messages=1)
+    second = Stranger(victim[1])
+    second.hello(HELLO)
+    assert second.error()[0] is grpc.StatusCode.ALREADY_EXISTS
+    second.close()
+
+
+def test_pieces_are_put_together(stranger: Stranger, receiver: Receiver) -> None:
+    payload = bytes(torch.ones(4).view(torch.uint8).tolist())
+    stranger.hello(HELLO)
+    stranger.chunk(header(), payload[:5])
+    stranger.chunk(b"", payload[5:])
+    value = receiver.receive(step=0, microbatch=0)
+    assert value is not None and value.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (lambda s: s.chunk(header(generation=2)), "generation: expected 1, got 2"),
+        (lambda s: s.chunk(header(sequence=1)), "sequence number: expected 0, got 1"),
+        (lambda s: s.chunk(header(), bytes(17)), "a piece of 17 bytes that fits nowhere"),
+        (lambda s: s.chunk(b"", bytes(4)), "a piece of 4 bytes that fits nowhere"),
+        (lambda s: [s.chunk(header()), s.chunk(header())], "before the last one ended"),
+        (
+            lambda s: [s.chunk(header(), bytes(16)), s.chunk(header(1), bytes(16))],
+            "expected at most 1 messages under way",
+        ),
+        (lambda s: s.chunk(b"noise"), "header bytes: expected"),
+        (lambda s: s.chunk(header(), edge=7), "plan 0, edge 7, which is not open"),
+    ],
+)
+def test_what_the_plan_does_not_expect_ends_the_stream_on_both_sides(
+    stranger: Stranger, receiver: Receiver, attack: Callable[[Stranger], object], reason: str
+) -> None:
+    stranger.hello(HELLO)
+    attack(stranger)
+    code, details = stranger.error()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT and reason in details
+    with pytest.raises(FrameError, match=reason):
+        for _ in range(2):
+            receiver.receive(step=0, microbatch=0)
+
+
+def test_an_oversized_chunk_is_refused(stranger: Stranger, receiver: Receiver) -> None:
+    stranger.hello(HELLO)
+    stranger.chunk(header(), bytes(3 << 20))
+    with pytest.raises(TransportError, match="worker 0: the stream broke"):
+        receiver.receive(step=0, microbatch=0)
+
+
+def test_a_refused_source_is_told_why() -> None:
+    hubs = [Hub(bind_host="127.0.0.1", mode="grpc") for _ in range(2)]
+    peers = [hub.endpoints for hub in hubs]
+    policy = WaitPolicy(deadline_s=DEADLINE_S)
+    transports = [
+        hub.connect(rank=rank, job="job", generation=rank, peers=peers, policy=policy)
+        for rank, hub in enumerate(hubs)
+    ]
+    sender = transports[0].open_sender(SPEC)
+    with pytest.raises(TransportError, match="worker 1: permission_denied: generation: expected 1"):
+        sender.send(None, step=0, microbatch=0)
+    for transport in transports:
+        transport.close()
+
+
+def test_a_source_may_come_before_its_destination_serves() -> None:
+    hubs = [Hub(bind_host="127.0.0.1", mode="grpc") for _ in range(2)]
+    peers = [hub.endpoints for hub in hubs]
+    policy = WaitPolicy(deadline_s=DEADLINE_S)
+
+    def connect(rank: int) -> Any:
+        hub = hubs[rank]
+        return hub.connect(rank=rank, job="job", generation=1, peers=peers, policy=policy)
+
+    early = connect(0)
+    sender = early.open_sender(SPEC)
+    sending = start(lambda: sender.send(torch.ones(4), step=0, microbatch=0))
+    with pytest.raises(TimeoutError):
+        sending.result(0.2)
+    late = connect(1)
+    assert late.open_receiver(SPEC).receive(step=0, microbatch=0) is not None
+    sending.result(DEADLINE_S)
+    closing = start(early.close)
+    late.close()
+    closing.result(DEADLINE_S)
