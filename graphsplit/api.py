@@ -3,6 +3,7 @@
 from graphsplit import errors as errors
 from graphsplit.placement import annotations as _annotations
 from graphsplit.placement.annotations import op, place
+from graphsplit.runtime.deferred_init import deferred_init
 from graphsplit.runtime.job import (
     barrier,
     finalize,
@@ -21,6 +22,7 @@ __all__ = [
     "Model",
     "barrier",
     "callbacks",
+    "deferred_init",
     "errors",
     "finalize",
     "get_rank",

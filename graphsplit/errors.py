@@ -36,6 +36,22 @@ class OwnershipError(GraphsplitError, RuntimeError):
     """The value of a parameter or buffer was read on a worker that does not own it."""
 
 
+class DeferredInitError(GraphsplitError, RuntimeError):
+    """A recorded construction did not replay as it was recorded. Names the user's line."""
+
+
+class StepFailedError(GraphsplitError, RuntimeError):
+    """An operation raised while a step ran. Names worker, step, operation and the user's line."""
+
+
+class ScheduleError(GraphsplitError, ValueError):
+    """Programs that do not fit together: an unmatched message, or a cycle of waits."""
+
+
+class StateError(GraphsplitError, ValueError):
+    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen."""
+
+
 class ClusterError(GraphsplitError, RuntimeError):
     """The cluster could not be formed, or broke."""
 

@@ -18,6 +18,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if "torch" in sys.modules:
     sys.modules["torch"].set_num_threads(1)
 
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file
+
+GOLDEN = Path(__file__).parent / "golden"
 SETTLE_S = 3.0
 SHARED_MEMORY = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER = 36
@@ -27,6 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
     # Orphans of a test's processes then become our children, where the check below sees them.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite tests/golden/ from what is found"
+    )
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with a file of tests/golden/, or rewrite it; a person reviews the change."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"{text}\n")
+        assert f"{text}\n" == path.read_text(), (
+            f"{path} differs; if the change is meant: pytest --update-golden, then review the diff"
+        )
+
+    return compare
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.users_line import users_frame
 from graphsplit.errors import CaptureError, GraphsplitError
 
 
@@ -36,7 +38,8 @@ class _Step(nn.Module):
         self._run = run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.network, self.loss_fn, *args, **kwargs)
+        with _refuse_new_buffers():
+            return self._run(self.network, self.loss_fn, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -145,14 +148,32 @@ def _refuse_custom_functions() -> Iterator[None]:
         function_class.apply = original
 
 
+@contextmanager
+def _refuse_new_buffers() -> Iterator[None]:
+    """Refuse ``self.buffer = new``: export drops the assignment, and the buffer never changes."""
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        if value is module._buffers.get(name):  # self.buffer += 1 puts back what is there
+            return
+        raise CaptureError(
+            f"{type(module).__name__} assigns a new tensor to its buffer {name!r} in forward; the "
+            f"captured graph would lose the assignment\n"
+            f"  {_user_line(traceback.extract_stack()[:-1])}\n"
+            f"  Fix: change the buffer in place, as in self.{name}.copy_(new)."
+        )
+
+    handle = register_module_buffer_registration_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line that belongs neither to torch nor to graphsplit."""
-    for frame in reversed(frames):
-        if not re.search(r"[/\\](torch|graphsplit)[/\\]", frame.filename) and (
-            not frame.filename.startswith("<")
-        ):
-            return f"{frame.filename}:{frame.lineno}  {frame.line}"
-    return "(no line of your own code is involved)"
+    frame = users_frame(frames)
+    if frame is None:
+        return "(no line of your own code is involved)"
+    return f"{frame.filename}:{frame.lineno}  {frame.line}"
 
 
 _REASONS: tuple[tuple[str, str, str], ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +13,12 @@ from torch.fx import Node as FxNode
 
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
+from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
 from graphsplit.placement.annotations import NODE_KEY, Annotation
 from graphsplit.tensor_meta import TensorMeta
 
 _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def build_nodes(
@@ -71,6 +71,8 @@ class _Builder:
         # Who last wrote to, and who has since read, each buffer's memory.
         self._writer: dict[FxNode, int] = {}
         self._readers: dict[FxNode, list[int]] = {}
+        # Memory into which something with a gradient was written.
+        self._written_with_grad: set[FxNode] = set()
 
     def add(self, fx_node: FxNode) -> None:
         if fx_node.op == "placeholder":
@@ -151,16 +153,29 @@ class _Builder:
             runs_after=runs_after,
             meta=meta,
             module_path=_module_path(fx_node),
-            source=_source(fx_node),
+            source=users_line_of_trace(fx_node.meta.get("stack_trace") or ""),
             annotation=_annotation(fx_node),
             is_random=is_random(fx_node),
             with_producer=is_element and any(self.nodes[r].meta is None for r in reads),
             changes_inputs=bool(written),
             shares_modified=shares_modified,
-            requires_grad=self._requires_grad(fx_node, reads, meta),
+            requires_grad=self._requires_grad(fx_node, operands, meta),
             arguments=_arguments(fx_node, self._position),
         )
         self._append(fx_node, node)
+        if node.requires_grad:
+            self._note_written_with_grad(written)
+
+    def _note_written_with_grad(self, written: tuple[FxNode, ...]) -> None:
+        """``y[0] = w``: from now on ``y``, made without a gradient, carries that of ``w``."""
+        for root in {r for n in written for r in self._roots[n]}:
+            position = self._position[root]
+            made = self.nodes[position]
+            if made.is_state:
+                continue
+            self._written_with_grad.add(root)
+            if made.kind is NodeKind.OPERATION:
+                self.nodes[position] = dataclasses.replace(made, requires_grad=True)
 
     def _memory_order(
         self, operands: list[FxNode], written: tuple[FxNode, ...]
@@ -185,7 +200,7 @@ class _Builder:
         return tuple(sorted(after)), tuple(sorted(shares))
 
     def _requires_grad(
-        self, fx_node: FxNode, reads: tuple[int, ...], meta: TensorMeta | None
+        self, fx_node: FxNode, operands: list[FxNode], meta: TensorMeta | None
     ) -> bool:
         if not self._with_gradients or (meta is not None and not meta.is_differentiable):
             return False
@@ -194,7 +209,11 @@ class _Builder:
             return False
         if target == "wrap_with_set_grad_enabled" and fx_node.args[0] is False:
             return False
-        return any(self.nodes[r].requires_grad for r in reads)
+        return any(
+            self.nodes[self._position[n]].requires_grad
+            or not self._written_with_grad.isdisjoint(self._roots[n])
+            for n in operands
+        )
 
 
 def users_name(qualified: str) -> str:
@@ -226,16 +245,6 @@ def _module_path(fx_node: FxNode) -> str:
     stack = fx_node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return users_name(str(paths[-1])) if paths else ""
-
-
-def _source(fx_node: FxNode) -> str:
-    """The user's line: the innermost frame that is no part of torch or graphsplit."""
-    frames = list(_FRAME.finditer(fx_node.meta.get("stack_trace") or ""))
-    for frame in reversed(frames):
-        file = frame["file"]
-        if "/torch/" not in file and "/graphsplit/train/" not in file:
-            return f"{file}:{frame['line']}"
-    return ""
 
 
 def _annotation(fx_node: FxNode) -> Annotation | None:

@@ -58,7 +58,9 @@ class Console:
         if not piece.is_update:
             if self._status_owner == name and channel == "stderr":
                 self._set_status("", b"")
-            self._write_line(sink, self._prefix(sink, name) + piece.text)
+            # The scheduler's own lines begin with its name already, for logs of other launchers.
+            text = piece.text.removeprefix(f"[{name}] ".encode())
+            self._write_line(sink, self._prefix(sink, name) + text)
         elif self._sinks["stderr"].is_terminal:
             if self._status_owner in ("", name):
                 is_blank = not piece.text.strip()

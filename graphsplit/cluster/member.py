@@ -58,6 +58,7 @@ from graphsplit.settings import ClusterSettings
 __all__ = ["Member", "NodeIdentity", "Peer", "Position"]
 
 _REPORT_INTERVAL_S = 10.0
+_FIRST_REPORT_S = 2.0  # the scheduler's process imports torch, too
 _REPORT_TIMEOUT_S = 1.0
 # The first attempts come quickly: processes started together miss each other by moments only.
 _FIRST_RETRY_S = 0.1
@@ -285,7 +286,7 @@ class Member:
     def _register(self, registration: Register) -> None:
         """Attempt after attempt, until the scheduler answers or ``MS_TOPO_TIMEOUT`` is over."""
         started = time.monotonic()
-        next_report = started
+        next_report = started + _FIRST_REPORT_S
         num_attempts = 0
         while (end := self._attempt(registration, started)) is not None:
             num_attempts += 1

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
-from graphsplit.program.lower import WorkerProgram
 from graphsplit.tensor_meta import TensorMeta
 
 
@@ -41,11 +38,6 @@ def describe_plan(plan: PartitionPlan) -> str:
         ]
         lines.append(f"  gradient of %{value} = {' + '.join(parts)}")
     return "\n".join(lines)
-
-
-def describe_programs(programs: Sequence[WorkerProgram]) -> str:
-    """All programs, worker by worker."""
-    return "\n".join(program.describe() for program in programs)
 
 
 def format_bytes(meta: TensorMeta) -> str:

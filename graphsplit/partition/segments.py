@@ -18,10 +18,11 @@ Two additions keep the bits of eager mode:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from graphsplit.capture.graph import NodeKind
+from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 
 
@@ -146,3 +147,10 @@ def _sink_sources(
             for user in users[position]
         )
         levels[position] = max(levels[position], latest)
+    for position, node in enumerate(nodes):
+        if node.with_producer:  # a tuple cannot travel, nor collect gradients, between segments
+            levels[position] = levels[_producer(nodes, node)]
+
+
+def _producer(nodes: Sequence[Node], element: Node) -> int:
+    return next(operand for operand in element.reads if nodes[operand].meta is None)

@@ -66,23 +66,41 @@ def _check_segments(plan: PartitionPlan) -> None:
 
 
 def _check_edges(plan: PartitionPlan) -> None:
-    has_edge = {
-        (edge.value, edge.destination) for edge in plan.edges if edge.kind is EdgeKind.VALUE
-    }
+    values = [(e.value, e.destination) for e in plan.edges if e.kind is EdgeKind.VALUE]
+    has_edge = set(values)
+    assert len(values) == len(has_edge), "a value goes to one worker twice"
     workers, segment_of = plan.placed.workers, plan.segmentation.segment_of
     for position, node in enumerate(plan.placed.graph.nodes):
         for operand in node.reads:
             if workers[operand] not in (EVERYWHERE, workers[position]):
                 assert (operand, workers[position]) in has_edge, (operand, position)
+    _check_generator_edges(plan)
+    _check_folds(plan)
+    for contribution in plan.contributions:
+        for position, operand in contribution.uses:
+            assert segment_of[position] == contribution.segment
+            assert plan.placed.graph.nodes[position].reads[operand] == contribution.value
+
+
+def _check_generator_edges(plan: PartitionPlan) -> None:
+    workers, chain = plan.placed.workers, plan.segmentation.random_chain
+    expected = {(a, workers[b]) for a, b in itertools.pairwise(chain) if workers[a] != workers[b]}
+    if chain:  # after the step every worker has the last state
+        expected |= {(chain[-1], w) for w in range(plan.num_workers) if w != workers[chain[-1]]}
+    found = [(e.value, e.destination) for e in plan.edges if e.kind is EdgeKind.GENERATOR]
+    assert sorted(found) == sorted(expected), "the generator's state goes astray"
+
+
+def _check_folds(plan: PartitionPlan) -> None:
+    """Every contribution is summed once, where its value lives."""
     sent = [c for e in plan.edges if e.kind is EdgeKind.GRADIENT for c in e.contributions]
     local = [
         t.contribution for fold in plan.folds.values() for t in fold if t.contribution is not None
     ]
     assert sorted(sent + local) == list(range(len(plan.contributions))), "a gradient is lost"
-    for contribution in plan.contributions:
-        for position, operand in contribution.uses:
-            assert segment_of[position] == contribution.segment
-            assert plan.placed.graph.nodes[position].reads[operand] == contribution.value
+    terms = [(v, t.edge) for v, fold in plan.folds.items() for t in fold if t.edge is not None]
+    edges = [(e.value, e.index) for e in plan.edges if e.kind is EdgeKind.GRADIENT]
+    assert sorted(terms) == sorted(edges), "a gradient that arrives is not summed"
 
 
 def _check_in_place(plan: PartitionPlan) -> None:

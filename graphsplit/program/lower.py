@@ -32,6 +32,11 @@ class WorkerProgram:
         return "\n".join(lines + [f"  {i}" for i in self.instructions])
 
 
+def describe_programs(programs: Sequence[WorkerProgram]) -> str:
+    """All programs, worker by worker."""
+    return "\n".join(program.describe() for program in programs)
+
+
 def lower(
     plan: PartitionPlan, policy: Policy, *, num_microbatches: int = 1
 ) -> tuple[WorkerProgram, ...]:
@@ -179,6 +184,4 @@ def _previous_random_segment(plan: PartitionPlan) -> dict[int, int]:
     """For each segment that draws, the segment that drew last before it."""
     segment_of = plan.segmentation.segment_of
     order = [segment_of[p] for p in plan.segmentation.random_chain]
-    return {
-        later: earlier for earlier, later in itertools.pairwise(order) if earlier != later
-    }
+    return {later: earlier for earlier, later in itertools.pairwise(order) if earlier != later}

@@ -16,17 +16,13 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from graphsplit.errors import GraphsplitError
+from graphsplit.errors import DeferredInitError
 
 SHAPE_ONLY = -1
 """Storage number of an operand of which only shape, strides and dtype are looked at."""
 
 _CPU = torch.device("cpu")
 _OWN_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-
-
-class DeferredInitError(GraphsplitError, RuntimeError):
-    """A recorded construction did not replay as it was recorded. Names the user's line."""
 
 
 def hollow_storage(size_bytes: int) -> torch.UntypedStorage:

@@ -108,7 +108,7 @@ def materialize(module: torch.nn.Module, owned: Collection[str] | None = None) -
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, every parameter and buffer is an ordinary tensor of expanded zeros, without memory.
+    """Inside, every parameter and buffer is an ordinary tensor whose memory is never touched.
 
     For code that looks at shapes only, such as a capture of the network. Afterwards each has what
     it had before, deferred or real; what was written to it in between is lost.
@@ -120,7 +120,7 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
             deferred_guard.unguard(tensor)
         memories = [tensor.data for tensor in tensors]
         for tensor in tensors:
-            tensor.data = _stand_in(tensor)
+            tensor.data = _untouched(tensor)
     try:
         yield
     finally:
@@ -133,6 +133,13 @@ def stand_ins(module: torch.nn.Module) -> Iterator[None]:
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _untouched(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory set aside with the tensor's true strides; it takes no room until it is written to."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
 def _named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

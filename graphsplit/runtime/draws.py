@@ -15,7 +15,8 @@ import zlib
 
 import torch
 
-from graphsplit.runtime.calls import Call, DeferredInitError, TensorSpec
+from graphsplit.errors import DeferredInitError
+from graphsplit.runtime.calls import Call, TensorSpec
 from graphsplit.runtime.freed_memory import note_dropped
 
 ELEMENTS_PER_STATE = 1 << 20

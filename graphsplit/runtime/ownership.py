@@ -122,11 +122,20 @@ def _message(args: Any, kwargs: Any, asked: str) -> str:
     )
 
 
-def give_up(tensor: torch.Tensor, *, name: str, owner: int) -> None:
-    """Free a tensor's memory and turn it into a stand-in."""
+def give_up(
+    tensor: torch.Tensor, *, name: str, owner: int, strides: tuple[int, ...] | None = None
+) -> None:
+    """Free a tensor's memory and turn it into a stand-in.
+
+    Args:
+        tensor: A parameter or buffer.
+        name: Its qualified name.
+        owner: The worker it lives on.
+        strides: Its true strides, where the tensor itself has lost them already.
+    """
     if isinstance(tensor, _Elsewhere):
         return
-    strides = tensor.stride()
+    strides = tensor.stride() if strides is None else strides
     tensor.data = _single_zero(tensor)
     tensor.grad = None
     setattr(tensor, _WHOSE, (name, owner, strides))
@@ -151,7 +160,9 @@ def plain_classes(network: nn.Module) -> Iterator[None]:
     swapped = [t for t in _all_state(network) if isinstance(t, _Elsewhere)]
     for tensor in swapped:
         _, _, strides = getattr(tensor, _WHOSE)
-        tensor.__class__ = nn.Parameter if isinstance(tensor, _ElsewhereParameter) else torch.Tensor
+        is_parameter = isinstance(tensor, _ElsewhereParameter)
+        plain: Any = nn.Parameter if is_parameter else torch.Tensor
+        tensor.__class__ = plain
         tensor.data = torch.empty_strided(
             tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
         )

@@ -23,9 +23,9 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphsplit.errors import DeferredInitError
 from graphsplit.runtime.calls import (
     Call,
-    DeferredInitError,
     TensorSpec,
     hollow_storage,
     new_storage,
@@ -178,7 +178,8 @@ class Recording:
         """
         position, known = self._recent
         self._recent = (0, {})
-        newer, needed = _needed_for(self._calls[position:], wanted)
+        since = self._calls[position:]
+        newer, needed = _needed_for(since, wanted)
         known = {number: known[number] for number in needed if number in known}
         older, _ = _needed_for(self._calls[:position], needed - set(known))
         contents: dict[int, torch.UntypedStorage] = {}
@@ -186,11 +187,10 @@ class Recording:
         try:
             self._run(older, contents, replay, keep=needed - set(known))
             contents.update(known)
-            del known
+            known.clear()
             keep = set(wanted)
             if self.is_open:
-                keep |= self._alive_among(contents)
-                keep |= self._alive_among(number for call in newer for number in call.writes)
+                keep |= self._alive_among(_up_to_date(since, newer, contents))
             self._run(newer, contents, replay, keep=keep)
         finally:
             replay.restore()
@@ -240,7 +240,6 @@ class Recording:
         keep: Collection[int],
     ) -> None:
         """Executes calls in order, each content dropped when no later call reads it."""
-
         for call, dead in zip(calls, _dead_after(calls, keep), strict=True):
             chain = replay.prepare(call) if call.is_draw else None
             outputs = call.run(partial(self._resolve, contents, call.overwrites))
@@ -268,6 +267,19 @@ def _needed_for(calls: Sequence[Call], wanted: Iterable[int]) -> tuple[list[Call
         needed |= call.reads
     found.reverse()
     return found, needed
+
+
+def _up_to_date(
+    calls: Sequence[Call], executed: Sequence[Call], before: Collection[int]
+) -> set[int]:
+    """Returns the storages whose content is that of after all calls, though not all are executed.
+
+    Of those that no call writes to, the ones that were ``before``.
+    """
+    last_writer = {number: call for call in calls for number in call.writes}
+    done = set(executed)
+    written = {number for number, call in last_writer.items() if call in done}
+    return written | {number for number in before if number not in last_writer}
 
 
 def _dead_after(calls: Sequence[Call], keep: Collection[int]) -> list[set[int]]:

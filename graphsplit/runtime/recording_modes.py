@@ -125,10 +125,10 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace != "aten" or not _is_plain_cpu(tensors, kwargs):
             return self._execute(func, hollow, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, name, hollow, args, kwargs)
         if name in _CHANGES_STORAGE | _HIDES_WRITES or not _is_recordable(func):
             return self._execute(func, hollow, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, name, hollow, args, kwargs)
         if name in _MAKES_ALIAS or torch.Tag.inplace_view in func.tags or _returns_views(func):
             return func(*args, **kwargs)
         return self._record(func, name, hollow, args, kwargs)
@@ -253,11 +253,11 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = {spec.storage for spec in specs if spec.storage >= 0}
         overwrites = {spec.storage for spec in created}
         if name in _FILLS and self._covers(args[0]):
-            target = self._spec(args[0])
-            others = {spec.storage for spec in specs if spec != target}
-            if target.storage not in others:
-                reads.discard(target.storage)
-                overwrites.add(target.storage)
+            target = self._spec(args[0]).storage
+            sources = tree_leaves((described[0][1:], described[1]))
+            if all(not isinstance(s, TensorSpec) or s.storage != target for s in sources):
+                reads.discard(target)
+                overwrites.add(target)
         return Call(
             func=func,
             args=described[0],

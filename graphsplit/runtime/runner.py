@@ -10,7 +10,7 @@ import torch
 
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.cluster.identity import Position
-from graphsplit.errors import GraphsplitError
+from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
@@ -20,10 +20,6 @@ from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 
 Gradient = torch.Tensor | None
 Action = Callable[["StepState"], None]
-
-
-class StepFailedError(GraphsplitError, RuntimeError):
-    """An operation raised while a step ran. Names worker, step, operation and the user's line."""
 
 
 @dataclass
@@ -183,12 +179,10 @@ class ProgramRunner:
             TransportError: A value could not be moved.
             JobFailedError: The job was aborted elsewhere.
         """
-        state = StepState(step, inputs)
-        reported = self._parts.position
-        reported.text_source = self.where
-        self.step = step
+        state = self.begin(step, inputs)
+        reported, actions = self._parts.position, self._actions
         with torch.set_grad_enabled(self._grad_enabled):
-            for position, action in enumerate(self._actions):
+            for position, action in enumerate(actions):
                 self.position = position
                 reported.progress += 1
                 try:
@@ -197,8 +191,40 @@ class ProgramRunner:
                     raise
                 except Exception as error:
                     raise self._failure(error) from error
-        self.position = len(self._actions)
+        self.position = len(actions)
         return state
+
+    def begin(self, step: int, inputs: Sequence[Sequence[torch.Tensor | None]]) -> StepState:
+        """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""
+        self._parts.position.text_source = self.where
+        self.step, self.position = step, 0
+        return StepState(step, inputs)
+
+    @property
+    def plan_number(self) -> int:
+        """Number of the plan in the job."""
+        return self._parts.plan_number
+
+    def next_instruction(self) -> Instruction | None:
+        """What ``advance`` would run next; None at the end of the step."""
+        instructions = self._parts.program.instructions
+        return instructions[self.position] if self.position < len(instructions) else None
+
+    def advance(self, state: StepState) -> None:
+        """Run the next instruction, for those who interleave several workers in one thread.
+
+        Raises:
+            StepFailedError: As ``run``.
+        """
+        self._parts.position.progress += 1
+        with torch.set_grad_enabled(self._grad_enabled):
+            try:
+                self._actions[self.position](state)
+            except (GraphsplitError, KeyboardInterrupt, SystemExit):
+                raise
+            except Exception as error:
+                raise self._failure(error) from error
+        self.position += 1
 
     def _failure(self, error: Exception) -> StepFailedError:
         instruction = self._parts.program.instructions[self.position]

@@ -12,14 +12,10 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from graphsplit.errors import GraphsplitError
+from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import WorkerProgram
-
-
-class ScheduleError(GraphsplitError, ValueError):
-    """Programs that do not fit together: an unmatched message, or a cycle of waits."""
 
 
 Vertex = tuple[int, int]  # (worker, position in its program)
@@ -37,6 +33,8 @@ def verify_programs(
         _messages(plan, programs, Opcode.SEND),
         _messages(plan, programs, Opcode.RECEIVE),
     )
+    if missing := [edge.index for edge in plan.edges if edge.index not in sends]:
+        raise ScheduleError(f"edge{missing[0]} is never sent")
     for edge, messages in sends.items():
         order = [microbatch for microbatch, _ in messages]
         other = [microbatch for microbatch, _ in receives.get(edge, [])]

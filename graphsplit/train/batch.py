@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -40,7 +42,13 @@ class Signature:
             ConfigurationError: Something in them is neither tensor, number, string, bool, None,
                 nor a list, tuple or mapping of such.
         """
-        return cls.read(json.dumps(_encode(arguments), sort_keys=True))
+        known = _signatures.get(key := _quick_key(arguments))
+        if known is None:
+            known = cls.read(json.dumps(_encode(arguments), sort_keys=True))
+            if len(_signatures) >= _MAX_SIGNATURES:
+                _signatures.clear()
+            _signatures[key] = known
+        return known
 
     @classmethod
     def read(cls, text: str) -> Signature:
@@ -51,6 +59,24 @@ class Signature:
         """Arguments with this signature, tensors filled with zeros."""
         args, kwargs = _decode(json.loads(self.text))
         return args, kwargs
+
+
+_MAX_SIGNATURES = 256
+_signatures: dict[tuple[Any, ...], Signature] = {}
+
+
+def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
+    """Something cheap that is equal for equal signatures alone."""
+    found, spec = pytree.tree_flatten(arguments)
+    return (
+        spec,
+        *(
+            (leaf.dtype, leaf.shape, leaf.stride())
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), next(iter(_encode(leaf).values())))
+            for leaf in found
+        ),
+    )
 
 
 def _encode(value: Any) -> Any:
@@ -96,26 +122,22 @@ def fingerprint(arguments: Arguments) -> int:
     """
     checksum = 0
     for leaf in leaves(arguments):
-        if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor):
+            words = _as_words(leaf)
+            step = max(1, words.size // _SAMPLED)
+            checksum = zlib.crc32(words[::step].tobytes(), checksum)
+            checksum = zlib.crc32(words.sum(dtype=np.uint64).tobytes(), checksum)
+        else:
             checksum = zlib.crc32(repr(leaf).encode(), checksum)
-            continue
-        words = _as_integers(leaf)
-        step = max(1, words.numel() // _SAMPLED)
-        sample = words[::step].numpy().tobytes()
-        checksum = zlib.crc32(sample, checksum)
-        checksum = zlib.crc32(int(words.sum()).to_bytes(8, "little", signed=True), checksum)
     return checksum
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if flat.dtype is torch.int64:
-        return flat
-    octets = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
-    whole = octets.numel() // 8 * 8
-    if whole == octets.numel():
-        return octets.view(torch.int64)
-    return torch.cat([octets[:whole].view(torch.int64), octets[whole:].to(torch.int64)])
+def _as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor's memory as 64-bit numbers, or as bytes where it is no multiple of them."""
+    if tensor.numel() == 0:
+        return np.zeros(0, dtype=np.uint64)
+    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return octets.view(np.uint64) if octets.size % 8 == 0 else octets
 
 
 def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:

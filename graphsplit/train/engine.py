@@ -12,7 +12,7 @@ import torch
 from graphsplit.train import batch as batches
 from graphsplit.train.batch import Arguments, split_batch
 from graphsplit.train.metrics import Metric
-from graphsplit.train.planner import Task
+from graphsplit.train.planner import Task, materialize_all
 
 
 class Engine(ABC):
@@ -60,6 +60,7 @@ class EagerEngine(Engine):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        materialize_all(task)
 
     def train_epoch(self, loader: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each loss."""

@@ -16,6 +16,7 @@ is a consumer.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ from graphsplit.runtime.job import Job
 from graphsplit.train.batch import Arguments, Signature, fingerprint, split_batch
 from graphsplit.train.planner import Planned, Planner
 
+_LENGTH = struct.Struct("<I")
+_TICKET_STEP_BYTES = 256
 _GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
 
@@ -73,7 +76,7 @@ class Tickets:
                 ticket.signature_text = signature.text
         if generator is not None:
             ticket.generator = generator.numpy().tobytes()
-        self._job.control.send_ticket(ticket.SerializeToString())
+        self._job.control.send_ticket(_padded(ticket.SerializeToString()))
 
     def receive(self, leader: int) -> StepTicket:
         """Wait for the leader's next ticket.
@@ -84,7 +87,7 @@ class Tickets:
         self._step += 1
         ticket = StepTicket()
         try:
-            ticket.ParseFromString(self._job.control.receive_ticket(leader))
+            ticket.ParseFromString(_unpadded(self._job.control.receive_ticket(leader)))
         except DecodeError as error:
             raise FrameError(f"a malformed step ticket from worker {leader}: {error}") from error
         if ticket.step != self._step:
@@ -106,6 +109,25 @@ class Tickets:
         if text is None:
             raise FrameError(f"batch {ticket.step} has a signature that was never described")
         return Signature(text, ticket.signature_digest)
+
+
+def _padded(message: bytes) -> bytes:
+    """Length, message, zeros: tickets of steps that bring nothing new are then all of one size.
+
+    A channel is quicker with values of the same size as the one before.
+    """
+    size = -(-(len(message) + _LENGTH.size) // _TICKET_STEP_BYTES) * _TICKET_STEP_BYTES
+    return (_LENGTH.pack(len(message)) + message).ljust(size, b"\0")
+
+
+def _unpadded(padded: bytes) -> bytes:
+    if len(padded) < _LENGTH.size:
+        raise DecodeError("too short for its length")
+    (length,) = _LENGTH.unpack_from(padded)
+    message = padded[_LENGTH.size : _LENGTH.size + length]
+    if len(message) != length:
+        raise DecodeError(f"{length} bytes are announced, {len(message)} came")
+    return message
 
 
 class _Cursor:

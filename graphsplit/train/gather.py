@@ -8,15 +8,11 @@ from typing import Any
 
 import torch
 
-from graphsplit.errors import GraphsplitError
+from graphsplit.errors import StateError
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import plain_classes
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
 from graphsplit.train.planner import Task, named_state
-
-
-class StateError(GraphsplitError, ValueError):
-    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen."""
 
 
 class StateGatherer:

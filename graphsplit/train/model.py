@@ -10,7 +10,7 @@ from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
-from graphsplit.placement.explain import explain_plan
+from graphsplit.partition.explain import explain_plan
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime import job as jobs
 from graphsplit.train.batch import Signature, split_batch

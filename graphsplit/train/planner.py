@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,16 @@ from torch.utils import _pytree as pytree
 
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
-from graphsplit.partition.dump import describe_plan, describe_programs
+from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.verify import verify
 from graphsplit.placement.annotations import Annotation, mark_planned, module_annotation
 from graphsplit.placement.resolve import PlacementRules, UnplacedRule, resolve
-from graphsplit.program.lower import WorkerProgram, lower
+from graphsplit.program.lower import WorkerProgram, describe_programs, lower
+from graphsplit.runtime.deferred_init import is_deferred, materialize, stand_ins
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.optimizer import OwnedOptimizer
 from graphsplit.runtime.ownership import give_up, is_elsewhere, plain_classes, return_free_memory
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts
 from graphsplit.schedule.gpipe import gpipe
@@ -76,6 +79,8 @@ class Planner:
         self._plans: OrderedDict[tuple[Any, ...], Planned] = OrderedDict()
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._num_made = 0
+        self._parameters = tuple(task.network.parameters())
+        self._optimizer = OwnedOptimizer(task.optimizer)
         self.owners: dict[str, int] = {}
 
     def plan_for(self, mode: Mode, signature: Signature) -> Planned:
@@ -108,21 +113,14 @@ class Planner:
         return None
 
     def _requires_grad(self) -> tuple[bool, ...]:
-        return tuple(p.requires_grad for p in self._task.network.parameters())
+        with torch._C.DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+            return tuple([p.requires_grad for p in self._parameters])
 
     def _make(self, key: tuple[Any, ...], mode: Mode, signature: Signature) -> Planned:
         number = self._num_made
         self._num_made += 1
         self._numbers[key] = number
-        graph = capture_graph(self._task, mode, signature)
-        plan, programs = make_plan(
-            graph,
-            network=self._task.network,
-            loss_fn=self._task.loss_fn,
-            unplaced=self._task.unplaced,
-            num_workers=self._job.num_workers,
-            owners=self.owners,
-        )
+        plan, programs = self._pure_passes(mode, signature)
         text = "\n".join(
             [
                 describe_plan(plan),
@@ -141,20 +139,25 @@ class Planner:
                 program=programs[self._job.rank],
                 state=self._state_of(plan),
                 transport=self._job.transport,
-                optimizer=self._optimizer_step,
-                zero_gradients=self._zero_gradients,
+                optimizer=self._optimizer.step,
+                zero_gradients=self._optimizer.zero_gradients,
                 position=self._job.member.position,
             )
         )
         return Planned(plan, programs, runner, _consumers(plan))
 
-    def _optimizer_step(self) -> None:
-        if self._task.optimizer is not None:
-            self._task.optimizer.step()
-
-    def _zero_gradients(self) -> None:
-        if self._task.optimizer is not None:
-            self._task.optimizer.zero_grad(set_to_none=True)
+    def _pure_passes(
+        self, mode: Mode, signature: Signature
+    ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+        """What every worker computes alike; a simulation of many workers does it once."""
+        return make_plan(
+            capture_graph(self._task, mode, signature),
+            network=self._task.network,
+            loss_fn=self._task.loss_fn,
+            unplaced=self._task.unplaced,
+            num_workers=self._job.num_workers,
+            owners=self.owners,
+        )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return named_state(self._task.network, self._task.loss_fn)
@@ -167,11 +170,26 @@ class Planner:
             for name in names:
                 self.owners.setdefault(name, workers[position])
             assert self.owners[nodes[position].target] == workers[position]
-        for name, tensor in tensors.items():  # what no operation uses: with its module, or 0
+        for name in tensors:  # what no operation uses: with its module, or 0
             self.owners.setdefault(name, _owner_of_unused(name, self._modules()))
+        strides = {name: tensor.stride() for name, tensor in tensors.items()}
+        for module in _stateful(self._task):
+            if is_deferred(module):
+                materialize(module, self._owned_names(module))
+        for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
-                give_up(tensor, name=name, owner=self.owners[name])
+                give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
         return_free_memory()
+
+    def _owned_names(self, module: nn.Module) -> list[str]:
+        prefix = "" if module is self._task.network else f"{LOSS_PATH}."
+        return [
+            name.removeprefix(prefix)
+            for name, owner in self.owners.items()
+            if owner == self._job.rank
+            and name.startswith(prefix)
+            and name.startswith(LOSS_PATH) == bool(prefix)
+        ]
 
     def _modules(self) -> dict[str, Annotation]:
         return module_annotations(self._task.network, self._task.loss_fn)
@@ -181,6 +199,18 @@ class Planner:
         return {
             p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
         }
+
+
+def _stateful(task: Task) -> list[nn.Module]:
+    """The modules that may hold parameters: the network, and a loss that is a module."""
+    return [m for m in (task.network, task.loss_fn) if isinstance(m, nn.Module)]
+
+
+def materialize_all(task: Task) -> None:
+    """Give everything its memory: what one process does with a network built deferred."""
+    for module in _stateful(task):
+        if is_deferred(module):
+            materialize(module)
 
 
 def named_state(network: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
@@ -225,7 +255,11 @@ def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph
     modes = [(module, module.training) for module in task.network.modules()]
     task.network.train(mode is Mode.TRAIN)
     try:
-        with plain_classes(task.network):
+        with ExitStack() as stack:
+            for module in _stateful(task):
+                stack.enter_context(plain_classes(module))
+                if is_deferred(module):
+                    stack.enter_context(stand_ins(module))
             return capture(
                 CaptureRequest(task.network, task.loss_fn, run, mode, loss, args, kwargs)
             )

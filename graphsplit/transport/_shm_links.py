@@ -13,6 +13,7 @@ that its process ended, however it ended.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import select
@@ -81,17 +82,21 @@ class Link:
         self.broken: str | None = None
         self.bell: Doorbell | None = None
         self.ready = threading.Event()
+        self._is_ring_wanted = False
         self.memories: dict[tuple[int, int], int] = {}
 
     def ring(self) -> None:
-        """Ring the peer's bell.
-
-        Whoever waits for us has sent its bell before; it may still have to be unpacked.
-        """
-        if self.bell is None:
-            self.ready.wait(TICK_S)
+        """Ring the peer's bell, or have it rung as soon as it is known."""
+        self._is_ring_wanted = True
         if self.bell is not None:
             self.bell.ring()
+
+    def set_bell(self, bell: Doorbell) -> None:
+        """Remember the peer's bell. Rings it if that was wanted before: nothing is lost."""
+        self.bell = bell
+        self.ready.set()
+        if self._is_ring_wanted:
+            bell.ring()
 
     def release(self) -> None:
         """Close the connection and the memory that nobody opened."""
@@ -122,6 +127,7 @@ class Links:
         self._outbound: dict[int, Link] = {}
         self._inbound: dict[int, Link] = {}
         self._closed = False
+        self._closed_plans: set[int] = set()
         self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -197,6 +203,7 @@ class Links:
     def drop_plan(self, plan: int) -> None:
         """Give back the memory that was announced for a plan and never opened."""
         with self._changed:
+            self._closed_plans.add(plan)
             for link in self._inbound.values():
                 for key in [key for key in link.memories if key[0] == plan]:
                     os.close(link.memories.pop(key))
@@ -262,8 +269,13 @@ class Links:
     def _packet(self, link: Link) -> tuple[bytes, list[int]]:
         """The next packet of a connection; empty when the peer closed it."""
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        receive = functools.partial(socket.recv_fds, link.connection, _PACKET_BYTES, 1, flags)
         try:
-            packet, fds, result, _ = socket.recv_fds(link.connection, _PACKET_BYTES, 1, flags)
+            try:
+                packet, fds, result, _ = receive()
+            except ConnectionResetError:
+                # The peer closed without reading all of ours; what it said before is still there.
+                packet, fds, result, _ = receive()
         except OSError:
             return b"", []
         if result & socket.MSG_CTRUNC:
@@ -297,11 +309,12 @@ class Links:
         try:
             rank = self._session.rank
             what = f"the bell of worker {hello.source}"
-            link.bell = adopt_bell(fds[0], ringer=rank, tickets=self._tickets, what=what)
+            bell = adopt_bell(fds[0], ringer=rank, tickets=self._tickets, what=what)
         except TransportError as error:
             self._reply(link, _REFUSED + str(error).encode(), [])
             self._break(link, "refused")
             return
+        link.set_bell(bell)
         link.peer = hello.source
         self._reply(link, _WELCOME, [self._bell_fd])
         self._selector.unregister(link.connection)
@@ -324,6 +337,9 @@ class Links:
         if link.broken is None and len(packet) == _CHANNEL.size and len(fds) == 1:
             magic, plan, edge, _ = _CHANNEL.unpack(packet)
             with self._changed:
+                if magic == _CHANNEL_MAGIC and plan in self._closed_plans:
+                    os.close(fds.pop())
+                    return
                 if magic == _CHANNEL_MAGIC and (plan, edge) not in link.memories:
                     link.memories[plan, edge] = fds.pop()
                     self._changed.notify_all()
@@ -339,10 +355,11 @@ class Links:
             rank = self._session.rank
             what = f"the bell of worker {link.peer}"
             try:
-                link.bell = adopt_bell(fds.pop(), ringer=rank, tickets=self._tickets, what=what)
+                bell = adopt_bell(fds.pop(), ringer=rank, tickets=self._tickets, what=what)
             except TransportError as error:
                 self._break(link, str(error))
-            link.ready.set()
+                return
+            link.set_bell(bell)
             return
         for fd in fds:
             os.close(fd)

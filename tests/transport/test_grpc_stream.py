@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -192,7 +193,7 @@ def test_a_source_may_come_before_its_destination_serves() -> None:
     early = connect(0)
     sender = early.open_sender(SPEC)
     sending = start(lambda: sender.send(torch.ones(4), step=0, microbatch=0))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(futures.TimeoutError):
         sending.result(0.2)
     late = connect(1)
     assert late.open_receiver(SPEC).receive(step=0, microbatch=0) is not None

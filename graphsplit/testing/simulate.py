@@ -1,0 +1,304 @@
+"""Run all workers of a job in one thread: no cluster, no processes, no timing.
+
+    cluster = SimulatedCluster(make_task, num_workers=3)
+    losses = cluster.train_step(((images,), {}))        # one loss per worker
+
+Every worker has a network, an optimizer and a random generator of its own; plans, programs,
+runners, ownership and the frames on the wire are the real ones. Workers take turns: one runs until
+it would have to wait for a message that is not there yet, then the next does. So a run is the same
+every time, and a state in which nobody can go on is an error at once, not a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.cluster.identity import Position
+from graphsplit.errors import GraphsplitError, PlanMismatchError
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.program.instruction import Opcode
+from graphsplit.program.lower import WorkerProgram
+from graphsplit.runtime.job import Job
+from graphsplit.runtime.runner import ProgramRunner, StepState
+from graphsplit.train.batch import Arguments, Signature, leaves
+from graphsplit.train.planner import (
+    Planned,
+    Planner,
+    Task,
+    capture_graph,
+    make_plan,
+    unflatten_outputs,
+)
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.memory import MemoryFabric, MemoryTransport
+from graphsplit.transport.wait import WaitPolicy
+
+_DEPTH = ChannelSpec.depth
+_Passes = tuple[PartitionPlan, tuple[WorkerProgram, ...]]
+
+
+class Captures:
+    """Captured graphs, kept: capture takes most of a test, and no placement of modules changes it.
+
+    Give one to several simulations of the same network under different placements.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[object, ...], CapturedGraph] = {}
+
+    def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
+        """The graph of a task's step."""
+        trained = tuple(p.requires_grad for p in task.network.parameters())
+        key = (mode, signature.text, trained)
+        if key not in self._graphs:
+            self._graphs[key] = capture_graph(task, mode, signature)
+        return self._graphs[key]
+
+
+class SimulationError(GraphsplitError, RuntimeError):
+    """Simulated workers cannot go on, or left something behind. Names every worker's position."""
+
+
+@dataclass
+class _Shared:
+    """What all workers of one simulated job have in common.
+
+    Attributes:
+        fabric: The messages under way.
+        texts: What the first worker brought to each agreement.
+        passes: Plans and programs, by number, made by the first worker that needed them.
+        captures: The graphs they are made from; None if every worker makes all by itself.
+    """
+
+    captures: Captures | None
+    fabric: MemoryFabric = field(default_factory=MemoryFabric)
+    texts: dict[str, str] = field(default_factory=dict)
+    passes: dict[int, _Passes] = field(default_factory=dict)
+
+
+class _Member:
+    """Membership as a planner sees it."""
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.position = Position()
+        self._rank = rank
+        self._texts = shared.texts
+
+    def agree(self, topic: str, text: str) -> None:
+        """Compare with what the first worker brought."""
+        first = self._texts.setdefault(topic, text)
+        if text == first:
+            return
+        lines = zip(first.splitlines(), text.splitlines(), strict=False)
+        differing = next(((a, b) for a, b in lines if a != b), ("(end)", "(end)"))
+        raise PlanMismatchError(
+            f"{topic}: workers 0 and {self._rank} made different plans\n  worker 0: {differing[0]}"
+            f"\n  worker {self._rank}: {differing[1]}\n  Fix: let make_task give equal tasks."
+        )
+
+
+class _Job:
+    """A job as a planner sees it."""
+
+    def __init__(self, rank: int, num_workers: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self.member = _Member(rank, shared)
+        self.transport = MemoryTransport(shared.fabric, generation=1, policy=WaitPolicy())
+
+
+class _Planner(Planner):
+    """A planner that shares what all workers would compute alike: capture takes most of a test."""
+
+    def __init__(self, task: Task, job: _Job, shared: _Shared) -> None:
+        super().__init__(task, cast(Job, job))
+        self._shared = shared
+        self._num_asked = 0
+
+    def _pure_passes(self, mode: Mode, signature: Signature) -> _Passes:
+        captures = self._shared.captures
+        if captures is None:
+            return super()._pure_passes(mode, signature)
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        if number not in self._shared.passes:
+            self._shared.passes[number] = make_plan(
+                captures.graph(self._task, mode, signature),
+                network=self._task.network,
+                loss_fn=self._task.loss_fn,
+                unplaced=self._task.unplaced,
+                num_workers=self._job.num_workers,
+                owners=self.owners,
+            )
+        return self._shared.passes[number]
+
+
+@dataclass
+class SimulatedWorker:
+    """One worker of a simulated job.
+
+    Attributes:
+        rank: Its rank.
+        task: Its network, loss and optimizer.
+        planner: Its plans, and who owns what.
+        generator: The state of its random generator while others run.
+    """
+
+    rank: int
+    task: Task
+    planner: Planner
+    generator: torch.Tensor
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let this worker's generator be the default one."""
+        torch.default_generator.set_state(self.generator)
+        try:
+            yield
+        finally:
+            self.generator = torch.default_generator.get_state()
+
+
+class SimulatedCluster:
+    """A job whose workers take turns in one thread.
+
+    The default generator is left as it was found by every method.
+
+    Args:
+        make_task: Makes one worker's task; called once per worker, each time with the generator in
+            the state it has now, as all processes of a job start from one seed.
+        num_workers: Size of the cluster.
+        captures: Where to look for graphs, and to keep them, so that each is captured once. None:
+            every worker captures and plans by itself, as in a real job, and plans are compared.
+    """
+
+    def __init__(
+        self, make_task: Callable[[], Task], num_workers: int, *, captures: Captures | None = None
+    ) -> None:
+        self._shared = _Shared(captures)
+        self._step = 0
+        self.workers: list[SimulatedWorker] = []
+        with _generator_kept():
+            start = torch.default_generator.get_state()
+            for rank in range(num_workers):
+                torch.default_generator.set_state(start)
+                task = make_task()
+                planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
+                state = torch.default_generator.get_state()
+                self.workers.append(SimulatedWorker(rank, task, planner, state))
+
+    def train_step(self, arguments: Arguments) -> list[torch.Tensor]:
+        """Train on one batch; returns the loss as each worker knows it."""
+        for worker in self.workers:
+            worker.task.network.train()
+        plan, states = self._run(Mode.TRAIN, arguments)
+        loss = plan.placed.graph.loss_node
+        assert loss is not None
+        return [state.values[0][loss] for state in states]
+
+    def evaluate(self, arguments: Arguments) -> Any:
+        """Evaluate one batch; returns the outputs, after the loss where the task asks for it."""
+        for worker in self.workers:
+            worker.task.network.eval()
+        plan, states = self._run(Mode.EVAL, arguments)
+        return unflatten_outputs(plan.placed.graph, states[plan.home].values[0], leaves(arguments))
+
+    def predict(self, arguments: Arguments) -> list[Any]:
+        """The network's outputs as each worker knows them."""
+        for worker in self.workers:
+            worker.task.network.eval()
+        plan, states = self._run(Mode.PREDICT, arguments)
+        return [
+            unflatten_outputs(plan.placed.graph, state.values[0], leaves(arguments))
+            for state in states
+        ]
+
+    def latest(self, mode: Mode) -> Planned | None:
+        """The plan that was used last in a mode, as worker 0 has it."""
+        return self.workers[0].planner.latest(mode)
+
+    def owner_of(self, name: str) -> SimulatedWorker:
+        """The worker that owns a parameter or buffer; any, before the first plan."""
+        return self.workers[self.workers[0].planner.owners.get(name, 0)]
+
+    def _run(self, mode: Mode, arguments: Arguments) -> tuple[PartitionPlan, list[StepState]]:
+        with _generator_kept():
+            signature = Signature.of(arguments)
+            planned: list[Planned] = []
+            for worker in self.workers:
+                with worker.active():
+                    planned.append(worker.planner.plan_for(mode, signature))
+            step, self._step = self._step, self._step + 1
+            states = [
+                made.runner.begin(step, [_inputs(made, worker.rank, arguments)])
+                for worker, made in zip(self.workers, planned, strict=True)
+            ]
+            self._take_turns([made.runner for made in planned], states)
+        self._check_nothing_left(states)
+        return planned[0].plan, states
+
+    def _take_turns(self, runners: Sequence[ProgramRunner], states: Sequence[StepState]) -> None:
+        while any(runner.next_instruction() is not None for runner in runners):
+            has_moved = False
+            for worker, runner, state in zip(self.workers, runners, states, strict=True):
+                if not self._can_advance(runner):
+                    continue
+                has_moved = True
+                with worker.active():
+                    while self._can_advance(runner):
+                        runner.advance(state)
+            if not has_moved:
+                raise SimulationError("no worker can go on:\n  " + _positions(runners))
+
+    def _can_advance(self, runner: ProgramRunner) -> bool:
+        instruction = runner.next_instruction()
+        if instruction is None:
+            return False
+        if instruction.opcode not in (Opcode.SEND, Opcode.RECEIVE):
+            return True
+        channel = self._shared.fabric.channels[runner.plan_number, instruction.operand]
+        if instruction.opcode is Opcode.SEND:
+            return len(channel.messages) < _DEPTH
+        return bool(channel.messages)
+
+    def _check_nothing_left(self, states: Sequence[StepState]) -> None:
+        left = [
+            f"a message of plan {plan}, edge {edge}, was never received"
+            for (plan, edge), channel in self._shared.fabric.channels.items()
+            if channel.messages
+        ]
+        for rank, state in enumerate(states):
+            for name in ("leaves", "collected", "received"):
+                found = sorted(key for kept in getattr(state, name) for key in kept)
+                if found and any(state.roots):
+                    left.append(f"worker {rank} never used {name} {found}")
+        if left:
+            raise SimulationError("the step left something behind:\n  " + "\n  ".join(left))
+
+
+@contextmanager
+def _generator_kept() -> Iterator[None]:
+    before = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def _inputs(planned: Planned, rank: int, arguments: Arguments) -> list[Any]:
+    """The inputs of one step, in memory of their own; None for a worker that consumes none."""
+    if rank not in planned.consumers:
+        nodes = planned.plan.placed.graph.nodes
+        return [None] * sum(node.kind is NodeKind.INPUT for node in nodes)
+    return [
+        leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(arguments)
+    ]
+
+
+def _positions(runners: Sequence[ProgramRunner]) -> str:
+    return "\n  ".join(f"worker {rank}: {runner.where()}" for rank, runner in enumerate(runners))

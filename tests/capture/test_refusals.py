@@ -1,0 +1,123 @@
+"""What cannot be captured is refused with the user's line, the reason and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pass_helpers import captured
+from torch import nn
+
+from graphsplit.errors import CaptureError
+
+X = torch.zeros(2, 4)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 7
+
+
+class Runs(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def refusal(function: Any) -> str:
+    with pytest.raises(CaptureError) as caught:
+        captured(Runs(function), X)
+    return str(caught.value)
+
+
+def line_of(function: Any, offset: int = 1) -> str:
+    return f"{__file__}:{function.__code__.co_firstlineno + offset}"
+
+
+def test_a_custom_function_is_refused_by_name_with_the_users_line() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        return Double.apply(net.fc(x)).sum()
+
+    message = refusal(run)
+    assert f"{Double.__module__}.Double is a custom torch.autograd.Function" in message
+    assert line_of(run) in message
+    assert "Fix: " in message
+
+
+def test_custom_functions_work_again_after_a_refusal() -> None:
+    refusal(lambda net, x: Double.apply(x).sum())
+    x = torch.ones(1, requires_grad=True)
+    Double.apply(x).backward()
+    assert torch.equal(x.grad, torch.full((1,), 7.0))
+
+
+def test_a_branch_on_data_is_refused_with_line_reason_and_way_out() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        if net.fc(x).sum() > 0:
+            return x.sum()
+        return net.fc(x).sum()
+
+    message = refusal(run)
+    assert "the code that runs depends on the values of a tensor" in message
+    assert line_of(run) in message
+    assert "Fix: replace the Python branch by torch.where" in message
+
+
+def test_leaving_torch_is_refused() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(net.fc(x).detach().numpy()).sum()
+
+    message = refusal(run)
+    assert "a tensor leaves PyTorch" in message
+    assert line_of(run) in message
+
+
+def test_a_new_tensor_for_a_buffer_is_refused() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        net.count = net.count + 1
+        return net.fc(x).sum()
+
+    message = refusal(run)
+    assert "assigns a new tensor to its buffer 'count'" in message
+    assert line_of(run) in message
+    assert "self.count.copy_(new)" in message
+
+
+def test_an_error_of_the_users_own_code_is_shown_with_its_line() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such layer")
+
+    message = refusal(run)
+    assert "its own code raised an error" in message
+    assert "no such layer" in message
+    assert line_of(run) in message
+
+
+def test_the_users_line_is_found_in_a_folder_called_like_the_package(tmp_path: Any) -> None:
+    file = tmp_path / "graphsplit" / "torch" / "train.py"
+    code = compile("def run(net, x):\n    return x.sum() if x.sum() > 0 else x\n", file, "exec")
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert f"{file}:2" in refusal(scope["run"])
+
+
+def test_a_failed_capture_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(3)
+        raise KeyError
+
+    refusal(run)
+    assert torch.equal(torch.get_rng_state(), before)
