@@ -114,8 +114,11 @@ def work(arguments: argparse.Namespace) -> None:
     report = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     if gs.get_rank() == 0:
         ratios = sorted(row["split_ms"] / row["plain_ms"] for row in rows)
-        report |= {"ratio": statistics.median(ratios), "ratio_min": ratios[0],
-                   "ratio_max": ratios[-1]}
+        report |= {
+            "ratio": statistics.median(ratios),
+            "ratio_min": ratios[0],
+            "ratio_max": ratios[-1],
+        }
     report["rank"] = gs.get_rank()
     Path(f"{arguments.report}.{gs.get_rank()}").write_text(json.dumps(report))
     if gs.get_rank() == 0:
@@ -141,18 +144,28 @@ def start(arguments: argparse.Namespace) -> None:
             raise SystemExit(done.returncode)
         reports = [json.loads(Path(f"{folder}/report.{rank}").read_text()) for rank in range(5)]
     first = reports[0]
-    print(f"plain loop, one process   {first['plain_ms']:7.3f} ms a step, "
-          f"{first['plain_faults']:.1f} minor faults")
+    print(
+        f"plain loop, one process   {first['plain_ms']:7.3f} ms a step, "
+        f"{first['plain_faults']:.1f} minor faults"
+    )
     print(f"graphsplit, five workers  {first['split_ms']:7.3f} ms a step")
-    print(f"ratio                     {first['ratio']:7.3f}   "
-          f"({first['ratio_min']:.3f} to {first['ratio_max']:.3f}, {arguments.rounds} rounds)")
+    print(
+        f"ratio                     {first['ratio']:7.3f}   "
+        f"({first['ratio_min']:.3f} to {first['ratio_max']:.3f}, {arguments.rounds} rounds)"
+    )
     for report in reports:
-        print(f"  worker {report['rank']}: {report['cpu_ms']:.3f} ms of CPU, "
-              f"{report['split_faults']:.1f} minor faults a step")
+        print(
+            f"  worker {report['rank']}: {report['cpu_ms']:.3f} ms of CPU, "
+            f"{report['split_faults']:.1f} minor faults a step"
+        )
     if arguments.json:
-        found = {"hardware": platform.processor() or platform.machine(), "cpus": os.cpu_count(),
-                 "python": platform.python_version(), "torch": torch.__version__,
-                 "workers": reports}
+        found = {
+            "hardware": platform.processor() or platform.machine(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "workers": reports,
+        }
         Path(arguments.json).write_text(json.dumps(found, indent=2))
 
 

@@ -40,7 +40,6 @@ def make_network(layers: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
 
 
-
 def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
     gs.init()

@@ -60,6 +60,10 @@ class RegistrationRefusedError(ClusterError):
     """The scheduler refused this node. Carries the scheduler's reason."""
 
 
+class PeerFinishedError(ClusterError):
+    """A worker's script has ended, but another worker still waits for it."""
+
+
 class JobFailedError(ClusterError):
     """The job was ended by a failure somewhere; the message names worker, step and root cause."""
 

@@ -99,6 +99,7 @@ class Op:
     changes_inputs: bool = False
     annotation: Annotation | None = None
     runs_after: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
 
 
 def placed_graph(
@@ -131,6 +132,7 @@ def placed_graph(
                 with_producer=any(r in ops and ops[r].makes_tuple for r in op.reads),
                 requires_grad=op.requires_grad,
                 changes_inputs=op.changes_inputs,
+                repeated=tuple(position[r] for r in op.repeated),
                 annotation=op.annotation,
             )
         )
@@ -155,11 +157,13 @@ def graph_of(nodes: Sequence[Node], *, loss: int, mode: Mode = Mode.TRAIN) -> Ca
 
 
 @st.composite
-def placed_graphs(draw: st.DrawFn, *, max_operations: int = 12, max_workers: int = 4) -> PlacedGraph:
+def placed_graphs(
+    draw: st.DrawFn, *, max_operations: int = 12, max_workers: int = 4
+) -> PlacedGraph:
     """Any graph on any placement: shared parameters, tuples, randomness, dead ends."""
     num_workers = draw(st.integers(1, max_workers))
     worker = st.integers(0, num_workers - 1)
-    parameters = {f"w{i}": draw(worker) for i in range(draw(st.integers(0, 2)))}
+    parameters = {f"w{i}": draw(worker) for i in range(draw(st.integers(1, 2)))}
     has_gradient = set(parameters)
     tensors = ["x", *parameters]
     ops: dict[str, Op] = {}
@@ -168,7 +172,10 @@ def placed_graphs(draw: st.DrawFn, *, max_operations: int = 12, max_workers: int
         reads = tuple(draw(st.lists(st.sampled_from(tensors), min_size=1, max_size=3)))
         grad = any(r in has_gradient for r in reads) and draw(st.integers(0, 5)) > 0
         is_tuple = draw(st.integers(0, 6)) == 0
-        op = Op(draw(worker), reads, draw(st.integers(0, 6)) == 0, grad, is_tuple)
+        is_random = draw(st.integers(0, 6)) == 0
+        # Rarely one that uses an operand several times inside, like attention.
+        whole = reads[:1] if draw(st.integers(0, 4)) == 0 else ()
+        op = Op(draw(worker), reads, is_random, grad, is_tuple, repeated=whole)
         made = {f"op{i}": op}
         if is_tuple:
             for k in range(draw(st.integers(1, 2))):
@@ -177,5 +184,6 @@ def placed_graphs(draw: st.DrawFn, *, max_operations: int = 12, max_workers: int
         tensors += [name for name, new in made.items() if not new.makes_tuple]
         if grad:
             has_gradient |= set(made)
-    last = next(name for name in reversed(ops) if not ops[name].makes_tuple)
-    return placed_graph(ops, parameters=parameters, num_workers=num_workers, loss=last)
+    ends = tuple(draw(st.lists(st.sampled_from(tensors[-3:]), min_size=1, max_size=3)))
+    ops["loss"] = Op(draw(worker), ends, requires_grad=any(e in has_gradient for e in ends))
+    return placed_graph(ops, parameters=parameters, num_workers=num_workers)

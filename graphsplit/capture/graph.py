@@ -57,6 +57,8 @@ class Node:
             with whether that memory is a parameter or buffer. Values of others must lie in the
             same segment.
         requires_grad: Whether autograd carries a gradient through it.
+        repeated: Operands to whose gradient it adds several terms in an order of its own.
+        is_trainable: For parameters: whether they ask for a gradient, in whatever mode.
         arguments: The operation's arguments as text, operands by name: part of the plan's hash.
     """
 
@@ -74,6 +76,8 @@ class Node:
     changes_inputs: bool = False
     shares_modified: tuple[tuple[int, bool], ...] = ()
     requires_grad: bool = False
+    repeated: tuple[int, ...] = ()
+    is_trainable: bool = False
     arguments: str = ""
 
     @property

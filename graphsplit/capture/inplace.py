@@ -49,8 +49,9 @@ def _ordinary_form(node: Node) -> torch._ops.OpOverload | None:
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
     if not isinstance(overload, torch._ops.OpOverload) or overload._schema.is_mutable:
         return None
-    names = [argument.name for argument in target._schema.arguments]
-    same = names == [argument.name for argument in overload._schema.arguments]
+    # The first operand may be `self` in one overload and `input` in the other.
+    names = [argument.name for argument in target._schema.arguments[1:]]
+    same = names == [argument.name for argument in overload._schema.arguments[1:]]
     return overload if same else None
 
 

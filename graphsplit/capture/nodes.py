@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.fx import Node as FxNode
 
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
+from graphsplit.capture.probe import Differentiation, probe
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
 from graphsplit.placement.annotations import NODE_KEY, Annotation
@@ -73,6 +75,8 @@ class _Builder:
         self._readers: dict[FxNode, list[int]] = {}
         # Memory into which something with a gradient was written.
         self._written_with_grad: set[FxNode] = set()
+        # For operations that return several tensors: which of them carry a gradient.
+        self._elements_with_grad: dict[FxNode, tuple[bool, ...]] = {}
 
     def add(self, fx_node: FxNode) -> None:
         if fx_node.op == "placeholder":
@@ -134,6 +138,7 @@ class _Builder:
                 names[0],
                 meta=meta,
                 requires_grad=grad,
+                is_trainable=tensor.requires_grad,
                 module_path=names[0].rpartition(".")[0],
             ),
         )
@@ -145,6 +150,8 @@ class _Builder:
         written = written_operands(fx_node)
         runs_after, shares_modified = self._memory_order(operands, written)
         is_element = not isinstance(fx_node.target, torch._ops.OperatorBase)
+        found = self._differentiation(fx_node, operands)
+        requires_grad = self._requires_grad(fx_node, operands, meta, found)
         node = Node(
             name=fx_node.name,
             kind=NodeKind.OPERATION,
@@ -159,7 +166,8 @@ class _Builder:
             with_producer=is_element and any(self.nodes[r].meta is None for r in reads),
             changes_inputs=bool(written),
             shares_modified=shares_modified,
-            requires_grad=self._requires_grad(fx_node, operands, meta),
+            requires_grad=requires_grad,
+            repeated=self._repeated(operands, found) if requires_grad else (),
             arguments=_arguments(fx_node, self._position),
         )
         self._append(fx_node, node)
@@ -199,21 +207,49 @@ class _Builder:
         after -= {self._position[n] for n in operands}
         return tuple(sorted(after)), tuple(sorted(shares))
 
+    def _differentiation(
+        self, fx_node: FxNode, operands: list[FxNode]
+    ) -> Differentiation | None:
+        if not self._with_gradients:
+            return None
+        carries_grad = {n: self._carries_grad(n) for n in operands}
+        return probe(fx_node, carries_grad) if any(carries_grad.values()) else None
+
+    def _carries_grad(self, operand: FxNode) -> bool:
+        return self.nodes[self._position[operand]].requires_grad or (
+            not self._written_with_grad.isdisjoint(self._roots[operand])
+        )
+
     def _requires_grad(
-        self, fx_node: FxNode, operands: list[FxNode], meta: TensorMeta | None
+        self,
+        fx_node: FxNode,
+        operands: list[FxNode],
+        meta: TensorMeta | None,
+        found: Differentiation | None,
     ) -> bool:
         if not self._with_gradients or (meta is not None and not meta.is_differentiable):
             return False
+        if found is not None:
+            if meta is None:
+                self._elements_with_grad[fx_node] = found.carries_grad
+            return any(found.carries_grad)
+        if fx_node.target is operator.getitem and operands[0] in self._elements_with_grad:
+            index = fx_node.args[1]
+            assert isinstance(index, int)
+            return self._elements_with_grad[operands[0]][index]
         target = str(fx_node.target)
         if target == "aten.detach.default":
             return False
         if target == "wrap_with_set_grad_enabled" and fx_node.args[0] is False:
             return False
-        return any(
-            self.nodes[self._position[n]].requires_grad
-            or not self._written_with_grad.isdisjoint(self._roots[n])
-            for n in operands
-        )
+        return any(self._carries_grad(n) for n in operands)
+
+    def _repeated(
+        self, operands: list[FxNode], found: Differentiation | None
+    ) -> tuple[int, ...]:
+        if found is None:  # elements have one operand; of higher-order operations nothing is known
+            return tuple(sorted({self._position[n] for n in operands}))
+        return tuple(sorted(self._position[n] for n in found.repeated))
 
 
 def users_name(qualified: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from graphsplit.partition.plan import EdgeKind, PartitionPlan
+from collections.abc import Sequence
+
+from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.tensor_meta import TensorMeta
 
 
@@ -32,12 +34,17 @@ def describe_plan(plan: PartitionPlan) -> str:
             f"{format_bytes(edge.meta)}"
         )
     for value, terms in plan.folds.items():
-        parts = [
-            f"leaf{t.contribution}" if t.contribution is not None else f"edge{t.edge}"
-            for t in terms
-        ]
-        lines.append(f"  gradient of %{value} = {' + '.join(parts)}")
+        lines.append(f"  gradient of %{value} = {_sum(terms)}")
+    for contribution, terms in plan.seeds.items():
+        lines.append(f"  backward of leaf{contribution} begins with {_sum(terms)}")
     return "\n".join(lines)
+
+
+def _sum(terms: Sequence[FoldTerm]) -> str:
+    parts = (
+        f"leaf{t.contribution}" if t.contribution is not None else f"edge{t.edge}" for t in terms
+    )
+    return " + ".join(parts)
 
 
 def format_bytes(meta: TensorMeta) -> str:

@@ -39,12 +39,14 @@ def partition(placed: PlacedGraph) -> PartitionPlan:
 def _segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, GradientOrder]:
     """Cut until every gradient can be summed in eager's order. Each round only adds splits."""
     split_uses: frozenset[int] = frozenset()
+    delays: frozenset[tuple[int, int]] = frozenset()
     while True:
-        segmentation = cut_into_segments(placed, split_uses=split_uses)
+        segmentation = cut_into_segments(placed, split_uses=split_uses, delays=delays)
         gradients = order_gradients(placed, segmentation)
-        if gradients.conflicts <= split_uses:
+        if gradients.conflicts <= split_uses and gradients.delays <= delays:
             return segmentation, gradients
         split_uses |= gradients.conflicts
+        delays |= gradients.delays
 
 
 def output_workers(graph: CapturedGraph, home: int, num_workers: int) -> tuple[int, ...]:
@@ -77,7 +79,15 @@ class _Partitioner:
             for worker in sorted(needed[value]):
                 self._add_value_edge(value, worker)
         self._add_generator_edges()
-        folds = {v: self._fold(v, fold) for v, fold in sorted(self.gradients.folds.items())}
+        workers = self.workers
+        folds = {
+            v: self._fold(v, fold, workers[v]) for v, fold in sorted(self.gradients.folds.items())
+        }
+        seeds = {
+            c.index: self._fold(c.value, c.seed, self._worker_of(c))
+            for c in self.gradients.contributions
+            if c.seed
+        }
         return PartitionPlan(
             placed=self.placed,
             segmentation=self.segmentation,
@@ -85,6 +95,7 @@ class _Partitioner:
             edges=tuple(self.edges),
             contributions=self.gradients.contributions,
             folds=folds,
+            seeds=seeds,
             home=self.home,
         )
 
@@ -154,14 +165,15 @@ class _Partitioner:
             )
         )
 
-    def _fold(self, value: int, fold: tuple[int, ...]) -> tuple[FoldTerm, ...]:
+    def _fold(
+        self, value: int, fold: tuple[int, ...], destination: int
+    ) -> tuple[FoldTerm, ...]:
         """Add the gradient edges of a value; fold on the sender what may be folded there."""
-        owner = self.workers[value]
         terms: list[FoldTerm] = []
         by_worker = groupby(fold, key=lambda c: self._worker_of(self.gradients.contributions[c]))
         for worker, group in by_worker:
             contributions = tuple(group)
-            if worker == owner:
+            if worker == destination:
                 terms += [FoldTerm(contribution=c) for c in contributions]
                 continue
             parts = [contributions] if not terms else [(c,) for c in contributions]
@@ -170,7 +182,9 @@ class _Partitioner:
                 assert meta is not None
                 terms.append(FoldTerm(edge=len(self.edges)))
                 self.edges.append(
-                    Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, owner, meta, part)
+                    Edge(
+                        len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part
+                    )
                 )
         return tuple(terms)
 
@@ -191,7 +205,8 @@ class _Partitioner:
                         continue
                     values.add(operand)
                     node = self.nodes[operand]
-                    if node.requires_grad and self.nodes[position].requires_grad:
+                    flows = node.requires_grad and self.nodes[position].requires_grad
+                    if flows and self.graph.has_gradients:
                         assert node.kind is NodeKind.PARAMETER, node.name
                         parameters.add(operand)
             outputs = tuple(p for p in segment.nodes if p in needed_outside)

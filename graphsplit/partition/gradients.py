@@ -11,6 +11,12 @@ collects is one *contribution*. The producer folds the contributions in the same
 serve several uses only where they are the first terms of the fold: ``(x + (c + b)) + a`` is not
 ``((x + c) + b) + a``.
 
+Some operations use an operand several times inside, in an order of their own (``Node.repeated``).
+Their terms cannot be taken apart. Where such a use is not first in the fold, the total of all
+earlier terms travels to its segment, and enters that leaf's backward before the segment's own terms
+do, as in eager. Contributions with such a *seed* wait for those that it is made of, so these must
+lie on higher levels: ``delays`` asks for that.
+
 Uses in the producing segment itself need no leaf if autograd's own order comes out the same. The
 fold of all contributions enters that segment's backward first, then the segment's own uses are
 added, latest first. That equals eager's order if all contributions are later than all own uses, or
@@ -21,6 +27,7 @@ Otherwise the own uses must move to a later segment, where they get leaves like 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -40,12 +47,14 @@ class Contribution:
         value: The node whose gradient it is part of.
         segment: The segment that holds the leaf.
         uses: The operands that read the leaf, in program order.
+        seed: Contributions whose fold enters the leaf's backward first, and is part of this one.
     """
 
     index: int
     value: int
     segment: int
     uses: tuple[Use, ...]
+    seed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,39 +63,67 @@ class GradientOrder:
 
     Attributes:
         contributions: All contributions, by index.
-        folds: For each value that has contributions, their indices in the order of the fold.
+        folds: For each value that has contributions, the indices of those that its producer adds,
+            in order; what is part of another one's seed is not among them.
         conflicts: Values whose uses on the producing worker must move to a later segment.
+        delays: Pairs of operations, of which the second must lie on a higher level.
     """
 
     contributions: tuple[Contribution, ...]
     folds: dict[int, tuple[int, ...]]
     conflicts: frozenset[int]
+    delays: frozenset[tuple[int, int]]
 
 
 def order_gradients(placed: PlacedGraph, segmentation: Segmentation) -> GradientOrder:
     """Find the leaves that every segment needs, and the order in which producers fold."""
     nodes = placed.graph.nodes
-    uses = _differentiable_uses(nodes)
-    contributions: list[Contribution] = []
+    uses = _differentiable_uses(nodes) if placed.graph.has_gradients else {}
     folds: dict[int, tuple[int, ...]] = {}
     conflicts: set[int] = set()
+    contributions: list[Contribution] = []
     segment_of = segmentation.segment_of
     for value, its_uses in uses.items():
         home = _home(placed, segmentation, value, its_uses)
-        pieces = _pieces(its_uses, segment_of, home)
-        if all(segment == home for segment, _ in pieces):
+        repeated = frozenset(p for p, _ in its_uses if value in nodes[p].repeated)
+        pieces = _pieces(its_uses, segment_of, home, repeated)
+        if all(piece.segment == home for piece in pieces):
             continue
-        if not _autograd_keeps_order([segment == home for segment, _ in pieces]):
+        if not _autograd_keeps_order([(p.segment == home, p.is_whole) for p in pieces]):
             conflicts.add(value)
             continue
-        fold: list[int] = []
-        for segment, piece in pieces:
-            if segment != home:
-                fold.append(len(contributions))
-                ordered = tuple(sorted(piece))
-                contributions.append(Contribution(fold[-1], value, segment, ordered))
-        folds[value] = tuple(fold)
-    return GradientOrder(tuple(contributions), folds, frozenset(conflicts))
+        fold: tuple[int, ...] = ()
+        for piece in pieces:
+            if piece.segment == home:
+                continue
+            index = len(contributions)
+            seed = fold if piece.is_whole else ()
+            contributions.append(
+                Contribution(index, value, piece.segment, tuple(sorted(piece.uses)), seed)
+            )
+            fold = (index,) if seed else (*fold, index)
+        folds[value] = fold
+    delays = _delays(contributions, segmentation)
+    return GradientOrder(tuple(contributions), folds, frozenset(conflicts), delays)
+
+
+def _delays(
+    contributions: Sequence[Contribution], segmentation: Segmentation
+) -> frozenset[tuple[int, int]]:
+    """Operations to move so that every seed is made before it is needed."""
+    delays: set[tuple[int, int]] = set()
+    segments = segmentation.segments
+    for contribution in contributions:
+        for index in contribution.seed:
+            later = contributions[index]
+            if segments[later.segment].level <= segments[contribution.segment].level:
+                delays.update(
+                    (before, after)
+                    for before, _ in contribution.uses
+                    for after, _ in later.uses
+                    if before < after
+                )
+    return frozenset(delays)
 
 
 def _differentiable_uses(nodes: Sequence[Node]) -> dict[int, list[Use]]:
@@ -115,25 +152,47 @@ def _home(placed: PlacedGraph, segmentation: Segmentation, value: int, uses: lis
     return home if not segments and is_owner else -1
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Uses whose gradients are one term of the fold.
+
+    Attributes:
+        segment: Where they lie.
+        uses: The uses, latest first.
+        is_whole: Whether their terms come in an order that only autograd knows.
+    """
+
+    segment: int
+    uses: tuple[Use, ...]
+    is_whole: bool
+
+
 def _pieces(
-    uses: list[Use], segment_of: Sequence[int], home: int
-) -> list[tuple[int, tuple[Use, ...]]]:
-    """Group uses into the terms of the fold: only the first term may have several uses."""
-    pieces: list[tuple[int, tuple[Use, ...]]] = []
+    uses: list[Use], segment_of: Sequence[int], home: int, repeated: AbstractSet[int]
+) -> list[_Piece]:
+    """Group uses into the terms of the fold: only the first, and whole ones, have several uses."""
+    pieces: list[_Piece] = []
     for segment, group in groupby(uses, key=lambda use: segment_of[use[0]]):
         run = tuple(group)
-        if not pieces and segment != home:
-            pieces.append((segment, run))
+        is_whole = any(position in repeated for position, _ in run)
+        if segment != home and (not pieces or is_whole):
+            pieces.append(_Piece(segment, run, is_whole))
         else:
-            pieces.extend((segment, (use,)) for use in run)
+            pieces.extend(_Piece(segment, (use,), use[0] in repeated) for use in run)
     return pieces
 
 
-def _autograd_keeps_order(is_own: list[bool]) -> bool:
-    """Whether adding the fold of all contributions first, then own uses, is eager's order."""
+def _autograd_keeps_order(terms: Sequence[tuple[bool, bool]]) -> bool:
+    """Whether adding the fold of all contributions first, then own uses, is eager's order.
+
+    Args:
+        terms: For each term of eager's sum, whether it is an own use, and whether it is whole.
+    """
+    is_own = [own for own, _ in terms]
     if True not in is_own:
         return True
     first_own = is_own.index(True)
     if all(is_own[first_own:]):
         return True
-    return is_own[:2] == [True, False] and all(is_own[2:])
+    can_swap = is_own[:2] == [True, False] and not (terms[0][1] or terms[1][1])
+    return can_swap and all(is_own[2:])

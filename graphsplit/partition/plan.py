@@ -86,6 +86,7 @@ class PartitionPlan:
         edges: All edges, by index.
         contributions: All leaves that collect gradients, by index.
         folds: For each value with contributions: the terms of its gradient, in order.
+        seeds: For each contribution with a seed: the terms of the seed, in order.
         home: The worker that has the outputs and computes metrics.
     """
 
@@ -95,6 +96,7 @@ class PartitionPlan:
     edges: tuple[Edge, ...]
     contributions: tuple[Contribution, ...]
     folds: dict[int, tuple[FoldTerm, ...]]
+    seeds: dict[int, tuple[FoldTerm, ...]]
     home: int
 
     @property

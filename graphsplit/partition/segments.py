@@ -59,13 +59,17 @@ class Segmentation:
 
 
 def cut_into_segments(
-    placed: PlacedGraph, *, split_uses: AbstractSet[int] = frozenset()
+    placed: PlacedGraph,
+    *,
+    split_uses: AbstractSet[int] = frozenset(),
+    delays: AbstractSet[tuple[int, int]] = frozenset(),
 ) -> Segmentation:
     """Cut a placed graph into segments.
 
     Args:
         placed: The graph, every node with its worker.
         split_uses: Nodes whose users on the same worker must lie in a later segment.
+        delays: Pairs of operations, of which the second must lie on a higher level.
 
     Returns:
         The segments, ordered by (level, worker).
@@ -73,8 +77,9 @@ def cut_into_segments(
     nodes, workers = placed.graph.nodes, placed.workers
     chain = tuple(p for p, node in enumerate(nodes) if node.is_random)
     after_random = dict(zip(chain[1:], chain, strict=False))
-    levels = _levels(placed, after_random, split_uses)
-    _sink_sources(placed, levels, frozenset(chain), split_uses)
+    levels = _levels(placed, after_random, split_uses, delays)
+    fixed = frozenset(chain).union(*delays)
+    _sink_sources(placed, levels, fixed, split_uses)
     members: dict[tuple[int, int], list[int]] = {}
     for position, node in enumerate(nodes):
         if node.kind is NodeKind.OPERATION:
@@ -91,17 +96,23 @@ def cut_into_segments(
 
 
 def _levels(
-    placed: PlacedGraph, after_random: dict[int, int], split_uses: AbstractSet[int]
+    placed: PlacedGraph,
+    after_random: dict[int, int],
+    split_uses: AbstractSet[int],
+    delays: AbstractSet[tuple[int, int]],
 ) -> list[int]:
     nodes, workers = placed.graph.nodes, placed.workers
     levels = [0] * len(nodes)
+    lower: dict[int, list[int]] = {}
+    for earlier, later in delays:
+        lower.setdefault(later, []).append(earlier)
     for position, node in enumerate(nodes):
         if node.kind is not NodeKind.OPERATION:
             continue
         before = [*node.reads, *node.runs_after]
         if position in after_random:
             before.append(after_random[position])
-        level = 0
+        level = max((levels[p] + 1 for p in lower.get(position, ())), default=0)
         for earlier in before:
             worker = workers[earlier]
             if worker == EVERYWHERE:
@@ -120,20 +131,25 @@ def _sink_sources(
 ) -> None:
     """Let operations that depend on no activation run in the segment that uses them.
 
-    A transposed weight or a table of positions has level 0, though its only users may lie on
-    level 5 of the same worker: a segment, and a backward, of its own for nothing.
+    A transposed weight or a mask has level 0, though its only users may lie on level 5 of the same
+    worker: a segment, and a backward, of its own for nothing. What combines inputs with parameters
+    is an activation and stays: a tower that runs beside another one must not wait for it.
     """
     nodes, workers = placed.graph.nodes, placed.workers
     users: list[list[int]] = [[] for _ in nodes]
     movable = [False] * len(nodes)
     pinned = set(fixed)
+    sources: list[frozenset[NodeKind]] = []
     for position, node in enumerate(nodes):
+        sources.append(frozenset({node.kind}).union(*(sources[r] for r in node.reads)))
         pinned.update(node.runs_after)
         if node.runs_after or node.changes_inputs or node.kind is not NodeKind.OPERATION:
             pinned.add(position)
         for operand in node.reads:
             users[operand].append(position)
-        movable[position] = position not in pinned and all(
+        is_activation = {NodeKind.INPUT, NodeKind.PARAMETER} <= sources[position]
+        can_move = position not in pinned and not is_activation
+        movable[position] = can_move and all(
             movable[r]
             or workers[r] == EVERYWHERE
             or (nodes[r].is_state and workers[r] == workers[position])

@@ -80,6 +80,9 @@ def _check_edges(plan: PartitionPlan) -> None:
         for position, operand in contribution.uses:
             assert segment_of[position] == contribution.segment
             assert plan.placed.graph.nodes[position].reads[operand] == contribution.value
+        for seed in contribution.seed:
+            before = plan.segments[plan.contributions[seed].segment].level
+            assert before > plan.segments[contribution.segment].level, "a seed comes too late"
 
 
 def _check_generator_edges(plan: PartitionPlan) -> None:
@@ -95,10 +98,15 @@ def _check_folds(plan: PartitionPlan) -> None:
     """Every contribution is summed once, where its value lives."""
     sent = [c for e in plan.edges if e.kind is EdgeKind.GRADIENT for c in e.contributions]
     local = [
-        t.contribution for fold in plan.folds.values() for t in fold if t.contribution is not None
+        t.contribution
+        for fold in (*plan.folds.values(), *plan.seeds.values())
+        for t in fold
+        if t.contribution is not None
     ]
     assert sorted(sent + local) == list(range(len(plan.contributions))), "a gradient is lost"
-    terms = [(v, t.edge) for v, fold in plan.folds.items() for t in fold if t.edge is not None]
+    sums = [*plan.folds.items()]
+    sums += [(plan.contributions[c].value, seed) for c, seed in plan.seeds.items()]
+    terms = [(value, t.edge) for value, fold in sums for t in fold if t.edge is not None]
     edges = [(e.value, e.index) for e in plan.edges if e.kind is EdgeKind.GRADIENT]
     assert sorted(terms) == sorted(edges), "a gradient that arrives is not summed"
 

@@ -128,11 +128,12 @@ class _Lowering:
 
     def _backward(self, instruction: Instruction) -> None:
         segment, microbatch = instruction.operand, instruction.microbatch
-        roots = self.plan.io[segment].roots
-        for root in roots:
-            for term in self.plan.folds.get(root, ()):
-                if term.edge is not None:
-                    self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)
+        io = self.plan.io[segment]
+        sums = [self.plan.folds.get(root, ()) for root in io.roots]
+        sums += [self.plan.seeds.get(leaf, ()) for leaf in io.leaves]
+        for term in itertools.chain.from_iterable(sums):
+            if term.edge is not None:
+                self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)
         self.out.append(instruction)
         self.contributed.update((c, microbatch) for c in self.plan.io[segment].leaves)
         for edge in self.outgoing:
@@ -166,17 +167,19 @@ class _Lowering:
 
 def late_edges(plan: PartitionPlan) -> frozenset[int]:
     """Edges that no segment of their destination waits for."""
-    waiting: set[tuple[int, int]] = set()
+    waiting: set[tuple[EdgeKind, int, int]] = set()
     for segment, io in zip(plan.segments, plan.io, strict=True):
         for value in (*io.values, *(plan.contributions[c].value for c in io.leaves)):
-            waiting.add((value, segment.worker))
+            waiting.add((EdgeKind.VALUE, value, segment.worker))
     chain = plan.segmentation.random_chain
     workers = plan.placed.workers
-    waiting |= {(before, workers[after]) for before, after in itertools.pairwise(chain)}
+    for before, after in itertools.pairwise(chain):
+        waiting.add((EdgeKind.GENERATOR, before, workers[after]))
     return frozenset(
         edge.index
         for edge in plan.edges
-        if edge.kind is not EdgeKind.GRADIENT and (edge.value, edge.destination) not in waiting
+        if edge.kind is not EdgeKind.GRADIENT
+        and (edge.kind, edge.value, edge.destination) not in waiting
     )
 
 

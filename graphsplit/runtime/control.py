@@ -7,6 +7,8 @@ They are opened when first used.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from graphsplit.errors import FrameError
@@ -34,8 +36,12 @@ class ControlChannels:
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
 
-    def send_ticket(self, data: bytes) -> None:
+    def send_ticket(self, data: bytes, *, quiet: Container[int] = ()) -> None:
         """Send a small message to every other worker.
+
+        Args:
+            data: The message.
+            quiet: Workers that something else will wake, soon after.
 
         Raises:
             FrameError: It is larger than 64 KiB.
@@ -48,7 +54,7 @@ class ControlChannels:
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for peer in range(self.num_workers):
             if peer != self.rank:
-                self._send(peer, _TICKET, message)
+                self._send(peer, _TICKET, message, quiet=peer in quiet)
 
     def receive_ticket(self, source: int) -> bytes:
         """Wait for the next ticket of a worker."""
@@ -101,13 +107,13 @@ class ControlChannels:
             f"{destination}",
         )
 
-    def _send(self, peer: int, kind: int, message: torch.Tensor) -> None:
+    def _send(self, peer: int, kind: int, message: torch.Tensor, *, quiet: bool = False) -> None:
         key = (peer, kind)
         if key not in self._senders:
             self._senders[key] = self._transport.open_sender(self._spec(self.rank, peer, kind))
         number = self._sent.get(key, 0)
         self._sent[key] = number + 1
-        self._senders[key].send(message, step=number, microbatch=0)
+        self._senders[key].send(message, step=number, microbatch=0, quiet=quiet)
 
     def _receive(self, peer: int, kind: int) -> torch.Tensor:
         key = (peer, kind)

@@ -30,7 +30,7 @@ from graphsplit.runtime.control import ControlChannels
 from graphsplit.settings import ClusterSettings
 from graphsplit.transport.base import Transport
 from graphsplit.transport.hub import Hub
-from graphsplit.transport.wait import WaitPolicy
+from graphsplit.transport.wait import FINISHED, WaitPolicy
 from graphsplit.version import __version__
 
 _ROOT_CAUSE_GRACE_S = 2.0
@@ -50,6 +50,8 @@ class Job:
         transport: Moves tensors between workers.
         control: Small and chunked messages outside any plan.
         abort: Set when the job fails, anywhere.
+        is_ending: This worker has an error of its own, or leaves; news of the job's end must not
+            interrupt it any more.
     """
 
     def __init__(self, member: Member, transport: Transport, abort: AbortSignal) -> None:
@@ -58,6 +60,13 @@ class Job:
         self.abort = abort
         self.control = ControlChannels(transport, member.rank, member.num_workers)
         self._closed = False
+        self._num_plans = 0
+        self.is_ending = False
+
+    def next_plan_number(self) -> int:
+        """A number for a plan that no other plan of the job has; every worker draws alike."""
+        self._num_plans += 1
+        return self._num_plans - 1
 
     @property
     def rank(self) -> int:
@@ -86,6 +95,7 @@ class Job:
 
     def _report(self, error: BaseException) -> JobFailedError | None:
         """Report an error; or return what it only follows from."""
+        self.is_ending = True
         if isinstance(error, TransportError):
             self._wait_for_root_cause()
         if self.abort.cause is not None:
@@ -112,7 +122,7 @@ class Job:
     def close(self) -> None:
         """Leave without waiting for anybody."""
         if not self._closed:
-            self._closed = True
+            self._closed = self.is_ending = True
             self.transport.close()
             self.member.close()
 
@@ -211,6 +221,7 @@ def _install_endings(job: Job) -> None:
     def report_and_print(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        job.is_ending = True
         previous(kind, error, trace)
         sys.stderr.flush()
         if not job._closed:
@@ -220,7 +231,7 @@ def _install_endings(job: Job) -> None:
             job.close()
 
     sys.excepthook = report_and_print
-    atexit.register(finalize)
+    atexit.register(_finalize_at_exit)
     if threading.current_thread() is threading.main_thread():
         _raise_on(job, _WAKE_SIGNAL)
         _end_on_terminate()
@@ -232,7 +243,7 @@ def _raise_on(job: Job, number: signal.Signals | None) -> None:
         return
 
     def wake(signum: int, frame: FrameType | None) -> None:
-        if not job._closed and not job.abort.was_raised:
+        if not job.is_ending and not job.abort.was_raised:
             job.abort.raise_if_set()
 
     signal.signal(number, wake)
@@ -256,21 +267,30 @@ def _end_on_terminate() -> None:
 def finalize() -> None:
     """Leave the cluster, once all workers have come to the same point.
 
-    Called at exit where the script does not. Does nothing in one process.
+    Called at exit where the script does not. Does nothing in one process, or after a failure.
+
+    Raises:
+        JobFailedError: The job failed before all had finished.
     """
     global _job
     job, _job = _job, None
-    atexit.unregister(finalize)
     if job is None or job._closed:
         return
     try:
         if job.abort.cause is None:
             with job.reporting():
+                job.member.position.progress = FINISHED
                 job.member.finish()
-    except JobFailedError as error:
-        print(f"graphsplit: {error}", file=sys.stderr, flush=True)
     finally:
         job.close()
+
+
+def _finalize_at_exit() -> None:
+    """At exit nothing can catch an error any more; what ended the job is still told."""
+    try:
+        finalize()
+    except JobFailedError as error:
+        print(f"graphsplit: {error}", file=sys.stderr, flush=True)
 
 
 def current() -> Job | None:

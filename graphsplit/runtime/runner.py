@@ -12,6 +12,7 @@ from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.spans import gradient_spans
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.runtime.autograd import accumulate, fold, gradients, run_tensor_hooks
@@ -79,7 +80,9 @@ class RunnerParts:
     position: Position = field(default_factory=Position)
 
 
-def channel_spec(plan: PartitionPlan, plan_number: int, edge: Edge) -> ChannelSpec:
+def channel_spec(
+    plan: PartitionPlan, plan_number: int, edge: Edge, *, span_bytes: int = 0
+) -> ChannelSpec:
     """What both ends of an edge know about its messages."""
     node = plan.placed.graph.nodes[edge.value]
     what = {
@@ -87,8 +90,7 @@ def channel_spec(plan: PartitionPlan, plan_number: int, edge: Edge) -> ChannelSp
         EdgeKind.GRADIENT: "gradient of ",
         EdgeKind.GENERATOR: "generator state after ",
     }[edge.kind]
-    # A gradient may come in other strides than its value: autograd expands and transposes.
-    size = max(edge.meta.size_bytes, edge.meta.span_bytes, 1)
+    size = max(edge.meta.size_bytes, edge.meta.span_bytes, span_bytes, 1)
     return ChannelSpec(
         plan=plan_number,
         edge=edge.index,
@@ -100,6 +102,16 @@ def channel_spec(plan: PartitionPlan, plan_number: int, edge: Edge) -> ChannelSp
         label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
         f"worker {edge.destination}",
     )
+
+
+def first_received(program: WorkerProgram) -> int | None:
+    """The edge whose value a worker needs before it can do anything in a step, if there is one."""
+    for instruction in program.instructions:
+        if instruction.opcode is Opcode.RECEIVE:
+            return instruction.operand
+        if instruction.opcode is not Opcode.ZERO_GRADIENTS:
+            return None
+    return None
 
 
 class ProgramRunner:
@@ -130,15 +142,16 @@ class ProgramRunner:
         worker = self._parts.program.worker
         mine = [e for e in plan.edges if worker in (e.source, e.destination)]
         assert transport is not None or not mine
+        spans = gradient_spans(plan)
         for edge in mine:
             if edge.source == worker:
                 assert transport is not None
-                spec = channel_spec(plan, number, edge)
+                spec = channel_spec(plan, number, edge, span_bytes=spans.get(edge.index, 0))
                 self._senders[edge.index] = transport.open_sender(spec)
         for edge in mine:
             if edge.destination == worker:
                 assert transport is not None
-                spec = channel_spec(plan, number, edge)
+                spec = channel_spec(plan, number, edge, span_bytes=spans.get(edge.index, 0))
                 self._receivers[edge.index] = transport.open_receiver(spec)
 
     def where(self) -> str:
@@ -199,6 +212,12 @@ class ProgramRunner:
         self._parts.position.text_source = self.where
         self.step, self.position = step, 0
         return StepState(step, inputs)
+
+    def expect_first_value(self) -> None:
+        """Have the first value of the next step wake this worker, whatever it then waits for."""
+        first = first_received(self._parts.program)
+        if first is not None:
+            self._receivers[first].expect()
 
     @property
     def plan_number(self) -> int:
@@ -262,7 +281,7 @@ class ProgramRunner:
         io = self._plan.io[segment]
         values = [self._reader(value, microbatch) for value in io.values]
         leaves = [
-            (c, self._reader(self._plan.contributions[c].value, microbatch)) for c in io.leaves
+            (c, self._source(self._plan.contributions[c].value, microbatch)) for c in io.leaves
         ]
         outputs, roots = io.outputs, frozenset(io.roots)
 
@@ -283,6 +302,18 @@ class ProgramRunner:
         return forward
 
     def _reader(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
+        """What hands a segment a value that it will send no gradient back for.
+
+        It asks for one all the same, if it does in eager mode: ``matmul`` chooses its kernel by
+        that, inside ``no_grad`` too.
+        """
+        source, node = self._source(value, microbatch), self._nodes[value]
+        if node.requires_grad and node.kind is NodeKind.OPERATION:
+            return lambda state: source(state).detach().requires_grad_(True)
+        return source
+
+    def _source(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
+        """Where a segment finds a value from outside."""
         node = self._nodes[value]
         if node.kind is NodeKind.CONSTANT:
             constant = self._plan.placed.graph.constants[node.name]
@@ -303,6 +334,11 @@ class ProgramRunner:
         parameters = [self._parts.state[p] for p in io.parameters]
         leaves = io.leaves
         num_leaves = len(leaves)
+        seeds = [
+            (index, self._plan.seeds[leaf])
+            for index, leaf in enumerate(leaves)
+            if leaf in self._plan.seeds
+        ]
 
         def backward(state: StepState) -> None:
             tensors, incoming = [], []
@@ -317,6 +353,11 @@ class ProgramRunner:
                     incoming.append(gradient)
             own_leaves = state.leaves[microbatch]
             inputs = [own_leaves.pop(c) for c in leaves]
+            for index, terms in seeds:
+                gradient = self._fold(state, microbatch, terms)
+                if gradient is not None:
+                    tensors.append(inputs[index])
+                    incoming.append(gradient)
             inputs += parameters
             results = gradients(tensors, incoming, inputs)
             state.collected[microbatch].update(zip(leaves, results, strict=False))
@@ -386,10 +427,16 @@ class ProgramRunner:
             assert received is not None
             state.values[microbatch][value] = received
 
+        def receive_parameter(state: StepState) -> None:
+            receive_value(state)
+            state.values[microbatch][value].requires_grad_(True)
+
         def receive_gradient(state: StepState) -> None:
             state.received[microbatch][index] = receive(step=state.step, microbatch=microbatch)
 
-        return receive_gradient if edge.kind is EdgeKind.GRADIENT else receive_value
+        if edge.kind is EdgeKind.GRADIENT:
+            return receive_gradient
+        return receive_parameter if self._nodes[value].is_trainable else receive_value
 
 
 def _accumulate_all(parameters: Sequence[torch.Tensor], results: Sequence[Gradient]) -> None:

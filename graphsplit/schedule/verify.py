@@ -17,7 +17,6 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import WorkerProgram
 
-
 Vertex = tuple[int, int]  # (worker, position in its program)
 
 

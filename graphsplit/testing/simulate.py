@@ -111,6 +111,12 @@ class _Job:
         self.num_workers = num_workers
         self.member = _Member(rank, shared)
         self.transport = MemoryTransport(shared.fabric, generation=1, policy=WaitPolicy())
+        self._num_plans = 0
+
+    def next_plan_number(self) -> int:
+        """A number that no other plan of this job has."""
+        number, self._num_plans = self._num_plans, self._num_plans + 1
+        return number
 
 
 class _Planner(Planner):

@@ -17,7 +17,7 @@ is a consumer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class Tickets:
         *,
         signature: Signature | None,
         generator: torch.Tensor | None,
+        quiet: Container[int] = (),
     ) -> None:
         """Announce the next batch; None announces the end of the epoch."""
         self._step += 1
@@ -76,7 +77,7 @@ class Tickets:
                 ticket.signature_text = signature.text
         if generator is not None:
             ticket.generator = generator.numpy().tobytes()
-        self._job.control.send_ticket(_padded(ticket.SerializeToString()))
+        self._job.control.send_ticket(_padded(ticket.SerializeToString()), quiet=quiet)
 
     def receive(self, leader: int) -> StepTicket:
         """Wait for the leader's next ticket.
@@ -187,6 +188,8 @@ class Feed:
     def _lead(self) -> Iterator[tuple[Planned, Arguments | None]]:
         cursor = _Cursor(self._loader, has_loss_fn=self._has_loss_fn)
         known: torch.Tensor | None = None
+        planned: Planned | None = None
+        digest = ""
         while True:
             if self._step > 0:
                 known = torch.default_generator.get_state()
@@ -197,8 +200,13 @@ class Feed:
                 self._tickets.send(None, signature=None, generator=news)
                 return
             signature = Signature.of(arguments)
-            self._tickets.send(arguments, signature=signature, generator=news)
-            yield self._planner.plan_for(self._mode, signature), arguments
+            # Workers that wait for a value anyway are woken by it; waking them twice costs more
+            # than a hop, when there are fewer cores than workers.
+            is_same = planned is not None and signature.digest == digest
+            quiet = planned.woken_by_values if planned is not None and is_same else ()
+            self._tickets.send(arguments, signature=signature, generator=news, quiet=quiet)
+            planned, digest = self._planner.plan_for(self._mode, signature), signature.digest
+            yield planned, arguments
             self._step += 1
 
     def _follow(self) -> Iterator[tuple[Planned, Arguments | None]]:
@@ -214,6 +222,7 @@ class Feed:
             else:
                 self._take_over_generator(ticket)
             yield planned, arguments
+            planned.runner.expect_first_value()
             self._step += 1
 
     def _take_over_generator(self, ticket: StepTicket) -> None:

@@ -25,7 +25,7 @@ from graphsplit.runtime.deferred_init import is_deferred, materialize, stand_ins
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.optimizer import OwnedOptimizer
 from graphsplit.runtime.ownership import give_up, is_elsewhere, plain_classes, return_free_memory
-from graphsplit.runtime.runner import ProgramRunner, RunnerParts
+from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
 from graphsplit.schedule.gpipe import gpipe
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.train import batch as batches
@@ -62,12 +62,14 @@ class Planned:
         programs: All workers' programs.
         runner: Runs this worker's program.
         consumers: Workers that read the loader's batches, the earliest in the pipeline first.
+        woken_by_values: Workers that can do nothing in a step before a value has come.
     """
 
     plan: PartitionPlan
     programs: tuple[WorkerProgram, ...]
     runner: ProgramRunner
     consumers: tuple[int, ...]
+    woken_by_values: frozenset[int]
 
 
 class Planner:
@@ -78,7 +80,6 @@ class Planner:
         self._job = job
         self._plans: OrderedDict[tuple[Any, ...], Planned] = OrderedDict()
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._num_made = 0
         self._parameters = tuple(task.network.parameters())
         self._optimizer = OwnedOptimizer(task.optimizer)
         self.owners: dict[str, int] = {}
@@ -117,8 +118,7 @@ class Planner:
             return tuple([p.requires_grad for p in self._parameters])
 
     def _make(self, key: tuple[Any, ...], mode: Mode, signature: Signature) -> Planned:
-        number = self._num_made
-        self._num_made += 1
+        number = self._job.next_plan_number()
         self._numbers[key] = number
         plan, programs = self._pure_passes(mode, signature)
         text = "\n".join(
@@ -144,7 +144,8 @@ class Planner:
                 position=self._job.member.position,
             )
         )
-        return Planned(plan, programs, runner, _consumers(plan))
+        waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
+        return Planned(plan, programs, runner, _consumers(plan), waiting)
 
     def _pure_passes(
         self, mode: Mode, signature: Signature

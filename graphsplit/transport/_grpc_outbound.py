@@ -68,7 +68,9 @@ class GrpcSender(Sender):
         """True if ``send`` would return at once."""
         return self._num_sent < self.granted
 
-    def send(self, value: torch.Tensor | None, *, step: int, microbatch: int) -> None:
+    def send(
+        self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
+    ) -> None:
         """See ``Sender.send``."""
         frame = self._encoder.frame_of(value)
         if self.closed or not self.has_credit() or self._outbound.broken is not None:

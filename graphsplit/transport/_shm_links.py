@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 
 from graphsplit.errors import TransportError
 from graphsplit.transport._doorbell import Doorbell, adopt_bell, create_bell
-from graphsplit.transport.session import TICK_S, AbortWatch, Hello, Session
+from graphsplit.transport.session import ROOT_CAUSE_GRACE_S, TICK_S, AbortWatch, Hello, Session
 from graphsplit.transport.wait import Wait
 
 _HELLO = struct.Struct("<4sqii32s")
@@ -121,7 +121,8 @@ class Links:
         self._session = session
         self._names = names
         self._watch = watch
-        self._tickets = itertools.count()
+        # Not from 0: that is what an unused bell shows, and rank 0 would ring in vain.
+        self._tickets = itertools.count(1)
         self.bell, self._bell_fd = create_bell(session.rank, self._tickets)
         self._changed = threading.Condition()
         self._outbound: dict[int, Link] = {}
@@ -179,7 +180,11 @@ class Links:
                 poll.poll(TICK_S * 1000)
                 wait.check()
             except OSError as error:
-                self._watch.raise_broken(f"worker {link.peer} cannot be reached: {error}")
+                # The peer has closed; it may have said why, in a packet that is not read yet.
+                with self._changed:
+                    self._changed.wait_for(lambda: link.broken is not None, ROOT_CAUSE_GRACE_S)
+                reason = link.broken or f"worker {link.peer} cannot be reached: {error}"
+                self._watch.raise_broken(reason)
         self._watch.raise_broken(link.broken)
 
     def wait_memory(self, source: int, plan: int, edge: int, what: str) -> tuple[int, Link]:

@@ -52,12 +52,21 @@ class Sender(ABC):
     """The sending end of one channel. Used by one thread at a time."""
 
     @abstractmethod
-    def send(self, value: torch.Tensor | None, *, step: int, microbatch: int) -> None:
+    def send(
+        self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
+    ) -> None:
         """Send a value; None is a value too (a gradient that does not exist).
 
         The value is copied before this returns, so it may be modified afterwards. dtype, shape
         and strides arrive unchanged; autograd history and ``requires_grad`` do not travel.
         Returns at once unless ``depth`` messages are under way; then waits for the receiver.
+
+        Args:
+            value: The value.
+            step: Number of the step.
+            microbatch: Number of the microbatch.
+            quiet: The receiver need not be woken for this value: it will be, soon after, by a
+                message that it ``expect``s. Transports for which waking is free ignore it.
 
         Raises:
             TransportError: The value does not fit the channel's spec, or the link broke.
@@ -80,6 +89,9 @@ class Receiver(ABC):
                 deadline.
             JobFailedError: The job was aborted while waiting.
         """
+
+    def expect(self) -> None:  # noqa: B027  a hint, which most transports have no use for
+        """Have this worker woken by the channel's next message, whatever it then waits for."""
 
 
 class Transport(ABC):

@@ -93,7 +93,9 @@ class _MemorySender(_End, Sender):
         super().__init__(spec, fabric, watch)
         self._encoder = FrameEncoder(spec, generation=generation)
 
-    def send(self, value: torch.Tensor | None, *, step: int, microbatch: int) -> None:
+    def send(
+        self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
+    ) -> None:
         """See ``Sender.send``."""
         frame = self._encoder.frame_of(value)
         channel, depth, peer = self._channel, self._spec.depth, self._spec.destination

@@ -166,7 +166,9 @@ class _ShmSender(_End, Sender):
         super().__init__(spec, region, link, links, watch)
         self._encoder = FrameEncoder(spec, generation=generation)
 
-    def send(self, value: torch.Tensor | None, *, step: int, microbatch: int) -> None:
+    def send(
+        self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
+    ) -> None:
         """See ``Sender.send``."""
         frame = self._encoder.frame_of(value)
         count, words = self._count, self._words
@@ -184,7 +186,7 @@ class _ShmSender(_End, Sender):
         self._fence.light()
         self._count = words[_PUBLISHED] = count + 1
         self._fence.full()
-        if words[_RECEIVER_WAITS]:
+        if words[_RECEIVER_WAITS] and not quiet:
             self._link.ring()
 
 
@@ -202,6 +204,12 @@ class _ShmReceiver(_End, Receiver):
     ) -> None:
         super().__init__(spec, region, link, links, watch)
         self._decoder = FrameDecoder(spec, generation=generation)
+        self._expects = False
+
+    def expect(self) -> None:
+        """See ``Receiver.expect``."""
+        self._words[_RECEIVER_WAITS] = 1
+        self._expects = True
 
     def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
         """See ``Receiver.receive``."""
@@ -210,6 +218,9 @@ class _ShmReceiver(_End, Receiver):
             self._raise_if_ended(words, lambda _: False)
         if words[_PUBLISHED] <= count:
             self._wait(lambda words: words[_PUBLISHED] > count, _RECEIVER_WAITS)
+        elif self._expects:
+            words[_RECEIVER_WAITS] = 0
+        self._expects = False
         self._fence.light()
         slot = self._slots[count % self._depth]
         # A snapshot: what is checked must not change under the check.

@@ -6,8 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from graphsplit.errors import ReceiveTimeoutError
+from graphsplit.errors import PeerFinishedError, ReceiveTimeoutError
 from graphsplit.failure import AbortSignal
+
+
+FINISHED = 1 << 62
+"""The progress of a worker whose script has ended: it will send nothing more."""
+_LAST_MESSAGES_S = 5.0  # what it sent before may still be under way
 
 
 def _no_progress(rank: int) -> int:
@@ -47,6 +52,12 @@ class Wait:
         progress = self._policy.progress(self._peer)
         if progress != self._progress:
             self._progress, self._since = progress, now
+        elif progress >= FINISHED and now - self._since > _LAST_MESSAGES_S:
+            raise PeerFinishedError(
+                f"{self._what}: the script of worker {self._peer} has ended, so this will never "
+                f"come\n  Fix: every worker must run the same steps; did worker {self._peer} leave "
+                f"early, by sys.exit or a condition on its rank?"
+            )
         elif now - self._since > self._policy.deadline_s:
             raise ReceiveTimeoutError(
                 f"{self._what}: nothing for {self._policy.deadline_s:g} s, and worker {self._peer} "

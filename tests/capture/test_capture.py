@@ -14,6 +14,8 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.errors import PlacementError
+from graphsplit.train.batch import Signature
+from graphsplit.train.planner import Task, capture_graph
 
 X = torch.zeros(2, 4)
 
@@ -300,11 +302,8 @@ def test_capture_leaves_the_model_and_the_generator_untouched() -> None:
     same = dict(network.named_parameters()), dict(network.named_buffers())
     flags = [module.training for module in network.modules()]
     generator = torch.get_rng_state()
-    from graphsplit.train.batch import Signature
-    from graphsplit.train.planner import Task, capture_graph
-
     task = Task(network, lambda y, _: y.sum(), None, "affinity", False)
-    for mode in Mode:
+    for mode in (Mode.TRAIN, Mode.EVAL):
         capture_graph(task, mode, Signature.of(((X, X), {})))
 
     assert [module.training for module in network.modules()] == flags

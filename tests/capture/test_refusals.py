@@ -113,11 +113,12 @@ def test_the_users_line_is_found_in_a_folder_called_like_the_package(tmp_path: A
 
 
 def test_a_failed_capture_leaves_the_generator_alone() -> None:
-    before = torch.get_rng_state()
-
     def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
         torch.rand(3)
         raise KeyError
 
-    refusal(run)
+    network = Runs(run)
+    before = torch.get_rng_state()
+    with pytest.raises(CaptureError):
+        captured(network, X)
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,120 @@
+"""Ask an operation what autograd makes of it, by running it once on fake tensors.
+
+Two things that no schema tells decide over bits:
+
+* Whether a result carries a gradient: ``zeros_like(x)`` and ``y.view_as(x)`` do not carry that of
+  ``x``. Some operations choose their kernel by it (attention by its mask, ``matmul`` by its second
+  operand).
+* Whether an operation made of several others uses an operand more than once. Each use adds a term
+  to the gradient, and ``(total + second) + first`` is not ``total + (second + first)``::
+
+      cosine_similarity(x, y)     x is multiplied by y, and x is multiplied by itself
+      matmul(x, x)                one operation, but its operands are reshaped one by one
+      gru(x, h, weights)          every weight once per time step
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+_IN_PARTS = "CompositeImplicitAutograd"
+
+
+@dataclass(frozen=True)
+class Differentiation:
+    """What autograd makes of an operation.
+
+    Attributes:
+        carries_grad: For each result, whether it carries a gradient.
+        repeated: Operands whose gradient is a sum of terms made inside the operation, in an order
+            of its own.
+    """
+
+    carries_grad: tuple[bool, ...]
+    repeated: frozenset[Node]
+
+
+def probe(node: Node, carries_grad: Mapping[Node, bool]) -> Differentiation | None:
+    """Run an operation on fake tensors.
+
+    Args:
+        node: An operation of a freshly exported graph.
+        carries_grad: For each operand, whether autograd carries a gradient through it.
+
+    Returns:
+        What was found; None if the operation cannot be asked (higher-order operations).
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    fake = next(
+        (v for v in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(v, FakeTensor)),
+        None,
+    )
+    if fake is None:
+        return None
+    shadows: dict[Node, Any] = {}
+    try:
+        with fake.fake_mode, torch.enable_grad():
+            for operand in node.all_input_nodes:
+                shadows[operand] = _shadow(operand, carries_grad[operand], target)
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), shadows.__getitem__)
+            results = target(*args, **kwargs)
+    except Exception:  # what cannot be run on fake tensors alone is judged by its operands
+        return None
+    leaves = pytree.tree_leaves(results)
+    carries = tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in leaves)
+    repeated = _repeated(leaves, shadows) if _is_in_parts(target) else frozenset()
+    return Differentiation(carries, repeated)
+
+
+def _is_in_parts(target: torch._ops.OpOverload) -> bool:
+    """Whether autograd sees an operation as the several others that it is made of."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IN_PARTS)
+
+
+def _shadow(operand: Node, carries_grad: bool, target: torch._ops.OpOverload) -> Any:
+    """A fake tensor like the operand's value, with no history but the wish for a gradient."""
+    value = operand.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return value
+    shadow = torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    )
+    if carries_grad:
+        shadow.requires_grad_(True)
+        if target._schema.is_mutable:  # a leaf must not be modified in place
+            shadow = shadow.clone()
+    return shadow
+
+
+def _repeated(results: list[Any], shadows: Mapping[Node, Any]) -> frozenset[Node]:
+    """Operands at which more than one edge of the operation's own backward graph arrives."""
+    ends: dict[Any, Node] = {}
+    for operand, shadow in shadows.items():
+        if isinstance(shadow, torch.Tensor) and shadow.requires_grad:
+            ends[torch.autograd.graph.get_gradient_edge(shadow).node] = operand
+    arrivals: Counter[Node] = Counter()
+    waiting = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        if function in ends:
+            continue
+        for following, _ in function.next_functions:
+            if following is None:
+                continue
+            if following in ends:
+                arrivals[ends[following]] += 1
+            elif following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return frozenset(operand for operand, count in arrivals.items() if count > 1)

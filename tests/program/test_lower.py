@@ -1,0 +1,192 @@
+"""Programs hold every message once at each end, each receive right before its first need."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pass_helpers import Op, placed_graph, placed_graphs
+
+from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.partition.edges import partition
+from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.lower import WorkerProgram, late_edges, lower
+from graphsplit.schedule.gpipe import gpipe
+
+EXAMPLES = settings(max_examples=60, deadline=None)
+MICROBATCHES = st.integers(1, 3)
+MODES = st.sampled_from([Mode.TRAIN, Mode.PREDICT])
+
+
+def in_mode(graph: PlacedGraph, mode: Mode) -> PlacedGraph:
+    return replace(graph, graph=replace(graph.graph, mode=mode))
+
+
+def text(program: WorkerProgram) -> list[str]:
+    return [str(instruction) for instruction in program.instructions]
+
+
+def needs(plan: PartitionPlan, instruction: Instruction) -> set[int]:
+    """Edges that an instruction cannot do without, were it run on another worker's values."""
+    if instruction.opcode is Opcode.FORWARD:
+        segment = plan.segments[instruction.operand]
+        io = plan.io[segment.index]
+        reads = {*io.values, *(plan.contributions[c].value for c in io.leaves)}
+        return {
+            e.index
+            for e in plan.edges
+            if e.destination == segment.worker
+            and (
+                (e.kind is EdgeKind.VALUE and e.value in reads)
+                or (e.kind is EdgeKind.GENERATOR and io.is_random)
+            )
+        }
+    sums: list[tuple[FoldTerm, ...]] = []
+    if instruction.opcode is Opcode.BACKWARD:
+        io = plan.io[instruction.operand]
+        sums = [plan.folds.get(root, ()) for root in io.roots]
+        sums += [plan.seeds.get(leaf, ()) for leaf in io.leaves]
+    elif instruction.opcode is Opcode.ACCUMULATE:
+        sums = [plan.folds[instruction.operand]]
+    return {term.edge for terms in sums for term in terms if term.edge is not None}
+
+
+@EXAMPLES
+@given(placed_graphs(), MICROBATCHES, MODES)
+def test_every_send_has_one_receive_and_none_is_left_out(
+    graph: PlacedGraph, num_microbatches: int, mode: Mode
+) -> None:
+    plan = partition(in_mode(graph, mode))
+    found: Counter[tuple[Opcode, int, int, int]] = Counter()
+    for program in lower(plan, gpipe, num_microbatches=num_microbatches):
+        for i in program.instructions:
+            if i.opcode in (Opcode.SEND, Opcode.RECEIVE):
+                found[i.opcode, program.worker, i.operand, i.microbatch] += 1
+    expected = {
+        (opcode, worker, edge.index, microbatch): 1
+        for edge in plan.edges
+        for microbatch in range(1 if edge.per_step else num_microbatches)
+        for opcode, worker in (
+            (Opcode.SEND, edge.source),
+            (Opcode.RECEIVE, edge.destination),
+        )
+    }
+    assert found == expected
+
+
+@EXAMPLES
+@given(placed_graphs(), MICROBATCHES)
+def test_a_receive_stands_right_before_what_needs_it_first(
+    graph: PlacedGraph, num_microbatches: int
+) -> None:
+    plan = partition(graph)
+    for program in lower(plan, gpipe, num_microbatches=num_microbatches):
+        waiting: list[Instruction] = []
+        end = program.instructions.index(Instruction(Opcode.OPTIMIZER))
+        for instruction in program.instructions[:end]:
+            if instruction.opcode is Opcode.RECEIVE:
+                waiting.append(instruction)
+                continue
+            assert {i.operand for i in waiting} <= needs(plan, instruction)
+            waiting = []
+        assert not waiting
+        late = {i.operand for i in program.instructions[end:] if i.opcode is Opcode.RECEIVE}
+        assert late <= late_edges(plan)
+
+
+@EXAMPLES
+@given(placed_graphs(), MICROBATCHES)
+def test_nothing_runs_before_what_it_needs_is_there(
+    graph: PlacedGraph, num_microbatches: int
+) -> None:
+    plan = partition(graph)
+    nodes = graph.graph.nodes
+    for program in lower(plan, gpipe, num_microbatches=num_microbatches):
+        here = {
+            (p, m)
+            for p, node in enumerate(nodes)
+            for m in range(num_microbatches)
+            if node.is_everywhere or (node.is_state and graph.workers[p] == program.worker)
+        }
+        received: set[tuple[int, int]] = set()
+        for i in program.instructions:
+            if i.opcode is Opcode.RECEIVE:
+                edge = plan.edges[i.operand]
+                each = range(num_microbatches) if edge.per_step else (i.microbatch,)
+                if edge.kind is EdgeKind.VALUE:
+                    here |= {(edge.value, m) for m in each}
+                received |= {(edge.index, m) for m in each}
+            elif i.opcode is Opcode.FORWARD:
+                io = plan.io[i.operand]
+                reads = {*io.values, *(plan.contributions[c].value for c in io.leaves)}
+                assert {(v, i.microbatch) for v in reads} <= here
+                here |= {(v, i.microbatch) for v in io.outputs}
+            elif i.opcode is Opcode.SEND and plan.edges[i.operand].kind is EdgeKind.VALUE:
+                assert (plan.edges[i.operand].value, i.microbatch) in here
+            elif i.opcode in (Opcode.BACKWARD, Opcode.ACCUMULATE):
+                assert {(edge, i.microbatch) for edge in needs(plan, i)} <= received
+
+
+def two_workers() -> PlacedGraph:
+    ops = {"a": Op(0, ("x", "w")), "b": Op(1, ("a", "w")), "c": Op(0, ("b",))}
+    return placed_graph(ops, parameters={"w": 0})
+
+
+def test_a_step_with_a_borrowed_parameter_in_full() -> None:
+    plan = partition(two_workers())
+    first, second = lower(plan, gpipe)
+    assert text(first) == [
+        "ZERO_GRADIENTS",
+        "SEND mb0 edge0",  # the parameter: its owner has it before anything runs
+        "FORWARD mb0 seg0",
+        "SEND mb0 edge1",
+        "RECEIVE mb0 edge2",
+        "FORWARD mb0 seg2",
+        "BACKWARD mb0 seg2",
+        "SEND mb0 edge6",
+        "RECEIVE mb0 edge5",
+        "BACKWARD mb0 seg0",
+        "RECEIVE mb0 edge4",
+        "ACCUMULATE mb0 v1",
+        "SEND mb0 edge3",  # the loss: last, since no segment waits for it
+        "OPTIMIZER",
+    ]
+    assert text(second) == [
+        "ZERO_GRADIENTS",
+        "RECEIVE mb0 edge0",
+        "RECEIVE mb0 edge1",
+        "FORWARD mb0 seg1",
+        "SEND mb0 edge2",
+        "RECEIVE mb0 edge6",
+        "BACKWARD mb0 seg1",
+        "SEND mb0 edge4",
+        "SEND mb0 edge5",
+        "OPTIMIZER",
+        "RECEIVE mb0 edge3",
+    ]
+
+
+def test_without_training_nothing_runs_backward() -> None:
+    plan = partition(in_mode(two_workers(), Mode.PREDICT))
+    opcodes = {i.opcode for program in lower(plan, gpipe) for i in program.instructions}
+    assert opcodes == {Opcode.FORWARD, Opcode.SEND, Opcode.RECEIVE}
+
+
+def test_a_worker_without_operations_still_steps_and_gets_the_loss() -> None:
+    plan = partition(placed_graph({"a": Op(0, ("x", "w"))}, parameters={"w": 0}, num_workers=2))
+    assert text(lower(plan, gpipe)[1]) == ["ZERO_GRADIENTS", "OPTIMIZER", "RECEIVE mb0 edge0"]
+
+
+def test_a_borrowed_buffer_travels_for_every_microbatch() -> None:
+    graph = two_workers()
+    nodes = tuple(
+        replace(n, kind=NodeKind.BUFFER, requires_grad=False) if n.is_state else n
+        for n in graph.graph.nodes
+    )
+    plan = partition(replace(graph, graph=replace(graph.graph, nodes=nodes)))
+    first, _ = lower(plan, gpipe, num_microbatches=2)
+    assert text(first)[1:3] == ["SEND mb0 edge0", "SEND mb1 edge0"]

@@ -1,0 +1,75 @@
+"""Run under the launcher: goes wrong as its argument says, on worker 1 of three."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import graphsplit as gs
+
+WHAT = sys.argv[1]
+GUILTY = 1
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.hidden = nn.Embedding(10, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if WHAT == "branch" and x.sum() > 0:
+            return self.head(self.table(x))
+        return self.head(self.hidden(self.table(x)))
+
+
+class Trouble(gs.callbacks.Callback):
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        if context.step != 20:
+            return
+        if gs.get_rank() == GUILTY:
+            print(f"trouble at {time.time()}", flush=True)
+            if WHAT == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if WHAT == "raises":
+                raise RuntimeError("a user's bug")
+            if WHAT == "leaves":
+                sys.exit(0)
+        elif WHAT == "killed" and gs.get_rank() == 2:
+            time.sleep(60)  # busy with something else when the others fail
+
+
+def main() -> None:
+    gs.init()
+    torch.manual_seed(0)
+    net = Net()
+    net.table.place("MS_WORKER", 0)
+    net.hidden.place("MS_WORKER", 1)
+    net.head.place("MS_WORKER", 7 if WHAT == "out of range" else 2)
+    inputs = [torch.randint(0, 10, (8,)) for _ in range(40)]
+    if WHAT == "bad index":
+        inputs[20][3] = 99
+    if WHAT == "loaders" and gs.get_rank() == 2:
+        inputs[20] = inputs[20] + 0
+    batches = [(x, torch.zeros(8, dtype=torch.int64)) for x in inputs]
+    if WHAT == "loaders" and gs.get_rank() == 2:
+        batches[20][1][0] = 1
+    rate = 0.1 * (1 + gs.get_rank()) if WHAT == "settings" else 0.1
+    model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=rate))
+    model.train(1, batches, [Trouble()])
+    if WHAT == "reads":
+        print(net.hidden.weight.sum())
+    if WHAT == "places late":
+        net.hidden.place("MS_WORKER", 0)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        print(f"ends at {time.time()}", flush=True)

@@ -1,0 +1,209 @@
+"""Run under the launcher on five workers: every scenario, against a plain loop on every worker.
+
+Prints ``same bits: NAME`` once a scenario holds on this worker. The plain loop knows nothing of
+graphsplit; its losses, parameters, buffers, optimizer state and generator state are compared after
+training, then eval and predict, then after further training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import graphsplit as gs
+
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import Fan, LeNet, Wide
+
+
+class Counted(Dataset):
+    """Random samples, made anew for each index; counts how many were asked for."""
+
+    def __init__(self, shape: tuple[int, ...], size: int) -> None:
+        self.shape, self.size, self.count = shape, size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count += 1
+        generator = torch.Generator().manual_seed(index)
+        value = torch.randn(self.shape, generator=generator)
+        return value, torch.randint(0, 10, (), generator=generator)
+
+
+@dataclass
+class Scenario:
+    """One network, placed one way."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    placement: dict[str, int]
+    shape: tuple[int, ...]
+    unplaced: str = "affinity"
+    size: int = 20
+    batch: int = 8
+    readers: set[int] | None = None
+    deferred: bool = False
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
+        default=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    )
+
+
+@dataclass
+class State:
+    """What is compared."""
+
+    losses: list[torch.Tensor]
+    accuracy: float
+    output: torch.Tensor
+    network: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    generator: torch.Tensor
+
+
+def loader(scenario: Scenario) -> tuple[DataLoader, Counted]:
+    data = Counted(scenario.shape, scenario.size)
+    return DataLoader(data, batch_size=scenario.batch, shuffle=True), data
+
+
+def plain(scenario: Scenario) -> State:
+    """The reference: ordinary PyTorch."""
+    torch.manual_seed(3)
+    net = scenario.make()
+    optimizer, loss_fn = scenario.optimizer(net.parameters()), nn.CrossEntropyLoss()
+    batches, _ = loader(scenario)
+    losses = []
+
+    def train() -> None:
+        net.train()
+        for inputs, target in batches:
+            optimizer.zero_grad()
+            loss = loss_fn(net(inputs), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+
+    train()
+    net.eval()
+    correct = total = 0
+    with torch.no_grad():
+        for inputs, target in batches:
+            correct += int((net(inputs).argmax(1) == target).sum())
+            total += target.numel()
+        output = net(torch.ones(3, *scenario.shape))
+    train()
+    return State(losses, correct / total, output, net.state_dict(), optimizer.state_dict(),
+                 torch.get_rng_state())  # fmt: skip
+
+
+class Losses(gs.callbacks.Callback):
+    """Keeps every loss."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.seen.append(context.loss)
+
+
+def split(scenario: Scenario) -> tuple[State, int]:
+    """The same through a Model; and how many samples this worker decoded."""
+    torch.manual_seed(3)
+    if scenario.deferred:
+        with gs.deferred_init():
+            net = scenario.make()
+    else:
+        net = scenario.make()
+    for name, rank in scenario.placement.items():
+        net.get_submodule(name).place("MS_WORKER", rank)
+    model = gs.Model(net, nn.CrossEntropyLoss(), scenario.optimizer(net.parameters()),
+                     {"Accuracy": gs.metrics.Accuracy()}, unplaced=scenario.unplaced)  # fmt: skip
+    batches, data = loader(scenario)
+    keep = Losses()
+    model.train(1, batches, [keep])
+    decoded = data.count
+    accuracy = model.eval(batches)["Accuracy"]
+    output = model.predict(torch.ones(3, *scenario.shape))
+    model.train(1, batches, [keep])
+    network = model.state_dict()
+    optimizer = model.optimizer_state_dict()
+    return State(keep.seen, accuracy, output, network, optimizer, torch.get_rng_state()), decoded
+
+
+def equal(name: str, mine: Any, reference: Any) -> None:
+    """Compare anything, tensors by ``torch.equal``."""
+    if isinstance(reference, torch.Tensor):
+        assert mine.dtype == reference.dtype and torch.equal(mine, reference), name
+    elif isinstance(reference, dict):
+        assert list(mine) == list(reference), (name, list(mine), list(reference))
+        for key in reference:
+            equal(f"{name}.{key}", mine[key], reference[key])
+    elif isinstance(reference, (list, tuple)):
+        assert len(mine) == len(reference), name
+        for index, (one, other) in enumerate(zip(mine, reference, strict=True)):
+            equal(f"{name}[{index}]", one, other)
+    else:
+        assert mine == reference, (name, mine, reference)
+
+
+def check(scenario: Scenario) -> None:
+    """Run one scenario both ways."""
+    reference = plain(scenario)
+    mine, decoded = split(scenario)
+    for attribute in State.__dataclass_fields__:
+        equal(f"{scenario.name}: {attribute}", getattr(mine, attribute),
+              getattr(reference, attribute))  # fmt: skip
+    if scenario.readers is not None:
+        expected = scenario.size if gs.get_rank() in scenario.readers else 0
+        assert decoded == expected, (scenario.name, decoded, expected)
+    print("same bits:", scenario.name, flush=True)
+
+
+LAYERS = ("conv1", "conv2", "fc1", "fc2", "fc3")
+MAIN = {"fc1": 0, "fc2": 1, "fc3": 2, "conv1": 3, "conv2": 4}
+
+
+def scenarios() -> list[Scenario]:
+    """Everything that is tried."""
+    image = (1, 32, 32)
+    found = [
+        Scenario("LeNet as in the example", LeNet, MAIN, image, readers={2, 3}),
+        Scenario("LeNet, unplaced to worker 0", LeNet, MAIN, image, unplaced="worker0"),
+        Scenario("LeNet, built deferred", LeNet, MAIN, image, deferred=True),
+        Scenario("LeNet by Adam", LeNet, MAIN, image,
+                 optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)),
+        Scenario("LeNet on one worker of five", LeNet, {"": 2}, image, readers={2}),
+        Scenario("nothing placed", LeNet, {}, image),
+        Scenario("residual, fan-out, back and forth, late input, dropout", Fan,
+                 {"stem": 0, "left": 1, "middle": 2, "right": 3, "back": 0, "head": 4}, (12,)),
+        Scenario("the same, unplaced to worker 0", Fan,
+                 {"stem": 4, "left": 1, "middle": 2, "right": 3, "back": 0, "head": 4}, (12,),
+                 unplaced="worker0"),
+        Scenario("a value of 64 MiB", Wide, {"spread": 1, "gather": 3}, (16,), size=8, batch=8),
+    ]  # fmt: skip
+    permutations = list(itertools.permutations(range(5)))
+    for number, ranks in enumerate(permutations[7::41]):
+        unplaced = ("affinity", "worker0")[number % 2]
+        placement = dict(zip(LAYERS, ranks, strict=True))
+        found.append(Scenario(f"LeNet {ranks} {unplaced}", LeNet, placement, image, unplaced))
+    for ranks in ((0, 1, 0, 1, 0), (2, 2, 1, 2, 1), (4, 0, 4, 0, 4)):
+        placement = dict(zip(LAYERS, ranks, strict=True))
+        found.append(Scenario(f"LeNet back and forth {ranks}", LeNet, placement, image))
+    return found
+
+
+if __name__ == "__main__":
+    gs.init()
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    for one in scenarios():
+        if chosen in one.name:
+            check(one)
