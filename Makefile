@@ -12,13 +12,13 @@ STAMP := $(VENV)/.made-from-constraints
 PROTOS := $(notdir $(wildcard proto/graphsplit/*.proto))
 # `=` maps the folder, so that generated modules import each other as graphsplit._proto.NAME.
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Igraphsplit/_proto=proto/graphsplit
-SOURCES := graphsplit examples tests benchmarks
+SOURCES := graphsplit examples tests benchmarks docs
 DEMO_ARGS ?= --epochs 40 --lr 0.02
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types contracts proto proto-check pytest format bench clean venv
+.PHONY: help demo test lint types contracts proto proto-check pytest format docs bench clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ format: $(STAMP) ## let ruff rewrite the sources
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
+docs: $(STAMP) ## build the API reference as HTML under docs/_build
+	$(BIN)/python docs/build_api.py
+
 bench: $(STAMP) ## measure, and write JSON under benchmarks/results/local
 	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
@@ -64,7 +67,7 @@ venv: $(STAMP) ## make .venv only
 
 clean: ## remove .venv, caches and what runs left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-		.import_linter_cache examples/*/run
+		.import_linter_cache examples/*/run docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt

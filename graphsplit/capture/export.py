@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.identities import remove_identities
 from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.nodes import build_nodes
 from graphsplit.capture.users_line import users_frame
@@ -85,6 +86,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
             # torch's own frames, a hundred of them, would hide the user's line.
             raise _explain(request.network, error) from None
     graph_module = program.graph_module
+    remove_identities(graph_module.graph)
     make_in_place_explicit(graph_module.graph)
     nodes, outputs, constants, state_names = build_nodes(
         program, state=state, with_gradients=request.mode is Mode.TRAIN

@@ -58,7 +58,8 @@ class Node:
             same segment.
         requires_grad: Whether autograd carries a gradient through it.
         repeated: Operands to whose gradient it adds several terms in an order of its own.
-        is_trainable: For parameters: whether they ask for a gradient, in whatever mode.
+        asks_grad: Whether its ``requires_grad`` is set in eager mode, where it may be set though no
+            gradient will flow: that of parameters, and of views of them, in eval mode too.
         arguments: The operation's arguments as text, operands by name: part of the plan's hash.
     """
 
@@ -77,7 +78,7 @@ class Node:
     shares_modified: tuple[tuple[int, bool], ...] = ()
     requires_grad: bool = False
     repeated: tuple[int, ...] = ()
-    is_trainable: bool = False
+    asks_grad: bool = False
     arguments: str = ""
 
     @property

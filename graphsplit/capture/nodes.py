@@ -14,7 +14,7 @@ from torch.fx import Node as FxNode
 
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
-from graphsplit.capture.probe import Differentiation, probe
+from graphsplit.capture.probe import Differentiation, makes_views, probe
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
 from graphsplit.placement.annotations import NODE_KEY, Annotation
@@ -138,7 +138,7 @@ class _Builder:
                 names[0],
                 meta=meta,
                 requires_grad=grad,
-                is_trainable=tensor.requires_grad,
+                asks_grad=tensor.requires_grad,
                 module_path=names[0].rpartition(".")[0],
             ),
         )
@@ -167,6 +167,7 @@ class _Builder:
             changes_inputs=bool(written),
             shares_modified=shares_modified,
             requires_grad=requires_grad,
+            asks_grad=requires_grad or self._asks_grad(fx_node, operands, meta, found),
             repeated=self._repeated(operands, found) if requires_grad else (),
             arguments=_arguments(fx_node, self._position),
         )
@@ -183,7 +184,7 @@ class _Builder:
                 continue
             self._written_with_grad.add(root)
             if made.kind is NodeKind.OPERATION:
-                self.nodes[position] = dataclasses.replace(made, requires_grad=True)
+                self.nodes[position] = dataclasses.replace(made, requires_grad=True, asks_grad=True)
 
     def _memory_order(
         self, operands: list[FxNode], written: tuple[FxNode, ...]
@@ -207,13 +208,27 @@ class _Builder:
         after -= {self._position[n] for n in operands}
         return tuple(sorted(after)), tuple(sorted(shares))
 
-    def _differentiation(
-        self, fx_node: FxNode, operands: list[FxNode]
-    ) -> Differentiation | None:
-        if not self._with_gradients:
+    def _differentiation(self, fx_node: FxNode, operands: list[FxNode]) -> Differentiation | None:
+        if self._with_gradients:
+            asking = {n: self._carries_grad(n) for n in operands}
+        else:
+            asking = {n: self.nodes[self._position[n]].asks_grad for n in operands}
+        if not any(asking.values()) or not (self._with_gradients or makes_views(fx_node)):
             return None
-        carries_grad = {n: self._carries_grad(n) for n in operands}
-        return probe(fx_node, carries_grad) if any(carries_grad.values()) else None
+        return probe(fx_node, asking, grad_enabled=self._with_gradients)
+
+    def _asks_grad(
+        self,
+        fx_node: FxNode,
+        operands: list[FxNode],
+        meta: TensorMeta | None,
+        found: Differentiation | None,
+    ) -> bool:
+        if self._with_gradients or (meta is not None and not meta.is_differentiable):
+            return False
+        if fx_node.target is operator.getitem:
+            return self.nodes[self._position[operands[0]]].asks_grad
+        return found is not None and any(found.carries_grad)
 
     def _carries_grad(self, operand: FxNode) -> bool:
         return self.nodes[self._position[operand]].requires_grad or (
@@ -244,9 +259,7 @@ class _Builder:
             return False
         return any(self._carries_grad(n) for n in operands)
 
-    def _repeated(
-        self, operands: list[FxNode], found: Differentiation | None
-    ) -> tuple[int, ...]:
+    def _repeated(self, operands: list[FxNode], found: Differentiation | None) -> tuple[int, ...]:
         if found is None:  # elements have one operand; of higher-order operations nothing is known
             return tuple(sorted({self._position[n] for n in operands}))
         return tuple(sorted(self._position[n] for n in found.repeated))

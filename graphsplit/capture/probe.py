@@ -33,7 +33,7 @@ class Differentiation:
     """What autograd makes of an operation.
 
     Attributes:
-        carries_grad: For each result, whether it carries a gradient.
+        carries_grad: For each result, whether its ``requires_grad`` is set.
         repeated: Operands whose gradient is a sum of terms made inside the operation, in an order
             of its own.
     """
@@ -42,12 +42,22 @@ class Differentiation:
     repeated: frozenset[Node]
 
 
-def probe(node: Node, carries_grad: Mapping[Node, bool]) -> Differentiation | None:
+def makes_views(node: Node) -> bool:
+    """Whether the results may share memory with an operand without having modified it."""
+    schema = getattr(node.target, "_schema", None)
+    returns = schema.returns if isinstance(schema, torch.FunctionSchema) else ()
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def probe(
+    node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool
+) -> Differentiation | None:
     """Run an operation on fake tensors.
 
     Args:
         node: An operation of a freshly exported graph.
-        carries_grad: For each operand, whether autograd carries a gradient through it.
+        carries_grad: For each operand, whether its ``requires_grad`` is set.
+        grad_enabled: Whether autograd is on where the operation will run.
 
     Returns:
         What was found; None if the operation cannot be asked (higher-order operations).
@@ -63,7 +73,7 @@ def probe(node: Node, carries_grad: Mapping[Node, bool]) -> Differentiation | No
         return None
     shadows: dict[Node, Any] = {}
     try:
-        with fake.fake_mode, torch.enable_grad():
+        with fake.fake_mode, torch.set_grad_enabled(grad_enabled):
             for operand in node.all_input_nodes:
                 shadows[operand] = _shadow(operand, carries_grad[operand], target)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), shadows.__getitem__)

@@ -165,9 +165,7 @@ class _Partitioner:
             )
         )
 
-    def _fold(
-        self, value: int, fold: tuple[int, ...], destination: int
-    ) -> tuple[FoldTerm, ...]:
+    def _fold(self, value: int, fold: tuple[int, ...], destination: int) -> tuple[FoldTerm, ...]:
         """Add the gradient edges of a value; fold on the sender what may be folded there."""
         terms: list[FoldTerm] = []
         by_worker = groupby(fold, key=lambda c: self._worker_of(self.gradients.contributions[c]))
@@ -182,9 +180,7 @@ class _Partitioner:
                 assert meta is not None
                 terms.append(FoldTerm(edge=len(self.edges)))
                 self.edges.append(
-                    Edge(
-                        len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part
-                    )
+                    Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part)
                 )
         return tuple(terms)
 

@@ -132,6 +132,11 @@ class ProgramRunner:
             p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
         }
         self._grad_enabled = parts.plan.placed.graph.mode is Mode.TRAIN
+        self._owned_outputs = {
+            output.node: parts.state[output.node].detach()
+            for output in parts.plan.placed.graph.outputs
+            if output.node is not None and output.node in parts.state
+        }
         self._open_channels()
         self._actions = [self._bind(i) for i in parts.program.instructions]
         self.position = 0
@@ -211,7 +216,10 @@ class ProgramRunner:
         """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""
         self._parts.position.text_source = self.where
         self.step, self.position = step, 0
-        return StepState(step, inputs)
+        state = StepState(step, inputs)
+        for values in state.values:
+            values.update(self._owned_outputs)
+        return state
 
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""
@@ -308,7 +316,7 @@ class ProgramRunner:
         that, inside ``no_grad`` too.
         """
         source, node = self._source(value, microbatch), self._nodes[value]
-        if node.requires_grad and node.kind is NodeKind.OPERATION:
+        if node.asks_grad and node.kind is NodeKind.OPERATION:
             return lambda state: source(state).detach().requires_grad_(True)
         return source
 
@@ -436,7 +444,9 @@ class ProgramRunner:
 
         if edge.kind is EdgeKind.GRADIENT:
             return receive_gradient
-        return receive_parameter if self._nodes[value].is_trainable else receive_value
+        node = self._nodes[value]
+        is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
+        return receive_parameter if is_borrowed else receive_value
 
 
 def _accumulate_all(parameters: Sequence[torch.Tensor], results: Sequence[Gradient]) -> None:

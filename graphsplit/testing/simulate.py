@@ -301,9 +301,7 @@ def _inputs(planned: Planned, rank: int, arguments: Arguments) -> list[Any]:
     if rank not in planned.consumers:
         nodes = planned.plan.placed.graph.nodes
         return [None] * sum(node.kind is NodeKind.INPUT for node in nodes)
-    return [
-        leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(arguments)
-    ]
+    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(arguments)]
 
 
 def _positions(runners: Sequence[ProgramRunner]) -> str:

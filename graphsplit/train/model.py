@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.graph import Mode
+from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.explain import explain_plan
 from graphsplit.placement.resolve import UnplacedRule
@@ -18,7 +18,7 @@ from graphsplit.train.callbacks import Callback, RunContext
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import EagerEngine, Engine
 from graphsplit.train.metrics import Metric
-from graphsplit.train.planner import Task, capture_graph, make_plan
+from graphsplit.train.planner import Task, capture_graph, make_plan, module_annotations
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto")
 
@@ -191,20 +191,19 @@ class Model:
             network=task.network,
             loss_fn=task.loss_fn,
             unplaced=task.unplaced,
-            num_workers=self._num_workers(),
+            num_workers=self._num_workers(graph),
             owners=dict(owners),
         )
         return explain_plan(plan)
 
-    def _num_workers(self) -> int:
+    def _num_workers(self, graph: CapturedGraph) -> int:
         """In one process, as many workers as the placements ask for."""
         job = jobs.current()
         if job is not None:
             return job.num_workers
-        from graphsplit.train.planner import module_annotations
-
-        found = module_annotations(self._task.network, self._task.loss_fn).values()
-        return max((annotation.rank for annotation in found), default=0) + 1
+        modules = module_annotations(self._task.network, self._task.loss_fn).values()
+        operations = [n.annotation for n in graph.nodes if n.annotation is not None]
+        return max((a.rank for a in (*modules, *operations)), default=0) + 1
 
     def _explain_latest(self) -> str:
         if isinstance(self._engine, ClusterEngine):

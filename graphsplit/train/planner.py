@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
+from graphsplit.errors import ConfigurationError
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
@@ -282,6 +283,11 @@ def make_plan(
     rules = PlacementRules(
         num_workers, module_annotations(network, loss_fn), unplaced, dict(owners)
     )
+    if graph.mode is Mode.TRAIN and not graph.has_gradients:
+        raise ConfigurationError(
+            "the loss depends on no parameter that requires a gradient, so there is nothing to "
+            "train\n  Fix: leave requires_grad on for some parameter, and do not detach the loss."
+        )
     plan = partition(resolve(graph, rules))
     verify(plan)
     programs = lower(plan, gpipe)

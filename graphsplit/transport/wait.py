@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from graphsplit.errors import PeerFinishedError, ReceiveTimeoutError
 from graphsplit.failure import AbortSignal
 
-
 FINISHED = 1 << 62
 """The progress of a worker whose script has ended: it will send nothing more."""
 _LAST_MESSAGES_S = 5.0  # what it sent before may still be under way

@@ -1,0 +1,194 @@
+"""Random networks, cut at random, give the bits of the plain eager loop.
+
+Every network is a list of steps; each step reads values made before it. In CI the same few examples
+run every time. ``GS_TEST_LONG=<minutes>`` looks for new ones for that long.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import Scattered, batches_of, rows_against_target
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from graphsplit.errors import PlacementError
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+WIDTH = 6
+LONG_MINUTES = float(os.environ.get("GS_TEST_LONG") or 0)
+
+# What a step does with one value, with two, and with a layer of its own. Every value has the shape
+# (batch, WIDTH, WIDTH), so that anything can follow anything.
+ONE: dict[str, Callable[[Any], Any]] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "relu_": lambda x: (x * 0.9).relu_(),
+    "in place": lambda x: x.clone().mul_(0.5).add_(1).sigmoid_(),
+    "square": lambda x: x * x * 0.1,
+    "transpose": lambda x: x.transpose(1, 2),
+    "permute": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+    "contiguous": lambda x: x.contiguous(),
+    "same": lambda x: x.to(torch.float32),
+    "flip": lambda x: x.flip(1),
+    "narrow": lambda x: x[:, 1:].repeat(1, 2, 1)[:, :WIDTH],
+    "expand": lambda x: x.mean(1, keepdim=True).expand(-1, WIDTH, -1),
+    "reduce": lambda x: x * torch.tanh(x.sum()) + x.sum(2, keepdim=True) * 0.1,
+    "softmax": lambda x: x.softmax(-1),
+    "normalise": lambda x: F.layer_norm(x, (WIDTH,)),
+    "chunk": lambda x: torch.cat(x.chunk(3, 2)[::-1], 2),
+    "unbind": lambda x: torch.stack(x.unbind(1)[1:] + x.unbind(1)[:1], 1),
+    "topk": lambda x: x + x.topk(2, -1)[0].sum(-1, keepdim=True),
+    "greatest": lambda x: x - x.max(1)[0][:, None],
+    "detach": lambda x: x.detach() * 0.5,
+    "no grad": lambda x: _without_grad(x),
+    "half": lambda x: x.bfloat16().mul(2).float(),
+    "complex": lambda x: torch.fft.fft(x).abs() * 0.1,
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "noise": lambda x: x + torch.randn_like(x) * 0.1,
+    "masked": lambda x: x.masked_fill(x > 1, 0.5),
+    "zeros": lambda x: torch.zeros_like(x) + 0.1,
+    "matmul": lambda x: torch.matmul(x, x) * 0.1,
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "part": lambda x: _write_part(x),
+}
+TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "add": torch.add,
+    "multiply": lambda x, y: x * y * 0.3,
+    "subtract": torch.sub,
+    "concat": lambda x, y: torch.cat([x, y], 2)[:, :, 2 : WIDTH + 2],
+    "weave": lambda x, y: torch.stack([x, y], 3).flatten(2)[:, :, ::2],
+    "matmul": lambda x, y: x @ y * 0.2,
+    "product": lambda x, y: torch.einsum("bij,bjk->bik", x, y) * 0.1,
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "cosine": lambda x, y: x + F.cosine_similarity(x, y, -1)[..., None] * y,
+    "attention": lambda x, y: F.scaled_dot_product_attention(x, y, x),
+    "add_": lambda x, y: (x * 1.1).add_(y),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "like": lambda x, y: x.view_as(y) if x.is_contiguous() else x.reshape(y.shape),
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    "conv": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "dropout": lambda: nn.Dropout(0.3),
+    "relu": lambda: nn.ReLU(inplace=True),
+    "gru": lambda: nn.GRU(WIDTH, WIDTH, batch_first=True),
+}
+
+
+def _without_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = x.norm() + 1
+    return x / scale
+
+
+def _write_part(x: torch.Tensor) -> torch.Tensor:
+    made = x * 2
+    made[:, 0] = 1
+    made[:, 1:3] += 0.5
+    return made
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a random network.
+
+    Attributes:
+        kind: ``"one"``, ``"two"``, ``"layer"``, ``"again"`` (an earlier layer) or ``"weight"``
+            (a parameter of the network itself).
+        name: What to do, or which layer or parameter.
+        reads: Which of the latest values to read: 0 is the last one.
+    """
+
+    kind: str
+    name: str
+    reads: tuple[int, int]
+
+
+class RandomNetwork(nn.Module):
+    """The steps as a network. What no later step reads is added to the output, with one exception.
+
+    The last value that nobody read stays unread, so that some operations are for nothing.
+    """
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.layers = nn.ModuleList(LAYERS[s.name]() for s in steps if s.kind == "layer")
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) * 0.4 for _ in range(2))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, num_layers = [x, self.first(x)], 0
+        for step in self.steps:
+            a, b = (values[-1 - index % len(values)] for index in step.reads)
+            if step.kind == "one":
+                made = ONE[step.name](a)
+            elif step.kind == "two":
+                made = TWO[step.name](a, b)
+            elif step.kind == "weight":
+                weight = self.weights[step.reads[1] % 2]
+                made = a @ weight + weight.sum(0) if step.name == "twice" else F.linear(a, weight)
+            else:
+                if step.kind == "layer":
+                    layer, num_layers = self.layers[num_layers], num_layers + 1
+                else:
+                    layer = self.layers[step.reads[1] % num_layers] if num_layers else self.first
+                made = layer(a)
+                made = made[0] if isinstance(made, tuple) else made
+            values.append(made)
+        return values[-1] + values[-2] * 0.5 + values[len(values) // 2]
+
+
+def steps() -> st.SearchStrategy[Step]:
+    reads = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    return st.one_of(
+        st.builds(Step, st.just("one"), st.sampled_from(sorted(ONE)), reads),
+        st.builds(Step, st.just("two"), st.sampled_from(sorted(TWO)), reads),
+        st.builds(Step, st.just("layer"), st.sampled_from(sorted(LAYERS)), reads),
+        st.builds(Step, st.just("again"), st.just(""), reads),
+        st.builds(Step, st.just("weight"), st.sampled_from(["once", "twice"]), reads),
+    )
+
+
+@settings(
+    max_examples=int(LONG_MINUTES * 120) or 12,
+    derandomize=not LONG_MINUTES,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    network=st.lists(steps(), min_size=3, max_size=14).map(tuple),
+    batch=st.integers(2, 4),
+    placements=st.lists(
+        st.tuples(st.integers(0, 10_000), st.integers(2, 5)), min_size=4, max_size=4
+    ),
+)
+def test_random_networks_cut_at_random(
+    network: tuple[Step, ...], batch: int, placements: list[tuple[int, int]]
+) -> None:
+    base = Captures()
+    for seed, num_workers in placements:
+        try:
+            assert_same_bits(
+                lambda: RandomNetwork(network),
+                batches_of(batch, WIDTH, WIDTH),
+                num_workers=num_workers,
+                loss_fn=rows_against_target,
+                captures=Scattered(base, seed=seed, num_workers=num_workers),
+            )
+        except PlacementError as error:
+            # Memory that is modified in place, with work of others between: refused on purpose.
+            assert "share memory" in str(error)

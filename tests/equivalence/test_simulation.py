@@ -1,0 +1,105 @@
+"""The simulation itself: it is the same every time, and it says what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.errors import OwnershipError
+from graphsplit.program.instruction import Opcode
+from graphsplit.testing import simulate
+from graphsplit.testing.compare import difference
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import SimulatedCluster, SimulationError
+from graphsplit.train.batch import Arguments
+from graphsplit.train.planner import Task
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+        self.first.place("MS_WORKER", 0)
+        self.second.place("MS_WORKER", 1)
+
+    def forward(self, x):
+        return self.second(self.dropout(self.first(x)))
+
+
+def make_task() -> Task:
+    torch.manual_seed(0)
+    network = Two()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return Task(network, rows_against_target, optimizer, "affinity", with_loss=True)
+
+
+def arguments() -> Arguments:
+    return (*batches_of(4, 8)[0],), {}
+
+
+def test_a_simulation_leaves_the_default_generator_alone() -> None:
+    torch.manual_seed(7)
+    before = torch.default_generator.get_state()
+    SimulatedCluster(make_task, 2).train_step(arguments())
+    assert torch.equal(torch.default_generator.get_state(), before)
+
+
+def test_what_a_worker_does_not_own_cannot_be_read_there() -> None:
+    cluster = SimulatedCluster(make_task, 2)
+    cluster.train_step(arguments())
+    with pytest.raises(OwnershipError, match="lives on worker 1"):
+        cluster.workers[0].task.network.second.weight.sum()  # type: ignore[operator, union-attr]
+
+
+def test_a_deadlock_names_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SimulatedCluster(make_task, 2)
+    cluster.train_step(arguments())
+
+    def never_sends(self: SimulatedCluster, runner: simulate.ProgramRunner) -> bool:
+        instruction = runner.next_instruction()
+        return instruction is not None and instruction.opcode not in (Opcode.SEND, Opcode.RECEIVE)
+
+    monkeypatch.setattr(SimulatedCluster, "_can_advance", never_sends)
+    with pytest.raises(SimulationError, match=r"(?s)worker 0: .*SEND.*worker 1: .*RECEIVE"):
+        cluster.train_step(arguments())
+
+
+def test_a_difference_is_named_with_step_parameter_and_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = SimulatedCluster.train_step
+
+    def nudged(self: SimulatedCluster, given: Arguments) -> list[torch.Tensor]:
+        losses = step(self, given)
+        with torch.no_grad():
+            self.workers[1].task.network.second.bias[3] += 1e-3  # type: ignore[index, union-attr]
+        return losses
+
+    monkeypatch.setattr(SimulatedCluster, "train_step", nudged)
+    with pytest.raises(AssertionError, match=r"step 0: value of 'second.bias' on worker 1 .*\[3\]"):
+        assert_same_bits(Two, batches_of(4, 8), num_workers=2, loss_fn=rows_against_target)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "text"),
+    [
+        (torch.tensor(0.0), torch.tensor(-0.0), "1 of 1 elements differ"),
+        (torch.tensor([1.0]), torch.tensor(1.0), "shape"),
+        (torch.tensor(1), torch.tensor(1.0), "dtype"),
+        (torch.tensor(0.0), None, "expected a torch.float32 tensor"),
+        ({"a": [1, 2]}, {"a": [1]}, "structure"),
+        ((1, torch.tensor([1, 2])), (1, torch.tensor([1, 3])), r"\[1\]: 1 of 2 .* at \[1\]"),
+    ],
+)
+def test_every_difference_counts(expected: object, actual: object, text: str) -> None:
+    import re
+
+    found = difference(expected, actual)
+    assert found is not None and re.search(text, found), found
+
+
+def test_a_nan_equals_itself() -> None:
+    assert difference(torch.tensor([float("nan")]), torch.tensor([float("nan")])) is None
