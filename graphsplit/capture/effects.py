@@ -114,6 +114,7 @@ def _aliased_operands(node: Node) -> tuple[Node, ...]:
     if schema is None:  # getitem and other Python functions; higher-order operations
         return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
     may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
+    may_alias = may_alias and schema.name not in _HIDDEN_WRITES  # these have the tag for mutating
     found: list[Node] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None and not (may_alias and position == 0):

@@ -45,7 +45,11 @@ def _replace(node: Node, result: Any, operands: list[tuple[Node, torch.Tensor]])
 
 
 def _may_be_identity(node: Node) -> bool:
-    """Only operations made of others can return an operand; it then looks like that operand."""
+    """Only operations made of others can return an operand; it then looks like that operand.
+
+    Strides are not compared: export runs some operations in another way than they really run
+    (``dropout`` in eval mode is a copy there), and notes other strides.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
@@ -60,7 +64,7 @@ def _look(node: Node) -> Any:
     value = node.meta.get("val")
     if not isinstance(value, FakeTensor):
         return None
-    return value.dtype, tuple(value.shape), value.stride()
+    return value.dtype, tuple(value.shape)
 
 
 def _run(node: Node) -> tuple[Any, list[tuple[Node, torch.Tensor]]]:

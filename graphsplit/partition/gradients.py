@@ -17,11 +17,12 @@ earlier terms travels to its segment, and enters that leaf's backward before the
 do, as in eager. Contributions with such a *seed* wait for those that it is made of, so these must
 lie on higher levels: ``delays`` asks for that.
 
-Uses in the producing segment itself need no leaf if autograd's own order comes out the same. The
-fold of all contributions enters that segment's backward first, then the segment's own uses are
-added, latest first. That equals eager's order if all contributions are later than all own uses, or
-if exactly one own use comes first and exactly one contribution second, because a + b = b + a.
-Otherwise the own uses must move to a later segment, where they get leaves like all others.
+Uses in the producing segment itself need no leaf if all contributions are later than all of them:
+the fold of the contributions enters that segment's backward first, then autograd adds the own uses,
+latest first. Otherwise the own uses must move to a later segment, where they get leaves like all
+others. (That one own term followed by one contribution may be swapped, since a + b = b + a, is
+true of the numbers only: the sum takes the strides of its first term, and sums over it then differ
+in bits.)
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def order_gradients(placed: PlacedGraph, segmentation: Segmentation) -> Gradient
         pieces = _pieces(its_uses, segment_of, home, repeated)
         if all(piece.segment == home for piece in pieces):
             continue
-        if not _autograd_keeps_order([(p.segment == home, p.is_whole) for p in pieces]):
+        if not _autograd_keeps_order([piece.segment == home for piece in pieces]):
             conflicts.add(value)
             continue
         fold: tuple[int, ...] = ()
@@ -182,17 +183,6 @@ def _pieces(
     return pieces
 
 
-def _autograd_keeps_order(terms: Sequence[tuple[bool, bool]]) -> bool:
-    """Whether adding the fold of all contributions first, then own uses, is eager's order.
-
-    Args:
-        terms: For each term of eager's sum, whether it is an own use, and whether it is whole.
-    """
-    is_own = [own for own, _ in terms]
-    if True not in is_own:
-        return True
-    first_own = is_own.index(True)
-    if all(is_own[first_own:]):
-        return True
-    can_swap = is_own[:2] == [True, False] and not (terms[0][1] or terms[1][1])
-    return can_swap and all(is_own[2:])
+def _autograd_keeps_order(is_own: Sequence[bool]) -> bool:
+    """Whether adding the fold of all contributions first, then own uses, is eager's order."""
+    return True not in is_own or all(is_own[is_own.index(True) :])

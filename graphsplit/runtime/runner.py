@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.partition.spans import gradient_spans
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.lower import WorkerProgram
+from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.runtime.autograd import accumulate, fold, gradients, run_tensor_hooks
 from graphsplit.runtime.segment_code import SegmentCode, build_code
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
@@ -104,6 +106,17 @@ def channel_spec(
     )
 
 
+def _announcing(senders: Sequence[Sender], action: Action) -> Action:
+    announcements = [sender.announce for sender in senders]
+
+    def announce_and_run(state: StepState) -> None:
+        for announce in announcements:
+            announce()
+        action(state)
+
+    return announce_and_run
+
+
 def first_received(program: WorkerProgram) -> int | None:
     """The edge whose value a worker needs before it can do anything in a step, if there is one."""
     for instruction in program.instructions:
@@ -139,6 +152,9 @@ class ProgramRunner:
         }
         self._open_channels()
         self._actions = [self._bind(i) for i in parts.program.instructions]
+        self._announce_values()
+        waits = [i.opcode is Opcode.RECEIVE for i in parts.program.instructions]
+        self._first_wait = waits.index(True) if True in waits else len(waits)
         self.position = 0
         self.step = -1
 
@@ -158,6 +174,25 @@ class ProgramRunner:
                 assert transport is not None
                 spec = channel_spec(plan, number, edge, span_bytes=spans.get(edge.index, 0))
                 self._receivers[edge.index] = transport.open_receiver(spec)
+
+    def _announce_values(self) -> None:
+        """Before each computation, announce the values that are sent right after it.
+
+        Only as many as there are cores to spare: who was told looks for the value without sleeping.
+        """
+        instructions = self._parts.program.instructions
+        late = late_edges(self._plan)
+        spare = max(1, (os.cpu_count() or 1) - 1)
+        for position, instruction in enumerate(instructions):
+            if instruction.opcode not in (Opcode.FORWARD, Opcode.BACKWARD):
+                continue
+            following = itertools.takewhile(
+                lambda i: i.opcode is Opcode.SEND, instructions[position + 1 :]
+            )
+            edges = [i.operand for i in following if i.operand not in late]
+            senders = [self._senders[edge] for edge in edges[:spare]]
+            if senders:
+                self._actions[position] = _announcing(senders, self._actions[position])
 
     def where(self) -> str:
         """The current position in words, for heartbeats and failures."""
@@ -182,12 +217,19 @@ class ProgramRunner:
             return f" ({', '.join(list(paths)[:6])})"
         return ""
 
-    def run(self, step: int, inputs: Sequence[Sequence[torch.Tensor | None]]) -> StepState:
+    def run(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> StepState:
         """Run one step.
 
         Args:
             step: Number of the step in the job, the same on every worker.
             inputs: For each microbatch, the graph's inputs.
+            meanwhile: Something else to do, once, before this worker first waits for a value.
 
         Returns:
             What the step left: ``values`` holds the outputs this worker was sent or made.
@@ -198,19 +240,25 @@ class ProgramRunner:
             JobFailedError: The job was aborted elsewhere.
         """
         state = self.begin(step, inputs)
-        reported, actions = self._parts.position, self._actions
         with torch.set_grad_enabled(self._grad_enabled):
-            for position, action in enumerate(actions):
-                self.position = position
-                reported.progress += 1
-                try:
-                    action(state)
-                except (GraphsplitError, KeyboardInterrupt, SystemExit):
-                    raise
-                except Exception as error:
-                    raise self._failure(error) from error
-        self.position = len(actions)
+            if meanwhile is not None:
+                self._run_until(self._first_wait, state)
+                meanwhile()
+            self._run_until(len(self._actions), state)
         return state
+
+    def _run_until(self, end: int, state: StepState) -> None:
+        reported, actions = self._parts.position, self._actions
+        for position in range(self.position, end):
+            self.position = position
+            reported.progress += 1
+            try:
+                actions[position](state)
+            except (GraphsplitError, KeyboardInterrupt, SystemExit):
+                raise
+            except Exception as error:
+                raise self._failure(error) from error
+        self.position = end
 
     def begin(self, step: int, inputs: Sequence[Sequence[torch.Tensor | None]]) -> StepState:
         """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""

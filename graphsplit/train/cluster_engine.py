@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,8 +34,8 @@ class ClusterEngine(Engine):
     def train_epoch(self, loader: Iterable[Any]) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
         self._task.network.train()
-        for planned, arguments in self._feed(Mode.TRAIN, loader):
-            values = self._run(planned, arguments)
+        for planned, arguments, meanwhile in self._feed(Mode.TRAIN, loader):
+            values = self._run(planned, arguments, meanwhile)
             loss = planned.plan.placed.graph.loss_node
             assert loss is not None
             yield values[loss]
@@ -55,9 +55,9 @@ class ClusterEngine(Engine):
         for metric in metrics.values():
             metric.reset()
         home = 0
-        for planned, arguments in self._feed(Mode.EVAL, loader):
+        for planned, arguments, meanwhile in self._feed(Mode.EVAL, loader):
             home = planned.plan.home
-            values = self._run(planned, arguments)
+            values = self._run(planned, arguments, meanwhile)
             if self._job.rank == home:
                 assert arguments is not None
                 self._update_metrics(planned, arguments, values, metrics)
@@ -116,7 +116,8 @@ class ClusterEngine(Engine):
         planned = self.planner.plan_for(mode, signature)
         leader = planned.consumers[0]
         if self._job.rank == leader:
-            self._tickets.send(arguments, signature=signature, generator=None)
+            checksum = fingerprint(arguments)
+            self._tickets.send(arguments, signature=signature, generator=None, checksum=checksum)
             return planned
         ticket = self._tickets.receive(leader)
         if (ticket.signature_digest, ticket.fingerprint) != (
@@ -130,9 +131,15 @@ class ClusterEngine(Engine):
             )
         return planned
 
-    def _run(self, planned: Planned, arguments: Arguments | None) -> dict[int, torch.Tensor]:
+    def _run(
+        self,
+        planned: Planned,
+        arguments: Arguments | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> dict[int, torch.Tensor]:
         step, self._step = self._step, self._step + 1
-        return planned.runner.run(step, [self._inputs(planned, arguments)]).values[0]
+        inputs = self._inputs(planned, arguments)
+        return planned.runner.run(step, [inputs], meanwhile=meanwhile).values[0]
 
     def _inputs(self, planned: Planned, arguments: Arguments | None) -> list[Any]:
         if arguments is not None:

@@ -2,12 +2,14 @@
 
 Only workers whose program consumes an input read their loader; the others decode nothing. Before
 each step the *leader*, the reader that stands earliest in the pipeline, tells all others by a
-ticket what the batch looks like, a checksum of its values, and the generator's state if drawing
-the batch changed it::
+ticket what the batch looks like, and the generator's state if drawing the batch changed it::
 
-    leader     draw batch ── ticket ──────────────► run step
-    reader     draw batch ── compare with ticket ─► run step
-    others                   take over generator ─► run step
+    leader     draw batch ── ticket ───────────────► run step
+    reader              receive ticket, draw batch ─► run step
+    others      receive ticket, take over generator ─► run step
+
+Checksums cost time, so leader and readers compute them while they wait for values, and a ticket
+carries that of the batch before: a difference ends the job one step late, and names the right one.
 
 Before the first plan nobody knows who reads. The worker of the first placed module leads then; if
 it turns out to consume nothing, it has read one epoch for the others, and the next epoch's leader
@@ -17,7 +19,7 @@ is a consumer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -50,6 +52,9 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
     return 0
 
 
+Fed = tuple[Planned, Arguments | None, Callable[[], None] | None]
+
+
 class Tickets:
     """Sends and reads tickets; remembers every signature's text."""
 
@@ -65,16 +70,28 @@ class Tickets:
         signature: Signature | None,
         generator: torch.Tensor | None,
         quiet: Container[int] = (),
+        checksum: int | None = None,
+        previous_checksum: int = 0,
     ) -> None:
-        """Announce the next batch; None announces the end of the epoch."""
+        """Announce the next batch; None announces the end of the epoch.
+
+        Args:
+            arguments: The batch.
+            signature: Its signature.
+            generator: State of the generator, where drawing the batch changed it.
+            quiet: Workers that need not be woken for the ticket.
+            checksum: Of the batch, where all workers hold it.
+            previous_checksum: Of the batch before, where readers drew it from their loaders.
+        """
         self._step += 1
         ticket = StepTicket(step=self._step, end=arguments is None)
         if arguments is not None and signature is not None:
             ticket.signature_digest = signature.digest
-            ticket.fingerprint = fingerprint(arguments)
+            ticket.fingerprint = checksum or 0
             if signature.digest not in self._texts:
                 self._texts[signature.digest] = signature.text
                 ticket.signature_text = signature.text
+        ticket.previous_fingerprint = previous_checksum
         if generator is not None:
             ticket.generator = generator.numpy().tobytes()
         self._job.control.send_ticket(_padded(ticket.SerializeToString()), quiet=quiet)
@@ -150,8 +167,8 @@ class _Cursor:
 class Feed:
     """The batches of one epoch, as one worker sees them.
 
-    Yields, for each step, the plan to run and the batch; the batch is None where this worker does
-    not consume it.
+    Yields, for each step, the plan to run, the batch, and what to do while the step waits for its
+    first value. The batch is None where this worker does not consume it.
 
     Raises while iterating:
         LoaderMismatchError: This worker's loader disagrees with the leader's.
@@ -178,14 +195,15 @@ class Feed:
         self._epoch_state = torch.default_generator.get_state()
         self._cursor: _Cursor | None = None
         self._step = 0
+        self._checksum: int | None = None  # of the batch drawn last
 
-    def __iter__(self) -> Iterator[tuple[Planned, Arguments | None]]:
+    def __iter__(self) -> Iterator[Fed]:
         if self._job.rank == self._leader:
             yield from self._lead()
         else:
             yield from self._follow()
 
-    def _lead(self) -> Iterator[tuple[Planned, Arguments | None]]:
+    def _lead(self) -> Iterator[Fed]:
         cursor = _Cursor(self._loader, has_loss_fn=self._has_loss_fn)
         known: torch.Tensor | None = None
         planned: Planned | None = None
@@ -196,34 +214,60 @@ class Feed:
             arguments = cursor.draw()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
+            previous = self._checksum or 0
             if arguments is None:
-                self._tickets.send(None, signature=None, generator=news)
+                self._tickets.send(None, signature=None, generator=news, previous_checksum=previous)
                 return
             signature = Signature.of(arguments)
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
             # than a hop, when there are fewer cores than workers.
             is_same = planned is not None and signature.digest == digest
-            quiet = planned.woken_by_values if planned is not None and is_same else ()
-            self._tickets.send(arguments, signature=signature, generator=news, quiet=quiet)
+            quiet = planned.woken_by_values if planned is not None and is_same else frozenset()
+            self._tickets.send(
+                arguments,
+                signature=signature,
+                generator=news,
+                quiet=quiet,
+                previous_checksum=previous,
+            )
             planned, digest = self._planner.plan_for(self._mode, signature), signature.digest
-            yield planned, arguments
+            yield planned, arguments, self._meanwhile(arguments, quiet & set(planned.consumers))
             self._step += 1
 
-    def _follow(self) -> Iterator[tuple[Planned, Arguments | None]]:
+    def _meanwhile(self, arguments: Arguments, readers: Set[int]) -> Callable[[], None]:
+        """Let the other readers draw the batch, and compute its checksum."""
+
+        def wake_and_check() -> None:
+            for reader in readers:
+                self._job.control.wake(reader)
+            self._checksum = fingerprint(arguments)
+
+        return wake_and_check
+
+    def _follow(self) -> Iterator[Fed]:
         while True:
             ticket = self._tickets.receive(self._leader)
             if ticket.end:
+                self._compare_previous(ticket)
                 self._end(ticket)
                 return
+            self._compare_previous(ticket)
             planned = self._planner.plan_for(self._mode, self._tickets.signature(ticket))
-            arguments = None
             if self._job.rank in planned.consumers:
                 arguments = self._draw(ticket)
+                yield planned, arguments, self._meanwhile(arguments, set())
             else:
                 self._take_over_generator(ticket)
-            yield planned, arguments
+                yield planned, None, None
             planned.runner.expect_first_value()
             self._step += 1
+
+    def _compare_previous(self, ticket: StepTicket) -> None:
+        """Compare the batch before with the leader's, if this worker drew it."""
+        mine, self._checksum = self._checksum, None
+        if mine is not None and mine != ticket.previous_fingerprint:
+            self._step -= 1
+            raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
 
     def _take_over_generator(self, ticket: StepTicket) -> None:
         if ticket.generator:
@@ -243,8 +287,6 @@ class Feed:
                 f"its batch is {signature.text}",
                 f"the leader's is {self._tickets.signature(ticket).text}",
             )
-        if fingerprint(arguments) != ticket.fingerprint:
-            raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
         if ticket.generator and (
             torch.default_generator.get_state().numpy().tobytes() != ticket.generator
         ):

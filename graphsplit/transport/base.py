@@ -74,6 +74,16 @@ class Sender(ABC):
             JobFailedError: The job was aborted while waiting.
         """
 
+    def wake(self) -> None:  # noqa: B027  a hint, which most transports have no use for
+        """Wake the receiver if it waits: to be called some time after a quiet ``send``."""
+
+    def announce(self) -> None:  # noqa: B027  a hint, which most transports have no use for
+        """Tell the receiver that the next value will be sent within milliseconds.
+
+        Waking a sleeping process takes longer than a small value does to cross. Announced when its
+        computation begins, the value finds a receiver that is awake and looks for it.
+        """
+
 
 class Receiver(ABC):
     """The receiving end of one channel. Used by one thread at a time."""

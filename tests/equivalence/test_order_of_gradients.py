@@ -96,7 +96,7 @@ def cosine(h):
         lambda h: torch.sin(h) + torch.einsum("bi,bi->b", h, h)[:, None] + torch.cos(h),
         lambda h: torch.sin(h) + F.poisson_nll_loss(h, h.abs()) + torch.cos(h),
         lambda h: torch.sin(h) + F.triplet_margin_loss(h, torch.sin(h), h * 2) + torch.cos(h),
-        lambda h: torch.sin(h) + F.kl_div(h, h.softmax(-1)) + torch.cos(h),
+        lambda h: torch.sin(h) + F.kl_div(h, h.softmax(-1), reduction='sum') + torch.cos(h),
     ],
     ids=["cosine_similarity", "einsum", "poisson_nll_loss", "triplet_margin_loss", "kl_div"],
 )
