@@ -36,7 +36,7 @@ def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
 
 def new_storage(size_bytes: int) -> torch.UntypedStorage:
     """Returns a CPU storage whose content is not set."""
-    return torch.UntypedStorage(size_bytes)  # type: ignore[no-untyped-call]
+    return torch.UntypedStorage(size_bytes)
 
 
 def user_line() -> str:

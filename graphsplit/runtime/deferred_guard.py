@@ -57,12 +57,12 @@ def _torch_function(
 
 def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
     fill([self], because="deepcopy needs a value")
-    return type(self).__deepcopy__(self, memo)  # type: ignore[no-untyped-call]
+    return type(self).__deepcopy__(self, memo)
 
 
 def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
     fill([self], because="pickling needs a value")
-    return type(self).__reduce_ex__(self, protocol)  # type: ignore[no-untyped-call]
+    return type(self).__reduce_ex__(self, protocol)
 
 
 class DeferredParameter(torch.nn.Parameter):

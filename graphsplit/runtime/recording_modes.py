@@ -97,7 +97,7 @@ def _is_recordable(func: Any) -> bool:
     )
 
 
-class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationMode(TorchDispatchMode):
     """Records operations instead of executing them, as the module's table says."""
 
     def __init__(self, recording: Recording) -> None:
