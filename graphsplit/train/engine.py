@@ -74,6 +74,8 @@ class EagerEngine(Engine):
         task = self._task
         assert task.optimizer is not None
         args, kwargs = arguments
+        if not task.network.training:  # a callback may have evaluated in the middle of an epoch
+            task.network.train()
         task.optimizer.zero_grad()
         loss = batches.run_train(task.network, task.loss_fn, *args, **kwargs)
         torch.autograd.backward(loss)

@@ -96,7 +96,7 @@ def cosine(h):
         lambda h: torch.sin(h) + torch.einsum("bi,bi->b", h, h)[:, None] + torch.cos(h),
         lambda h: torch.sin(h) + F.poisson_nll_loss(h, h.abs()) + torch.cos(h),
         lambda h: torch.sin(h) + F.triplet_margin_loss(h, torch.sin(h), h * 2) + torch.cos(h),
-        lambda h: torch.sin(h) + F.kl_div(h, h.softmax(-1), reduction='sum') + torch.cos(h),
+        lambda h: torch.sin(h) + F.kl_div(h, h.softmax(-1), reduction="sum") + torch.cos(h),
     ],
     ids=["cosine_similarity", "einsum", "poisson_nll_loss", "triplet_margin_loss", "kl_div"],
 )
@@ -150,6 +150,28 @@ def test_an_operation_with_nothing_to_do_hands_back_the_same_tensor() -> None:
         return first + torch.sin(same) + F.normalize(h.float()) + loss + same * 0.3
 
     assert_same_wherever_placed(lambda: Applied(function), batches_of(4, 8), placements=range(30))
+
+
+def test_a_sum_takes_the_strides_of_its_first_term() -> None:
+    # Of two terms, that of the later use was added second where it came from the worker itself:
+    # the same numbers, but in the strides of the other term, and then another sum for the bias.
+    class Turned(Applied):
+        def forward(self, x):
+            h = self.linear(x)
+            with place("MS_WORKER", 1):
+                turned = torch.sin(h.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
+            with place("MS_WORKER", 0):
+                return turned * torch.exp(h) + torch.cos(h)
+
+    for seed in range(5):
+        assert_same_bits(
+            lambda: Turned(None), batches_of(5, 7, 8), num_workers=2, loss_fn=_flat, seed=seed
+        )
+    assert_same_wherever_placed(lambda: Turned(None), batches_of(5, 7, 8), placements=range(10))
+
+
+def _flat(outputs, target):
+    return F.mse_loss(outputs.flatten(1).sum(1), target)
 
 
 def test_a_parameter_used_directly_on_three_workers() -> None:

@@ -1,7 +1,7 @@
 """Random networks, cut at random, give the bits of the plain eager loop.
 
 Every network is a list of steps; each step reads values made before it. In CI the same few examples
-run every time. ``GS_TEST_LONG=<minutes>`` looks for new ones for that long.
+run every time. ``GS_TEST_LONG=<minutes>`` looks for new ones for about that long.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import Scattered, batches_of, rows_against_target
@@ -173,8 +174,9 @@ def runs_in_eager(network: tuple[Step, ...], batch: int) -> bool:
     return True
 
 
+@pytest.mark.timeout(0 if LONG_MINUTES else 120)
 @settings(
-    max_examples=int(LONG_MINUTES * 120) or 12,
+    max_examples=int(LONG_MINUTES * 60) or 12,
     derandomize=not LONG_MINUTES,
     deadline=None,
     database=None,

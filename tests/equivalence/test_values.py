@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -139,14 +140,43 @@ def test_a_borrowed_weight_still_asks_for_a_gradient_in_eval_mode() -> None:
     assert_same_wherever_placed(Attention, batches_of(3, 5, 8), placements=range(10))
 
 
-def test_encoder_layers_with_dropout_in_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Export never takes the fused path of transformer layers in eval mode, whose bits are others.
-    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
-    assert not torch.backends.mha.get_fastpath_enabled()
-    assert_same_wherever_placed(
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True),
-        batches_of(3, 5, 8),
-    )
+@pytest.fixture
+def no_fused_transformer_layers() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+
+
+def test_encoder_layers_with_dropout_in_attention(no_fused_transformer_layers: None) -> None:
+    assert_same_wherever_placed(encoder_layer, batches_of(3, 5, 8))
+
+
+@pytest.mark.xfail(
+    reason="export never takes the fused path that transformer layers have in eval mode, and whose "
+    "bits are others; torch.backends.mha.set_fastpath_enabled(False) turns it off",
+    raises=AssertionError,
+    strict=True,
+)
+def test_encoder_layers_with_their_fused_path_in_eval_mode() -> None:
+    assert_same_wherever_placed(encoder_layer, batches_of(3, 5, 8), placements=[0])
+
+
+def test_dropout_in_eval_mode_hands_back_its_operand() -> None:
+    # Export notes a copy there, with other strides than the operand's, which really cross.
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.3)
+
+        def forward(self, x):
+            return torch.sin(self.dropout(torch.cat([self.linear(x), x], 1)[:, ::2])) * 2
+
+    assert_same_wherever_placed(Dropped, batches_of(4, 8), placements=range(10))
 
 
 def test_long_short_term_memory_with_dropout_between_its_layers() -> None:
@@ -177,6 +207,21 @@ def test_in_place_operations_across_a_cut() -> None:
             return k.view(-1, 2, 4).sigmoid_().flatten(1) + x
 
     assert_same_wherever_placed(InPlace, batches_of(4, 8), placements=range(10))
+
+
+def test_in_place_after_a_normalisation_of_the_input() -> None:
+    # batch_norm was thought to share memory with its input; an in-place operation after it stayed
+    # one, and modified a leaf.
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            return self.linear(self.relu(self.norm(x)))
+
+    assert_same_wherever_placed(Normalised, batches_of(4, 8), placements=range(10))
 
 
 def test_writing_into_a_part_of_a_value() -> None:

@@ -156,10 +156,11 @@ def branches(*workers: int) -> PlacedGraph:
     return placed_graph(ops, parameters={"w": 0})
 
 
-def test_one_own_use_first_and_one_contribution_second_keep_the_segment_whole() -> None:
-    plan = check(branches(0, 1, 0))  # eager adds: own use2, then use1 of worker 1, own use0
-    assert [s.worker for s in plan.segments] == [0, 1, 2]
-    assert fold_of(plan, "v") == [["use1"]]
+def test_an_own_use_before_a_contribution_moves_to_a_later_segment() -> None:
+    # a + b = b + a, but the sum takes the strides of its first term.
+    plan = check(branches(0, 1, 0))
+    assert [s.worker for s in plan.segments] == [0, 0, 1, 2]
+    assert fold_of(plan, "v") == [["use2"], ["use1"], ["use0"]]
 
 
 def test_two_own_uses_before_a_contribution_move_to_a_later_segment() -> None:

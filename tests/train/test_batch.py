@@ -1,0 +1,90 @@
+"""Batches: how they are taken apart, described and compared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.train.batch import Signature, fingerprint, loss_of, num_samples, split_batch
+
+X, Y = torch.arange(12.0).view(4, 3), torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [((X, Y), 2), ((X, X, Y), 3), (((X, X), Y), 3), ([X, Y], 2), (([X], Y), 2)],
+)
+def test_with_a_loss_a_batch_is_inputs_and_a_target(batch, expected):
+    args, kwargs = split_batch(batch, has_loss_fn=True)
+    assert len(args) == expected
+    assert args[-1] is Y
+    assert kwargs == {}
+
+
+def test_a_mapping_becomes_keyword_arguments():
+    assert split_batch({"x": X, "labels": Y}, has_loss_fn=False) == ((), {"x": X, "labels": Y})
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [({"x": X}, "has no target"), (X, r"tuple of 1"), ((X,), "tuple of 1"), (3, "int")],
+)
+def test_a_batch_that_does_not_fit_is_refused(batch, message):
+    with pytest.raises(ConfigurationError, match=message):
+        split_batch(batch, has_loss_fn=True)
+
+
+def test_a_signature_survives_its_text_and_gives_an_example_of_the_same_signature():
+    arguments = ((X.t(), {"mask": Y > 1, "scale": 2.0}, [None, "mean"]), {"labels": Y})
+    signature = Signature.of(arguments)
+    args, kwargs = signature.example()
+    assert Signature.read(signature.text) == signature
+    assert Signature.of((args, kwargs)) == signature
+    assert args[0].stride() == X.t().stride()
+    assert args[1]["scale"] == 2.0
+    assert args[2] == [None, "mean"]
+
+
+@pytest.mark.parametrize("other", [X.double(), X[:3], X.t().contiguous().t(), X.view(2, 6)])
+def test_another_dtype_shape_or_stride_is_another_signature(other):
+    assert Signature.of(((X,), {})) != Signature.of(((other,), {}))
+
+
+def test_one_and_true_and_one_point_zero_are_three_signatures():
+    assert len({Signature.of(((value,), {})) for value in (1, True, 1.0)}) == 3
+
+
+def test_what_cannot_be_described_is_refused():
+    with pytest.raises(ConfigurationError, match="a batch holds a set"):
+        Signature.of((({1, 2},), {}))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [X + 0, X.flip(0), X.clone().index_put_((torch.tensor(1),), torch.tensor(9.0))],
+    ids=["equal", "other order", "one value"],
+)
+def test_a_fingerprint_tells_values_and_their_order_apart(other):
+    is_equal = torch.equal(X, other)
+    assert (fingerprint(((X,), {})) == fingerprint(((other,), {}))) == is_equal
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(0), torch.tensor(True), torch.ones(3, dtype=torch.bfloat16), X.t(),
+     torch.ones(5, dtype=torch.complex64)],
+)  # fmt: skip
+def test_every_tensor_has_a_fingerprint(tensor):
+    assert fingerprint(((tensor,), {})) == fingerprint(((tensor.clone(),), {}))
+
+
+def test_samples_are_counted_by_the_first_tensor_with_a_dimension():
+    assert num_samples(((torch.tensor(1.0), X), {})) == 4
+    assert num_samples(((3,), {})) == 1
+
+
+def test_a_network_must_return_a_loss_where_there_is_no_loss_fn():
+    assert loss_of({"loss": X.sum()}) == X.sum()
+    with pytest.raises(ConfigurationError, match=r"a tensor of shape \[4, 3\]"):
+        loss_of(X)

@@ -1,0 +1,164 @@
+"""Without a cluster a Model is a plain loop, and says what it does not accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import ConfigurationError
+
+BATCHES = [(torch.ones(4, 3) * i, torch.tensor([0, 1, 0, 1])) for i in range(1, 4)]
+
+
+def make(**options: Any) -> tuple[nn.Module, gs.Model]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    metrics = {"Accuracy": gs.metrics.Accuracy(), "Loss": gs.metrics.Loss()}
+    return net, gs.Model(net, nn.CrossEntropyLoss(), optimizer, metrics, **options)
+
+
+def plain_epochs(num_epochs: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    loss_fn = nn.CrossEntropyLoss()
+    for _ in range(num_epochs):
+        for inputs, target in BATCHES:
+            optimizer.zero_grad()
+            loss_fn(net(inputs), target).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+def assert_same(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> None:
+    assert list(mine) == list(reference)
+    assert all(torch.equal(mine[key], reference[key]) for key in reference)
+
+
+def test_training_gives_the_bits_of_a_plain_loop():
+    _, model = make()
+    model.train(2, BATCHES)
+    assert_same(model.state_dict(), plain_epochs(2))
+
+
+def test_an_eval_in_a_callback_leaves_the_rest_of_the_epoch_in_train_mode():
+    class Evaluate(gs.callbacks.Callback):
+        def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+            context.model.eval(BATCHES)
+
+    _, model = make()
+    model.train(1, BATCHES, [Evaluate()])
+    assert_same(model.state_dict(), plain_epochs(1))
+
+
+def test_train_step_after_eval_trains_in_train_mode():
+    _, model = make()
+    model.eval(BATCHES)
+    for inputs, target in BATCHES:
+        model.train_step(inputs, target)
+    assert_same(model.state_dict(), plain_epochs(1))
+
+
+def test_metrics_are_those_of_the_whole_loader():
+    net, model = make()
+    found = model.eval(BATCHES)
+    net.eval()
+    with torch.no_grad():
+        outputs = torch.cat([net(inputs) for inputs, _ in BATCHES])
+        target = torch.cat([target for _, target in BATCHES])
+        losses = [float(nn.functional.cross_entropy(net(i), t)) for i, t in BATCHES]
+    assert found["Accuracy"] == float((outputs.argmax(1) == target).sum()) / len(target)
+    assert found["Loss"] == sum(loss * 4 for loss in losses) / 12
+
+
+def test_predict_runs_in_eval_mode_without_gradients():
+    net, model = make()
+    outputs = model.predict(BATCHES[0][0])
+    assert not outputs.requires_grad
+    assert torch.equal(outputs, model.predict(BATCHES[0][0])), "dropout is off"
+    assert not net.training
+
+
+def test_callbacks_see_every_step_with_its_loss():
+    seen: list[tuple[int, int, bool]] = []
+
+    class Note(gs.callbacks.Callback):
+        def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+            seen.append((context.epoch, context.step, context.loss.dim() == 0))
+
+    _, model = make()
+    model.train(2, BATCHES, [Note()])
+    assert seen == [(epoch, step, True) for epoch in (1, 2) for step in (1, 2, 3)]
+
+
+def test_a_failure_is_told_to_callbacks_and_raised():
+    told: list[int] = []
+
+    class Note(gs.callbacks.Callback):
+        def on_failure(self, context: gs.callbacks.RunContext) -> None:
+            told.append(context.step)
+
+    _, model = make()
+    bad = [BATCHES[0], (torch.ones(4, 5), BATCHES[0][1])]
+    with pytest.raises(RuntimeError, match="shapes"):
+        model.train(1, bad, [Note()])
+    assert told == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"microbatches": 2}, "only 1 is supported"),
+        ({"schedule": "fastest"}, "expected one of gpipe, 1f1b"),
+        ({"capture": "magic"}, "expected 'auto'"),
+        ({"unplaced": "nowhere"}, "'affinity' or 'worker0'"),
+    ],
+)
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(**options)
+
+
+def test_every_schedule_name_is_accepted_with_one_microbatch():
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"):
+        make(schedule=schedule)
+
+
+def test_lbfgs_is_refused_because_it_needs_a_closure():
+    net = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="closure"):
+        gs.Model(net, nn.MSELoss(), torch.optim.LBFGS(net.parameters()))
+
+
+def test_a_network_that_is_none_is_refused():
+    with pytest.raises(ConfigurationError, match=r"net is a function; expected a torch.nn.Module"):
+        gs.Model(lambda x: x)
+
+
+def test_training_without_an_optimizer_says_how_to_give_one():
+    with pytest.raises(ConfigurationError, match="train needs an optimizer"):
+        gs.Model(nn.Linear(2, 2), nn.MSELoss()).train(1, [])
+
+
+def test_eval_without_metrics_says_how_to_give_some():
+    with pytest.raises(ConfigurationError, match="eval needs metrics"):
+        gs.Model(nn.Linear(2, 2), nn.MSELoss()).eval([])
+
+
+def test_a_role_without_init_is_refused(monkeypatch):
+    monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    with pytest.raises(ConfigurationError, match=r"gs.init\(\) was not called"):
+        make()
+
+
+def test_explain_in_one_process_plans_for_the_workers_that_placements_ask_for():
+    net, model = make()
+    net[2].place("MS_WORKER", 2)
+    text = model.explain(*BATCHES[0])
+    assert "linear" in text
+    assert "worker 2" in text
