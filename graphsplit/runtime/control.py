@@ -56,10 +56,6 @@ class ControlChannels:
             if peer != self.rank:
                 self._send(peer, _TICKET, message, quiet=peer in quiet)
 
-    def wake(self, peer: int) -> None:
-        """Wake a worker that was sent a ticket quietly."""
-        self._senders[peer, _TICKET].wake()
-
     def receive_ticket(self, source: int) -> bytes:
         """Wait for the next ticket of a worker."""
         return self._receive(source, _TICKET).numpy().tobytes()

@@ -5,7 +5,7 @@ each step the *leader*, the reader that stands earliest in the pipeline, tells a
 ticket what the batch looks like, and the generator's state if drawing the batch changed it::
 
     leader     draw batch ── ticket ───────────────► run step
-    reader              receive ticket, draw batch ─► run step
+    reader     draw batch ── receive ticket ───────► run step
     others      receive ticket, take over generator ─► run step
 
 Checksums cost time, so leader and readers compute them while they wait for values, and a ticket
@@ -19,7 +19,7 @@ is a consumer.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -196,6 +196,7 @@ class Feed:
         self._cursor: _Cursor | None = None
         self._step = 0
         self._checksum: int | None = None  # of the batch drawn last
+        self._next: Arguments | None = None  # drawn, but not yet announced
 
     def __iter__(self) -> Iterator[Fed]:
         if self._job.rank == self._leader:
@@ -231,18 +232,14 @@ class Feed:
                 previous_checksum=previous,
             )
             planned, digest = self._planner.plan_for(self._mode, signature), signature.digest
-            yield planned, arguments, self._meanwhile(arguments, quiet & set(planned.consumers))
+            yield planned, arguments, self._checking(arguments)
             self._step += 1
 
-    def _meanwhile(self, arguments: Arguments, readers: Set[int]) -> Callable[[], None]:
-        """Let the other readers draw the batch, and compute its checksum."""
-
-        def wake_and_check() -> None:
-            for reader in readers:
-                self._job.control.wake(reader)
+    def _checking(self, arguments: Arguments) -> Callable[[], None]:
+        def check() -> None:
             self._checksum = fingerprint(arguments)
 
-        return wake_and_check
+        return check
 
     def _follow(self) -> Iterator[Fed]:
         while True:
@@ -254,11 +251,16 @@ class Feed:
             self._compare_previous(ticket)
             planned = self._planner.plan_for(self._mode, self._tickets.signature(ticket))
             if self._job.rank in planned.consumers:
-                arguments = self._draw(ticket)
-                yield planned, arguments, self._meanwhile(arguments, set())
+                arguments = self._drawn_for(ticket)
+                yield planned, arguments, self._checking(arguments)
             else:
+                self._next = None
                 self._take_over_generator(ticket)
                 yield planned, None, None
+            if self._cursor is not None:
+                # In program order the next batch is drawn now, after the step and the callbacks:
+                # while others still compute, and before its ticket.
+                self._next = self._draw()
             planned.runner.expect_first_value()
             self._step += 1
 
@@ -274,11 +276,16 @@ class Feed:
             state = torch.frombuffer(bytearray(ticket.generator), dtype=torch.uint8)
             torch.default_generator.set_state(state)
 
-    def _draw(self, ticket: StepTicket) -> Arguments:
+    def _draw(self) -> Arguments | None:
         if self._cursor is None:
             self._open_cursor()
         assert self._cursor is not None
-        arguments = self._cursor.draw()
+        return self._cursor.draw()
+
+    def _drawn_for(self, ticket: StepTicket) -> Arguments:
+        """This reader's batch, compared with the ticket."""
+        arguments = self._draw() if self._cursor is None else self._next
+        self._next = None
         if arguments is None:
             raise self._mismatch("its loader has ended", "the leader's has a batch")
         signature = Signature.of(arguments)
@@ -297,13 +304,16 @@ class Feed:
 
     def _open_cursor(self) -> None:
         """Start reading; where earlier batches of this epoch were not read here, skip them."""
+        now = torch.default_generator.get_state()
         torch.default_generator.set_state(self._epoch_state)
         self._cursor = _Cursor(self._loader, has_loss_fn=self._has_loss_fn)
         for _ in range(self._step):
             self._cursor.draw()
+        if self._step > 0:
+            torch.default_generator.set_state(now)
 
     def _end(self, ticket: StepTicket) -> None:
-        if self._cursor is not None and self._cursor.draw() is not None:
+        if self._next is not None:
             raise self._mismatch("its loader has a further batch", "the leader's has ended")
         self._take_over_generator(ticket)
 

@@ -74,9 +74,6 @@ class Sender(ABC):
             JobFailedError: The job was aborted while waiting.
         """
 
-    def wake(self) -> None:  # noqa: B027  a hint, which most transports have no use for
-        """Wake the receiver if it waits: to be called some time after a quiet ``send``."""
-
     def announce(self) -> None:  # noqa: B027  a hint, which most transports have no use for
         """Tell the receiver that the next value will be sent within milliseconds.
 

@@ -19,7 +19,7 @@ no sleep is longer than ``TICK_S`` anyway.
 [Note: announced values] Waking a process costs more than copying a small value. So a sender that
 begins to compute a value writes its number into ``announced`` and rings. The receiver wakes while
 the sender computes, and then looks for the value without sleeping, for ``ANNOUNCED_SPIN_S`` at
-the most; it yields its core to whoever else wants it.
+the most. It yields its core in every round, to whoever has something to compute.
 """
 
 from __future__ import annotations
@@ -213,11 +213,6 @@ class _ShmSender(_End, Sender):
         self._count = words[_PUBLISHED] = count + 1
         self._fence.full()
         if words[_RECEIVER_WAITS] and not quiet:
-            self._link.ring()
-
-    def wake(self) -> None:
-        """See ``Sender.wake``."""
-        if not self.closed and self._words[_RECEIVER_WAITS]:
             self._link.ring()
 
     def announce(self) -> None:

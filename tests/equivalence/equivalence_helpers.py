@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import networkx as nx
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -68,20 +69,15 @@ class Scattered(Captures):
 
 
 def _keep_shared_memory_together(nodes: list[Node]) -> None:
-    has_changed = True
-    while has_changed:
-        has_changed = False
-        for position, node in enumerate(nodes):
-            for shared, _ in node.shares_modified:
-                other = nodes[shared]
-                if other.is_state:
-                    other = next(n for n in nodes if shared in n.reads)
-                if (
-                    other.kind is NodeKind.OPERATION
-                    and other.annotation != nodes[position].annotation
-                ):
-                    nodes[position] = dataclasses.replace(node, annotation=other.annotation)
-                    has_changed = True
+    together: nx.Graph = nx.Graph()
+    for position, node in enumerate(nodes):
+        together.add_edges_from((position, shared) for shared, _ in node.shares_modified)
+    for group in nx.connected_components(together):
+        operations = sorted(p for p in group if nodes[p].kind is NodeKind.OPERATION)
+        for position in operations[1:]:
+            nodes[position] = dataclasses.replace(
+                nodes[position], annotation=nodes[operations[0]].annotation
+            )
 
 
 def num_workers_of(seed: int) -> int:

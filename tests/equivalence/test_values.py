@@ -152,6 +152,28 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
 
 
+def test_a_borrowed_parameter_asks_for_a_gradient_in_eval_mode() -> None:
+    class Borrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x):
+            with place("MS_WORKER", 0):
+                h = x @ self.weight
+            with place("MS_WORKER", 1):
+                return torch.matmul(h.transpose(0, 1), self.weight).transpose(0, 1)
+
+    for seed in range(4):
+        assert_same_bits(
+            Borrowing,
+            batches_of(3, 5, 6),
+            num_workers=2,
+            loss_fn=lambda outputs, target: F.mse_loss(outputs.flatten(1).sum(1), target),
+            seed=seed,
+        )
+
+
 def test_encoder_layers_with_dropout_in_attention(no_fused_transformer_layers: None) -> None:
     assert_same_wherever_placed(encoder_layer, batches_of(3, 5, 8))
 

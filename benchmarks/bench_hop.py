@@ -1,6 +1,6 @@
 """One-way time of a value between two processes: shared memory, gRPC, and Gloo beside them.
 
-    python benchmarks/hop.py [--rounds 5] > hop.json
+    python benchmarks/bench_hop.py [--rounds 5] > hop.json
 
 Two processes play ping-pong: worker 0 sends, worker 1 receives and sends back; half of a round
 trip is one hop, with its Python. The transports alternate within every round, so that a noisy
