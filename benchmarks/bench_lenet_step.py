@@ -19,11 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import graphsplit as gs
+from graphsplit.capture.graph import Mode
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "lenet_mnist"
 sys.path.insert(0, str(EXAMPLE))
@@ -81,6 +84,35 @@ class LastLoss(gs.callbacks.Callback):
         self.loss = context.loss
 
 
+def breakdown(model: gs.Model, batches: list[Any]) -> dict[str, float]:
+    """Milliseconds a step of each kind of instruction, in a round of its own with timers in it."""
+    planned = model._engine.planner.latest(Mode.TRAIN)
+    runner = planned.runner
+    spent: Counter[str] = Counter()
+    plain_actions = runner._actions
+
+    def timed(kind: str, action: Any) -> Any:
+        def run(state: Any) -> None:
+            start = time.perf_counter()
+            action(state)
+            spent[kind] += time.perf_counter() - start
+
+        return run
+
+    instructions = planned.programs[gs.get_rank()].instructions
+    runner._actions = [
+        timed(instruction.opcode.value, action)
+        for instruction, action in zip(instructions, plain_actions, strict=True)
+    ]
+    gs.barrier()
+    start = time.perf_counter()
+    model.train(1, batches)
+    whole = time.perf_counter() - start
+    runner._actions = plain_actions
+    spent["rest"] = whole - sum(spent.values())
+    return {kind: seconds * 1e3 / len(batches) for kind, seconds in spent.items()}
+
+
 def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
     gs.init()
@@ -120,11 +152,8 @@ def work(arguments: argparse.Namespace) -> None:
             "ratio_max": ratios[-1],
         }
     report["rank"] = gs.get_rank()
+    report["breakdown_ms"] = breakdown(model, batches)
     Path(f"{arguments.report}.{gs.get_rank()}").write_text(json.dumps(report))
-    if gs.get_rank() == 0:
-        gs.barrier()
-    else:
-        gs.barrier()
 
 
 def start(arguments: argparse.Namespace) -> None:
@@ -158,6 +187,7 @@ def start(arguments: argparse.Namespace) -> None:
             f"  worker {report['rank']}: {report['cpu_ms']:.3f} ms of CPU, "
             f"{report['split_faults']:.1f} minor faults a step"
         )
+    print_breakdown(reports)
     if arguments.json:
         found = {
             "hardware": platform.processor() or platform.machine(),
@@ -167,6 +197,27 @@ def start(arguments: argparse.Namespace) -> None:
             "workers": reports,
         }
         Path(arguments.json).write_text(json.dumps(found, indent=2))
+
+
+def print_breakdown(reports: list[dict[str, Any]]) -> None:
+    """Where a step's time goes. LeNet's layers run one after the other, so compute adds up."""
+    kinds = ["FORWARD", "BACKWARD", "OPTIMIZER", "SEND", "RECEIVE", "rest"]
+    print("ms a step   " + "".join(f"{kind:>11}" for kind in kinds))
+    for report in reports:
+        spent = report["breakdown_ms"]
+        row = "".join(f"{spent.get(kind, 0.0):11.3f}" for kind in kinds)
+        print(f"  worker {report['rank']}  {row}")
+    compute = sum(
+        report["breakdown_ms"].get(kind, 0.0)
+        for report in reports
+        for kind in ("FORWARD", "BACKWARD")
+    )
+    sends = sum(report["breakdown_ms"].get("SEND", 0.0) for report in reports)
+    step = reports[0]["split_ms"]
+    print(
+        f"on the critical path: {compute:.2f} ms of forward and backward, {sends:.2f} ms of sends, "
+        f"{step - compute - sends:.2f} ms of wake-ups, receives, tickets and one optimizer step"
+    )
 
 
 def main() -> None:

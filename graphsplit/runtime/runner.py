@@ -19,42 +19,10 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.runtime.autograd import accumulate, fold, gradients, run_tensor_hooks
 from graphsplit.runtime.segment_code import SegmentCode, build_code
+from graphsplit.runtime.step_state import Gradient, StepState
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 
-Gradient = torch.Tensor | None
-Action = Callable[["StepState"], None]
-
-
-@dataclass
-class StepState:
-    """What one step holds while it runs.
-
-    Attributes:
-        step: Number of the step in the job.
-        inputs: Values of the graph's inputs, by position among the inputs; None where this worker
-            does not consume them.
-        values: For each microbatch, values of nodes made or received here.
-        leaves: For each microbatch, the leaf of each contribution.
-        roots: For each microbatch, outputs of segments with their autograd history.
-        collected: For each microbatch, the gradient of each contribution.
-        received: For each microbatch, gradients that came back, by edge.
-    """
-
-    step: int
-    inputs: Sequence[Sequence[torch.Tensor | None]]
-    values: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    leaves: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    roots: list[dict[int, torch.Tensor]] = field(default_factory=list)
-    collected: list[dict[int, Gradient]] = field(default_factory=list)
-    received: list[dict[int, Gradient]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for _ in self.inputs:
-            self.values.append({})
-            self.leaves.append({})
-            self.roots.append({})
-            self.collected.append({})
-            self.received.append({})
+Action = Callable[[StepState], None]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.runtime.job import Job
-from graphsplit.runtime.runner import ProgramRunner, StepState
+from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.runtime.step_state import StepState
 from graphsplit.train.batch import Arguments, Signature, leaves
 from graphsplit.train.planner import (
     Planned,

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import assert_same_wherever_placed, batches_of
+from equivalence_helpers import (
+    assert_same_wherever_placed,
+    batches_of,
+    rows_against_target,
+)
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -156,20 +160,20 @@ def test_a_borrowed_parameter_asks_for_a_gradient_in_eval_mode() -> None:
     class Borrowing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6))
+            self.linear = nn.Linear(8, 8, bias=False)
 
         def forward(self, x):
             with place("MS_WORKER", 0):
-                h = x @ self.weight
+                h = torch.tanh(self.linear(x))
             with place("MS_WORKER", 1):
-                return torch.matmul(h.transpose(0, 1), self.weight).transpose(0, 1)
+                return self.linear(h.transpose(0, 1)).transpose(0, 1)
 
     for seed in range(4):
         assert_same_bits(
             Borrowing,
-            batches_of(3, 5, 6),
+            batches_of(5, 3, 8),
             num_workers=2,
-            loss_fn=lambda outputs, target: F.mse_loss(outputs.flatten(1).sum(1), target),
+            loss_fn=rows_against_target,
             seed=seed,
         )
 
@@ -229,6 +233,27 @@ def test_in_place_operations_across_a_cut() -> None:
             return k.view(-1, 2, 4).sigmoid_().flatten(1) + x
 
     assert_same_wherever_placed(InPlace, batches_of(4, 8), placements=range(10))
+
+
+def test_dropout_in_place_on_another_worker() -> None:
+    # The two forms of dropout name their operand differently, and were not taken for one another.
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.linear(x)
+            with place("MS_WORKER", 1):
+                return F.dropout(h, 0.3, self.training, inplace=True) * 2
+
+    assert_same_bits(
+        Dropped,
+        batches_of(4, 8),
+        num_workers=2,
+        place=lambda net: net.linear.place("MS_WORKER", 0),
+        loss_fn=rows_against_target,
+    )
 
 
 def test_in_place_after_a_normalisation_of_the_input() -> None:
