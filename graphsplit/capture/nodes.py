@@ -14,7 +14,7 @@ from torch.fx import Node as FxNode
 
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
-from graphsplit.capture.probe import Differentiation, makes_views, probe
+from graphsplit.capture.probe import Differentiation, Probe, makes_views
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
 from graphsplit.placement.annotations import NODE_KEY, Annotation
@@ -58,6 +58,7 @@ class _Builder:
         self._program = program
         self._state = state
         self._with_gradients = with_gradients
+        self._probe = Probe(grad_enabled=with_gradients)
         self._position: dict[FxNode, int] = {}
         self._roots = alias_roots(program.graph)
         self._num_inputs = 0
@@ -215,7 +216,7 @@ class _Builder:
             asking = {n: self.nodes[self._position[n]].asks_grad for n in operands}
         if not any(asking.values()) or not (self._with_gradients or makes_views(fx_node)):
             return None
-        return probe(fx_node, asking, grad_enabled=self._with_gradients)
+        return self._probe.ask(fx_node, asking)
 
     def _asks_grad(
         self,

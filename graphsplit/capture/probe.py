@@ -49,32 +49,65 @@ def makes_views(node: Node) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def probe(
-    node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool
-) -> Differentiation | None:
-    """Run an operation on fake tensors.
+class Probe:
+    """Asks operations; asks those that look alike once, as the layers of a tall network do.
 
     Args:
-        node: An operation of a freshly exported graph.
-        carries_grad: For each operand, whether its ``requires_grad`` is set.
-        grad_enabled: Whether autograd is on where the operation will run.
-
-    Returns:
-        What was found; None if the operation cannot be asked (higher-order operations).
+        grad_enabled: Whether autograd is on where the operations will run.
     """
+
+    def __init__(self, *, grad_enabled: bool) -> None:
+        self._grad_enabled = grad_enabled
+        self._known: dict[tuple[Any, ...], tuple[tuple[bool, ...], frozenset[int]] | None] = {}
+
+    def ask(self, node: Node, carries_grad: Mapping[Node, bool]) -> Differentiation | None:
+        """Run an operation on fake tensors.
+
+        Args:
+            node: An operation of a freshly exported graph.
+            carries_grad: For each operand, whether its ``requires_grad`` is set.
+
+        Returns:
+            What was found; None if the operation cannot be asked (higher-order operations).
+        """
+        operands = node.all_input_nodes
+        key = _look(node, carries_grad)
+        if key not in self._known:
+            self._known[key] = _run(node, carries_grad, grad_enabled=self._grad_enabled)
+        found = self._known[key]
+        if found is None:
+            return None
+        return Differentiation(found[0], frozenset(operands[index] for index in found[1]))
+
+
+def _look(node: Node, carries_grad: Mapping[Node, bool]) -> tuple[Any, ...]:
+    """All that the answer depends on."""
+    operands = node.all_input_nodes
+    index = {operand: f"%{i}" for i, operand in enumerate(operands)}
+    arguments = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
+    values = (operand.meta.get("val") for operand in operands)
+    looks = (
+        (v.dtype, tuple(v.shape), v.stride()) if isinstance(v, torch.Tensor) else repr(v)
+        for v in values
+    )
+    return node.target, repr(arguments), *looks, *(carries_grad.get(n, False) for n in operands)
+
+
+def _run(
+    node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool
+) -> tuple[tuple[bool, ...], frozenset[int]] | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    fake = next(
-        (v for v in (n.meta.get("val") for n in node.all_input_nodes) if isinstance(v, FakeTensor)),
-        None,
-    )
+    operands = node.all_input_nodes
+    values = (operand.meta.get("val") for operand in operands)
+    fake = next((v for v in values if isinstance(v, FakeTensor)), None)
     if fake is None:
         return None
     shadows: dict[Node, Any] = {}
     try:
         with fake.fake_mode, torch.set_grad_enabled(grad_enabled):
-            for operand in node.all_input_nodes:
+            for operand in operands:
                 shadows[operand] = _shadow(operand, carries_grad[operand], target)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), shadows.__getitem__)
             results = target(*args, **kwargs)
@@ -83,7 +116,7 @@ def probe(
     leaves = pytree.tree_leaves(results)
     carries = tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in leaves)
     repeated = _repeated(leaves, shadows) if _is_in_parts(target) else frozenset()
-    return Differentiation(carries, repeated)
+    return carries, frozenset(i for i, operand in enumerate(operands) if operand in repeated)
 
 
 def _is_in_parts(target: torch._ops.OpOverload) -> bool:
