@@ -73,7 +73,7 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
         *(
             (leaf.dtype, leaf.shape, leaf.stride())
             if isinstance(leaf, torch.Tensor)
-            else (type(leaf), next(iter(_encode(leaf).values())))
+            else (type(leaf), repr(*_encode(leaf).values()))
             for leaf in found
         ),
     )

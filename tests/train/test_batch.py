@@ -55,6 +55,10 @@ def test_one_and_true_and_one_point_zero_are_three_signatures():
     assert len({Signature.of(((value,), {})) for value in (1, True, 1.0)}) == 3
 
 
+def test_zero_and_minus_zero_are_two_signatures():
+    assert Signature.of(((0.0,), {})) != Signature.of(((-0.0,), {}))
+
+
 def test_what_cannot_be_described_is_refused():
     with pytest.raises(ConfigurationError, match="a batch holds a set"):
         Signature.of((({1, 2},), {}))
