@@ -15,9 +15,42 @@ def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+class DynamicSize(int):
+    """A size that changes from batch to batch: the largest number it may be.
+
+    Sums over it are thus bounds; what must equal the size itself asks ``isinstance`` first.
+
+    Attributes:
+        text: How it follows from the sizes of the inputs, for example ``2*s0``.
+    """
+
+    text: str
+
+    def __new__(cls, largest: int, text: str) -> DynamicSize:
+        """A size of at most ``largest``."""
+        size = super().__new__(cls, largest)
+        size.text = text
+        return size
+
+    def __repr__(self) -> str:
+        return f"({self.text} <= {int(self)})"
+
+
+def _size(size: int | torch.SymInt) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    if expression.is_number:
+        return int(expression)
+    return DynamicSize(int(size.node.shape_env.bound_sympy(expression).upper), str(expression))
+
+
 @dataclass(frozen=True)
 class TensorMeta:
-    """dtype, shape and strides (in elements) of a dense tensor."""
+    """dtype, shape and strides (in elements) of a dense tensor.
+
+    Sizes and strides that follow from dynamic dimensions are ``DynamicSize``.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -25,8 +58,18 @@ class TensorMeta:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """The description of an existing (real or fake) tensor with static sizes."""
-        return cls(tensor.dtype, tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
+        """The description of an existing (real or fake) tensor.
+
+        Raises:
+            OverflowError: A dynamic size has no bound.
+        """
+        sizes, strides = map(_size, tensor.shape), map(_size, tensor.stride())
+        return cls(tensor.dtype, tuple(sizes), tuple(strides))
+
+    @property
+    def static_shape(self) -> tuple[int | None, ...]:
+        """The shape, None where a size changes from batch to batch."""
+        return tuple(None if isinstance(size, DynamicSize) else size for size in self.shape)
 
     @property
     def num_elements(self) -> int:

@@ -30,8 +30,8 @@ class ChannelSpec:
         source: Rank of the sending worker.
         destination: Rank of the receiving worker.
         dtype: dtype of every value.
-        shape: Shape of every value, or None for a one-dimensional value of any length up to
-            ``max_bytes`` (tickets, chunks of a state dictionary).
+        shape: Shape of every value, None for each size that may change from value to value within
+            ``max_bytes``: of dynamic dimensions, of tickets, of chunks of a state dictionary.
         max_bytes: The most memory one received value may take, strides included.
         depth: How many messages may be under way before ``send`` waits for the receiver.
         label: The edge in words, for errors: ``"conv1.relu: worker 3 -> worker 4"``.
@@ -42,7 +42,7 @@ class ChannelSpec:
     source: int
     destination: int
     dtype: torch.dtype
-    shape: tuple[int, ...] | None
+    shape: tuple[int | None, ...]
     max_bytes: int
     depth: int = 2
     label: str = ""

@@ -15,6 +15,7 @@ bound on the span holds for any strides.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -30,7 +31,6 @@ from graphsplit.transport.layout import (
     empty_value,
     layout_of,
     payload_view,
-    span_of,
     wire_view,
 )
 
@@ -43,7 +43,25 @@ _FIXED = struct.Struct("<4sHHqqqQHH4x")
 
 def num_dims(spec: ChannelSpec) -> int:
     """Dimensions of every value of a channel."""
-    return 1 if spec.shape is None else len(spec.shape)
+    return len(spec.shape)
+
+
+def _fits(shape: tuple[int, ...], spec: ChannelSpec) -> bool:
+    """Whether every size that the spec fixes is as it says."""
+    return len(shape) == len(spec.shape) and all(
+        expected is None or size == expected
+        for size, expected in zip(shape, spec.shape, strict=True)
+    )
+
+
+def _bytes_taken(layout: Layout, spec: ChannelSpec) -> int:
+    """What a bound applies to: the span, and the elements where they share memory.
+
+    [Note: expanded] A value of shape (n,) and stride 0 spans one element whatever n is; where the
+    plan does not fix n, n itself must be bounded.
+    """
+    elements = math.prod(layout.shape) if None in spec.shape else 0
+    return max(layout.span, elements) * spec.dtype.itemsize
 
 
 def header_bytes(spec: ChannelSpec) -> int:
@@ -162,13 +180,12 @@ class FrameEncoder:
         if value.dtype is not spec.dtype:
             self._refuse("dtype", spec.dtype, value.dtype)
         shape = tuple(value.shape)
-        if shape != spec.shape and not (spec.shape is None and len(shape) == 1):
-            expected = "one dimension" if spec.shape is None else spec.shape
-            self._refuse("shape", expected, shape)
+        if not _fits(shape, spec):
+            self._refuse("shape", spec.shape, shape)
         layout = layout_of(shape, value.stride())
-        elements = max(layout.span, shape[0] if spec.shape is None else 0)
-        if elements * spec.dtype.itemsize > spec.max_bytes:
-            actual = f"{elements * spec.dtype.itemsize} (shape {shape}, strides {layout.strides})"
+        taken = _bytes_taken(layout, spec)
+        if taken > spec.max_bytes:
+            actual = f"{taken} (shape {shape}, strides {layout.strides})"
             self._refuse("bytes with its strides", f"at most {spec.max_bytes}", actual)
         misalignment = value.data_ptr() % ALIGNMENT
         offset = _frame(b"", layout, spec, misalignment).offset
@@ -262,15 +279,16 @@ class FrameDecoder:
 
     def _checked_layout(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
         spec = self._spec
-        if spec.shape is not None:
-            self._expect("shape", tuple(spec.shape), shape)
+        if not _fits(shape, spec):
+            self._refuse("shape", spec.shape, shape)
         if any(number < 0 for number in (*shape, *strides)):
             self._refuse("shape and strides", "no negative number", (shape, strides))
-        elements = max(span_of(shape, strides), shape[0] if spec.shape is None else 0)
-        if elements * spec.dtype.itemsize > spec.max_bytes:
-            actual = f"{elements * spec.dtype.itemsize} (shape {shape}, strides {strides})"
+        layout = layout_of(shape, strides)
+        taken = _bytes_taken(layout, spec)
+        if taken > spec.max_bytes:
+            actual = f"{taken} (shape {shape}, strides {strides})"
             self._refuse("bytes with its strides", f"at most {spec.max_bytes}", actual)
-        return layout_of(shape, strides)
+        return layout
 
     def _expect(self, what: str, expected: Any, actual: Any) -> None:
         if expected != actual:

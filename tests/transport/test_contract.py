@@ -180,7 +180,7 @@ def test_layouts_may_change_from_message_to_message(make: MakeWorkers) -> None:
 
 
 def test_one_dimensional_values_of_any_length(make: MakeWorkers) -> None:
-    sender, receiver = make().open(spec_of(torch.uint8, None, max_bytes=1000))
+    sender, receiver = make().open(spec_of(torch.uint8, (None,), max_bytes=1000))
     for step, length in enumerate((0, 1, 999, 17, 1000)):
         sender.send(torch.arange(length).to(torch.uint8), step=step, microbatch=0)
         received = receiver.receive(step=step, microbatch=0)

@@ -17,7 +17,7 @@ from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, head
 from graphsplit.transport.layout import layout_of, pack, unpack
 
 SPEC = spec_of(torch.float32, (2, 3), max_bytes=256, edge=4, plan=9)
-LIST_SPEC = spec_of(torch.int16, None, max_bytes=64)
+LIST_SPEC = spec_of(torch.int16, (None,), max_bytes=64)
 # Where the fields lie in a header; see the docstring of frame.py.
 MAGIC, FLAGS, DTYPE, GENERATION, PLAN, EDGE, BYTES, DIMS, OFFSET, SHAPE, STRIDES = (
     *(24, 28, 30, 32, 40, 48, 56, 64, 66, 72, 88),

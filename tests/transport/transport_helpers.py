@@ -34,7 +34,7 @@ def start(call: Callable[[], T]) -> Future[T]:
 
 def spec_of(
     dtype: torch.dtype = torch.float32,
-    shape: tuple[int, ...] | None = (4,),
+    shape: tuple[int | None, ...] = (4,),
     *,
     max_bytes: int = 4096,
     depth: int = 2,
