@@ -52,6 +52,10 @@ class StateError(GraphsplitError, ValueError):
     """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen."""
 
 
+class CheckpointError(GraphsplitError, RuntimeError):
+    """A save could not be written, or not be read. Names the file, the worker and the reason."""
+
+
 class ClusterError(GraphsplitError, RuntimeError):
     """The cluster could not be formed, or broke."""
 

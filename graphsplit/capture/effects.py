@@ -6,22 +6,31 @@ answered by their subgraphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from graphsplit.capture.memory_calls import KeepVersion, MemoryCall, ViewAgain
+from graphsplit.capture.opaque import opaque_call, operands_at
 
 # Operators whose schema does not say that they write to their running statistics:
 # name -> (position of the flag that turns it on, positions of what is written).
-_HIDDEN_WRITES: dict[str, tuple[int, tuple[int, ...]]] = {
+HIDDEN_WRITES: dict[str, tuple[int, tuple[int, ...]]] = {
     "aten::batch_norm": (5, (3, 4)),
     "aten::native_batch_norm": (5, (3, 4)),
     "aten::cudnn_batch_norm": (5, (3, 4)),
     "aten::miopen_batch_norm": (5, (3, 4)),
     "aten::instance_norm": (5, (3, 4)),
 }
+# In ``Node.meta``: set where an in-place operation has become one that makes memory of its own. Its
+# fake tensor, and those of views of it, still lie where the operand lies.
+OWN_MEMORY = "graphsplit_own_memory"
 # Operators that draw only if an argument says so: name -> test of (arguments by name).
 _DROPOUTS = (
     "aten::dropout",
@@ -58,6 +67,11 @@ def is_random(node: Node) -> bool:
     """Whether an operation draws from the default generator."""
     if node.op != "call_function":
         return False
+    call = opaque_call(node)
+    if call is not None:
+        return call.traits.is_random
+    if isinstance(node.target, MemoryCall):
+        return node.target.is_random
     for module, _ in subgraphs(node):
         if any(is_random(inner) for inner in module.graph.nodes):
             return True
@@ -79,6 +93,11 @@ def written_operands(node: Node) -> tuple[Node, ...]:
     """The operands that an operation modifies in place."""
     if node.op != "call_function":
         return ()
+    call = opaque_call(node)
+    if call is not None:
+        return tuple(dict.fromkeys(operands_at(node, call.traits.written)))
+    if isinstance(node.target, MemoryCall):
+        return tuple(node.all_input_nodes[:1]) if isinstance(node.target, KeepVersion) else ()
     written: list[Node] = []
     for module, operands in subgraphs(node):
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -98,23 +117,28 @@ def written_operands(node: Node) -> tuple[Node, ...]:
                 for v in (value if isinstance(value, (list, tuple)) else [value])
                 if isinstance(v, Node)
             ]
-    if schema.name in _HIDDEN_WRITES:
-        flag, positions = _HIDDEN_WRITES[schema.name]
+    if schema.name in HIDDEN_WRITES:
+        flag, positions = HIDDEN_WRITES[schema.name]
         if _argument(node, flag, schema.arguments[flag].name):
             values = (_argument(node, p, schema.arguments[p].name) for p in positions)
             written += [v for v in values if isinstance(v, Node)]
     return tuple(dict.fromkeys(written))
 
 
-def _aliased_operands(node: Node) -> tuple[Node, ...]:
+def aliased_operands(node: Node) -> tuple[Node, ...]:
     """Operands whose memory the result may share."""
-    if node.op != "call_function":
+    if node.op != "call_function" or node.meta.get(OWN_MEMORY):
         return ()
+    call = opaque_call(node)
+    if call is not None:
+        return operands_at(node, call.traits.aliased)
+    if isinstance(node.target, MemoryCall):
+        return tuple(node.all_input_nodes[:1]) if isinstance(node.target, ViewAgain) else ()
     schema = _schema(node)
     if schema is None:  # getitem and other Python functions; higher-order operations
         return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
     may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
-    may_alias = may_alias and schema.name not in _HIDDEN_WRITES  # these have the tag for mutating
+    may_alias = may_alias and schema.name not in HIDDEN_WRITES  # these have the tag for mutating
     found: list[Node] = []
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is None and not (may_alias and position == 0):
@@ -132,8 +156,49 @@ def alias_roots(graph: torch.fx.Graph) -> dict[Node, frozenset[Node]]:
     """For every node, the nodes whose memory it may share: itself where it made its own."""
     roots: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
-        aliased = _aliased_operands(node)
-        roots[node] = (
-            frozenset().union(*(roots[n] for n in aliased)) if aliased else frozenset({node})
-        )
+        roots[node] = roots_of(node, roots)
     return roots
+
+
+def roots_of(node: Node, roots: Mapping[Node, frozenset[Node]]) -> frozenset[Node]:
+    """The nodes whose memory a node may share, from those of the nodes before it.
+
+    What the schema leaves open (``reshape`` may copy) is known from the fake tensors of capture.
+    """
+    found: set[Node] = set()
+    for operand in aliased_operands(node):
+        found |= roots[operand]
+    found = {root for root in found if _may_share(node, root)}
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return frozenset(found or {node})
+    # What an operation makes several of has memory of its own for each.
+    producer = node.args[0]
+    if found - {producer}:
+        return frozenset(found - {producer})
+    first = next(u for u in producer.users if u is node or _is_element_like(u, node))
+    return roots[first] if first in roots else frozenset({node})
+
+
+def _is_element_like(other: Node, node: Node) -> bool:
+    """Whether two elements of one tuple share memory."""
+    if other.target is not operator.getitem:
+        return False
+    if other.args[1] == node.args[1]:
+        return True
+    ours = _storages(node)
+    return bool(ours) and not _storages(other).isdisjoint(ours)
+
+
+def _may_share(node: Node, root: Node) -> bool:
+    ours, its = _storages(node), _storages(root)
+    return not ours or not its or not ours.isdisjoint(its)
+
+
+def _storages(node: Node) -> frozenset[int]:
+    """The memories of a node's fake tensors; none where that is not known of all of them."""
+    found: set[int] = set()
+    for leaf in pytree.tree_leaves(node.meta.get("val")):
+        if not isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided:
+            return frozenset()
+        found.add(leaf.untyped_storage()._cdata)
+    return frozenset(found)

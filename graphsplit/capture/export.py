@@ -7,40 +7,62 @@ as one operation. So the recorded graph, run operation by operation, gives the b
 
 from __future__ import annotations
 
-import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.assigned_buffers import AssignedBuffers
+from graphsplit.capture.casts import keep_casts
+from graphsplit.capture.data_attribute import DataIsDetached
+from graphsplit.capture.eager_mode import as_in_eager_mode, forget_fake_tensors
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.identities import remove_identities
 from graphsplit.capture.inplace import make_in_place_explicit
+from graphsplit.capture.known_values import answers_known_values, is_all_ones
+from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
-from graphsplit.capture.users_line import users_frame
-from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.capture.record_program import record_program
+from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
+from graphsplit.capture.sizes import DynamicSizes, dynamic_shapes
+from graphsplit.capture.structure import Structure, take_apart
+from graphsplit.capture.tied import state_placeholders, unite_tied
 
 
 class _Step(nn.Module):
     """What is captured: the network, and its loss where one is asked for."""
 
-    def __init__(self, run: Callable[..., Any], network: nn.Module, loss_fn: Any) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        network: nn.Module,
+        loss_fn: Any,
+        note_structure: Callable[[Structure], None],
+        is_ones: Sequence[bool],
+    ) -> None:
         super().__init__()
         self.network = network
         self.loss_fn = loss_fn
         self._run = run
+        self._keeps_casts = torch.is_autocast_cache_enabled()
+        self._note_structure = note_structure
+        self._is_ones = is_ones
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _refuse_new_buffers():
-            return self._run(self.network, self.loss_fn, *args, **kwargs)
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        blocks = blocks_as_in_eager_mode(keeps_casts=self._keeps_casts)
+        inputs = zip(flatten_inputs(args, kwargs), self._is_ones, strict=True)
+        answering = answers_known_values([value for value, is_ones in inputs if is_ones])
+        with AssignedBuffers() as buffers, as_in_eager_mode(), blocks, DataIsDetached(), answering:
+            found = self._run(self.network, self.loss_fn, *args, **kwargs)
+        leaves, structure = take_apart(found)
+        self._note_structure(structure)
+        return buffers.copy_in(leaves)
 
 
 @dataclass(frozen=True)
@@ -53,8 +75,10 @@ class CaptureRequest:
         run: ``run(network, loss_fn, *args, **kwargs)``: what one step computes.
         mode: Which graph this is; gradients are recorded in train mode only.
         loss: Position of the loss among the flattened outputs, or None.
-        args: Example positional inputs; only their structure, dtypes, shapes and strides count.
+        args: Example positional inputs; only their structure, dtypes, shapes and strides
+            count, and whether a mask is nothing but ones.
         kwargs: Example keyword inputs.
+        dynamic_dims: Dimensions of the inputs that may change, with the largest size of each.
     """
 
     network: nn.Module
@@ -64,8 +88,10 @@ class CaptureRequest:
     loss: int | None
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    dynamic_dims: Mapping[int, int] = field(default_factory=dict)
 
 
+@as_kernels_accept()
 def capture(request: CaptureRequest) -> CapturedGraph:
     """Capture one step of a network as a graph.
 
@@ -74,25 +100,24 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
-    step = _Step(request.run, request.network, request.loss_fn)
+    structures: list[Structure] = []
+    is_ones = [is_all_ones(leaf) for leaf in flatten_inputs(request.args, request.kwargs)]
+    step = _Step(request.run, request.network, request.loss_fn, structures.append, is_ones)
     step.training = request.network.training
     state = _state_tensors(step)
     with _only_recording(request):
-        try:
-            program = torch.export.export(step, request.args, dict(request.kwargs), strict=False)
-        except GraphsplitError:
-            raise
-        except Exception as error:
-            # torch's own frames, a hundred of them, would hide the user's line.
-            raise _explain(request.network, error) from None
+        program = record_program(step, request.network, lambda: _export(step, request))
+    sizes = DynamicSizes.of(program)
     graph_module = program.graph_module
+    mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
     remove_identities(graph_module.graph)
-    make_in_place_explicit(graph_module.graph)
+    unite_tied(program, state)
+    make_in_place_explicit(graph_module.graph, state=state_placeholders(program).keys())
+    if request.mode is Mode.TRAIN:
+        keep_casts(graph_module.graph, _parameters(program, state))
     nodes, outputs, constants, state_names = build_nodes(
         program, state=state, with_gradients=request.mode is Mode.TRAIN
     )
-    out_spec = program.call_spec.out_spec
-    assert out_spec is not None
     return CapturedGraph(
         mode=request.mode,
         nodes=nodes,
@@ -100,10 +125,25 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         fx_owner=graph_module,
         constants=constants,
         outputs=outputs,
-        output_spec=out_spec,
+        output_spec=structures[-1],
         loss=request.loss,
         state_names=state_names,
+        sizes=sizes,
     )
+
+
+def _export(step: _Step, request: CaptureRequest) -> torch.export.ExportedProgram:
+    arguments = (request.args, dict(request.kwargs))
+    shapes = dynamic_shapes(arguments, request.dynamic_dims) if request.dynamic_dims else None
+    return torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
+
+
+def _parameters(
+    program: torch.export.ExportedProgram, state: Mapping[str, torch.Tensor]
+) -> dict[torch.fx.Node, torch.Tensor]:
+    """The parameter behind each placeholder that stands for one."""
+    names = program.graph_signature.inputs_to_parameters
+    return {n: state[names[n.name]] for n in program.graph.nodes if n.name in names}
 
 
 def _state_tensors(step: nn.Module) -> dict[str, torch.Tensor]:
@@ -118,7 +158,7 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
     generator_state = torch.default_generator.get_state()
     with ExitStack() as stack:
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
-        stack.enter_context(_refuse_custom_functions())
+        stack.enter_context(blocks_kept_flat())
         stack.enter_context(torch.set_grad_enabled(request.mode is Mode.TRAIN))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -126,93 +166,7 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
             yield
         finally:
             torch.default_generator.set_state(generator_state)
-
-
-@contextmanager
-def _refuse_custom_functions() -> Iterator[None]:
-    """Refuse ``torch.autograd.Function``: export traces through it and loses its backward."""
-    function_class: Any = torch.autograd.Function
-    original = function_class.__dict__["apply"]
-
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise CaptureError(
-            f"{cls.__module__}.{cls.__qualname__} is a custom torch.autograd.Function; capturing "
-            f"it would lose its own backward and train with wrong gradients\n"
-            f"  {_user_line(traceback.extract_stack()[:-1])}\n"
-            f"  Fix: write it with ordinary operations, for example "
-            f"x + (f(x) - x).detach() for a straight-through estimator."
-        )
-
-    function_class.apply = classmethod(refuse)
-    try:
-        yield
-    finally:
-        function_class.apply = original
-
-
-@contextmanager
-def _refuse_new_buffers() -> Iterator[None]:
-    """Refuse ``self.buffer = new``: export drops the assignment, and the buffer never changes."""
-
-    def refuse(module: nn.Module, name: str, value: Any) -> None:
-        if value is module._buffers.get(name):  # self.buffer += 1 puts back what is there
-            return
-        raise CaptureError(
-            f"{type(module).__name__} assigns a new tensor to its buffer {name!r} in forward; the "
-            f"captured graph would lose the assignment\n"
-            f"  {_user_line(traceback.extract_stack()[:-1])}\n"
-            f"  Fix: change the buffer in place, as in self.{name}.copy_(new)."
-        )
-
-    handle = register_module_buffer_registration_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _user_line(frames: Sequence[traceback.FrameSummary]) -> str:
-    frame = users_frame(frames)
-    if frame is None:
-        return "(no line of your own code is involved)"
-    return f"{frame.filename}:{frame.lineno}  {frame.line}"
-
-
-_REASONS: tuple[tuple[str, str, str], ...] = (
-    (
-        r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)",
-        "the code that runs depends on the values of a tensor",
-        "replace the Python branch by torch.where, or compute the condition from shapes or "
-        "arguments",
-    ),
-    (
-        r"fake tensor|FakeTensor|non-fake|data_ptr|numpy",
-        "a tensor leaves PyTorch (NumPy, a data pointer, or a tensor that is not part of the "
-        "model)",
-        "keep the computation in torch operations, and register extra tensors with register_buffer",
-    ),
-)
-
-
-def _explain(network: nn.Module, error: BaseException) -> CaptureError:
-    text = f"{type(error).__name__}: {error}"
-    reason, fix = (
-        "torch.export does not support something this code does",
-        ("move the code named above out of forward, or write it with torch operations"),
-    )
-    for pattern, why, way_out in _REASONS:
-        if re.search(pattern, text):
-            reason, fix = why, way_out
-            break
-    frames = traceback.extract_tb(error.__traceback__)
-    line = _user_line(frames)
-    if frames and line.startswith(f"{frames[-1].filename}:{frames[-1].lineno}"):
-        reason, fix = "its own code raised an error", "mend the line named above"
-    first = text.strip().splitlines()[0][:300]
-    return CaptureError(
-        f"{type(network).__name__} cannot be captured as one graph: {reason}\n"
-        f"  {line}\n  the error was: {first}\n  Fix: {fix}."
-    )
+            forget_fake_tensors()
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from graphsplit.capture.regions import ORDINARY, Region
+from graphsplit.capture.sizes import DynamicSizes
+from graphsplit.capture.structure import Structure
 from graphsplit.placement.annotations import Annotation
 from graphsplit.tensor_meta import TensorMeta
 
@@ -29,10 +32,11 @@ class NodeKind(Enum):
     BUFFER = "buffer"
     CONSTANT = "constant"
     INPUT = "input"
+    NUMBER = "number"
     OPERATION = "operation"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Node:
     """One value of the computation.
 
@@ -41,7 +45,7 @@ class Node:
         kind: What it stands for.
         target: The operation (``aten.conv2d.default``), the qualified name of the parameter,
             buffer or constant (``conv1.weight``), or the position of the input among the
-            flattened inputs.
+            flattened inputs, or the expression that gives a number.
         reads: Positions of the nodes it reads, one per operand, in operand order.
         runs_after: Positions of nodes that must have run before, though no value is read:
             operations that change a buffer this one touches too.
@@ -60,6 +64,7 @@ class Node:
         repeated: Operands to whose gradient it adds several terms in an order of its own.
         asks_grad: Whether its ``requires_grad`` is set in eager mode, where it may be set though no
             gradient will flow: that of parameters, and of views of them, in eval mode too.
+        region: The ``no_grad`` and ``autocast`` blocks around it.
         arguments: The operation's arguments as text, operands by name: part of the plan's hash.
     """
 
@@ -79,6 +84,7 @@ class Node:
     requires_grad: bool = False
     repeated: tuple[int, ...] = ()
     asks_grad: bool = False
+    region: Region = ORDINARY
     arguments: str = ""
 
     @property
@@ -88,8 +94,8 @@ class Node:
 
     @property
     def is_everywhere(self) -> bool:
-        """Whether every worker has it at hand: inputs and constants."""
-        return self.kind in (NodeKind.INPUT, NodeKind.CONSTANT)
+        """Whether every worker has it at hand: inputs, constants, numbers made of inputs' sizes."""
+        return self.kind in (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.NUMBER)
 
 
 class Mode(Enum):
@@ -123,6 +129,7 @@ class CapturedGraph:
         loss: Position in ``outputs`` of the loss, or None.
         state_names: For every state node (by position), all qualified names of that tensor:
             tied parameters have several.
+        sizes: For which sizes of its inputs it holds, where it holds for several.
     """
 
     mode: Mode
@@ -131,14 +138,46 @@ class CapturedGraph:
     fx_owner: torch.nn.Module
     constants: dict[str, torch.Tensor]
     outputs: tuple[Output, ...]
-    output_spec: pytree.TreeSpec
+    output_spec: Structure
     loss: int | None
     state_names: dict[int, tuple[str, ...]]
+    sizes: DynamicSizes | None = None
 
     @property
     def loss_node(self) -> int | None:
         """The node that computes the loss."""
         return None if self.loss is None else self.outputs[self.loss].node
+
+    @cached_property
+    def fx_nodes(self) -> dict[str, torch.fx.Node]:
+        """The nodes of ``fx_graph`` by name; looked up once for all segments."""
+        return {node.name: node for node in self.fx_graph.nodes}
+
+    @cached_property
+    def modified(self) -> frozenset[int]:
+        """State and inputs whose memory an operation modifies."""
+        shared = {p for node in self.nodes for p, _ in node.shares_modified}
+        kept = (NodeKind.PARAMETER, NodeKind.BUFFER, NodeKind.INPUT)
+        return frozenset(p for p in shared if self.nodes[p].kind in kept)
+
+    @cached_property
+    def touching(self) -> dict[int, frozenset[int]]:
+        """For each of ``modified``, the operations that read or write its memory or views of it."""
+        memories: dict[int, set[int]] = {}  # of each operation, which of the modified ones
+        touching: dict[int, set[int]] = {value: set() for value in sorted(self.modified)}
+        for position, node in enumerate(self.nodes):
+            shared = {p for p, _ in node.shares_modified}
+            written = shared & self.modified
+            found = written.union(*(memories.get(p, ()) for p in shared))
+            found.update(self.modified.intersection(node.reads))
+            if found:
+                memories[position] = found
+            for value in found:
+                touching[value].add(position)
+            if node.changes_inputs:  # runs after all that have read the memory, if through views
+                for value in written:
+                    touching[value].update(node.runs_after)
+        return {value: frozenset(positions) for value, positions in touching.items()}
 
     @property
     def has_gradients(self) -> bool:
@@ -159,6 +198,7 @@ class CapturedGraph:
                 )
                 if on
             )
+            flags += f" [{node.region}]" if node.region != ORDINARY else ""
             after = f" after {list(node.runs_after)}" if node.runs_after else ""
             lines.append(
                 f"  %{position} {node.name} = {node.kind.value} {node.target}({node.arguments}) "

@@ -64,7 +64,7 @@ def _look(node: Node) -> Any:
     value = node.meta.get("val")
     if not isinstance(value, FakeTensor):
         return None
-    return value.dtype, tuple(value.shape)
+    return value.dtype, str(value.shape)  # dynamic sizes are alike where their expressions are
 
 
 def _run(node: Node) -> tuple[Any, list[tuple[Node, torch.Tensor]]]:

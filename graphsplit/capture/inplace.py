@@ -2,39 +2,144 @@
 
 ``y = relu_(x)`` becomes ``y = relu(x)`` and every later use of ``x`` becomes a use of ``y``, so
 that a cut may fall between them. Left as they are: operations on parameters, buffers and inputs
-(their change must last), on memory that other values still share, and those whose ordinary form
-would give another dtype or other strides.
+(their change must last), on memory that other values still share, on views (autograd then goes
+through the memory as a whole), and those whose ordinary form would give another dtype or other
+strides. Where a placement tears apart what is left, see `graphsplit.capture.functional`.
+
+Operations like ``t_`` and ``squeeze_`` change no memory, but how a tensor looks at it. They always
+become ordinary ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-from graphsplit.capture.effects import alias_roots, written_operands
+from graphsplit.capture.effects import OWN_MEMORY, roots_of, written_operands
+from graphsplit.capture.regions import region_of
+from graphsplit.capture.users_line import users_line_of_trace
+from graphsplit.errors import CaptureError
+
+_NEW_MEMORY = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
 
-def make_in_place_explicit(graph: Graph) -> None:
-    """Rewrite a freshly exported graph."""
-    candidates = [n for n in graph.nodes if _ordinary_form(n) is not None]
-    if not candidates:
-        return
+def make_in_place_explicit(graph: Graph, *, state: AbstractSet[str] = frozenset()) -> None:
+    """Rewrite a freshly exported graph, in one pass.
+
+    Args:
+        graph: The graph.
+        state: Names of the placeholders that stand for parameters and buffers.
+
+    Raises:
+        CaptureError: An operation changes the size of memory, or the shape of a parameter or
+            buffer.
+    """
     position = {node: i for i, node in enumerate(graph.nodes)}
-    for node in candidates:
-        roots = alias_roots(graph)
-        base = node.args[0]
-        assert isinstance(base, Node)
-        if any(root.op == "placeholder" for root in roots[base]):
-            continue
-        if _shared_later(node, base, roots, position) or not _same_layout(node, base):
-            continue
+    roots: dict[Node, frozenset[Node]] = {}
+    sharing: dict[Node, list[Node]] = {}  # for each root, the values so far that share its memory
+    for node in graph.nodes:
+        roots[node] = roots_of(node, roots)
+        _refuse_new_memory(node, state)
         ordinary = _ordinary_form(node)
-        assert ordinary is not None
-        later = [user for user in base.users if position[user] > position[node]]
-        for user in later:
-            user.replace_input_with(base, node)
-        node.target = ordinary
+        if ordinary is not None and _may_change(node, roots, sharing, position):
+            base = node.args[0]
+            assert isinstance(base, Node)
+            later = [user for user in base.users if position[user] > position[node]]
+            for user in later:
+                user.replace_input_with(base, node)
+            if not _changes_shape_only(node):
+                roots[node] = frozenset({node})
+                node.meta[OWN_MEMORY] = True
+            node.target = ordinary
+        for root in roots[node]:
+            sharing.setdefault(root, []).append(node)
     graph.lint()
+
+
+def _may_change(
+    node: Node,
+    roots: dict[Node, frozenset[Node]],
+    sharing: dict[Node, list[Node]],
+    position: dict[Node, int],
+) -> bool:
+    base = node.args[0]
+    assert isinstance(base, Node)
+    if _changes_shape_only(node):
+        return True
+    if roots[base] != {base} or base.op == "placeholder":
+        return False
+    if not _same_in_region(node, roots[base]):
+        return False
+    if any(_shared_later(node, base, sharing[root], position) for root in roots[base]):
+        return False
+    return _same_layout(node, base) and _ordinary_result_is_alike(node, base)
+
+
+def _changes_shape_only(node: Node) -> bool:
+    return torch.Tag.inplace_view in getattr(node.target, "tags", ())
+
+
+def _refuse_new_memory(node: Node, state: AbstractSet[str]) -> None:
+    """Refuse operations that change what memory a tensor has, or how a parameter looks for good."""
+    if not _changes_shape_only(node):
+        return
+    base, target = node.args[0], node.target
+    assert isinstance(base, Node) and isinstance(target, torch._ops.OpOverload)
+    line = users_line_of_trace(node.meta.get("stack_trace") or "")
+    if target._schema.name in _NEW_MEMORY:
+        raise CaptureError(
+            f"{base.name} is given other memory in place ({target})\n  {line}\n"
+            f"  Fix: make a new tensor of the size you need."
+        )
+    if base.name in state and _look(node) != _look(base):
+        raise CaptureError(
+            f"the parameter or buffer {base.name} is given another shape in place ({target}): from "
+            f"{_look(base)} to {_look(node)}\n  {line}\n"
+            f"  Fix: use the operation that returns a view, without the underscore."
+        )
+
+
+def _look(node: Node) -> tuple[str, str]:
+    value = node.meta["val"]
+    return str(list(value.shape)), str(list(value.stride()))
+
+
+def _ordinary_result_is_alike(node: Node, base: Node) -> bool:
+    """Whether the ordinary form gives the strides of its operand: run on fake tensors to see.
+
+    Element-wise operations need not be run: their strides follow from those of the operands.
+    """
+    value, ordinary = base.meta.get("val"), _ordinary_form(node)
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or not isinstance(value, FakeTensor):
+        return True
+    try:
+        with value.fake_mode, torch.no_grad():
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            found = ordinary(*args, **kwargs)  # type: ignore[misc]
+    except Exception:  # what cannot be run on fake tensors alone stays as it is
+        return False
+    return bool(found.dtype == value.dtype and found.stride() == value.stride())
+
+
+def _same_in_region(node: Node, bases: frozenset[Node]) -> bool:
+    """Whether the blocks around an operation treat its ordinary form alike.
+
+    Without autograd a value modified in place keeps its gradient, while a new one has none; and
+    autocast knows some operations in their ordinary form only.
+    """
+    region, ordinary = region_of(node), _ordinary_form(node)
+    assert ordinary is not None
+    if region.grad_enabled is not None and any(
+        region_of(base).grad_enabled != region.grad_enabled for base in bases
+    ):
+        return False
+    return not any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(ordinary.name(), f"Autocast{device.upper()}")
+        for device, _ in region.autocasts
+    )
 
 
 def _ordinary_form(node: Node) -> torch._ops.OpOverload | None:
@@ -55,15 +160,20 @@ def _ordinary_form(node: Node) -> torch._ops.OpOverload | None:
     return overload if same else None
 
 
-def _shared_later(
-    node: Node, base: Node, roots: dict[Node, frozenset[Node]], position: dict[Node, int]
-) -> bool:
-    """Whether memory of ``base`` is read later through another value than ``base`` itself."""
-    for other, its_roots in roots.items():
-        if other in (node, base) or position[other] > position[node]:
-            continue
-        if its_roots & roots[base] and any(position[user] > position[node] for user in other.users):
+def _shared_later(node: Node, base: Node, sharing: list[Node], position: dict[Node, int]) -> bool:
+    """Whether memory of ``base`` is read later through another value than ``base`` itself.
+
+    Values that nothing reads from here on are dropped from ``sharing``: no later question is about
+    them, and a tall network has many.
+    """
+    here = position[node]
+    while sharing:
+        other = next((other for other in sharing if other is not base), None)
+        if other is None:
+            return False
+        if any(position[user] > here for user in reversed(other.users)):
             return True
+        sharing.remove(other)
     return False
 
 

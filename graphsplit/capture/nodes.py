@@ -14,7 +14,11 @@ from torch.fx import Node as FxNode
 
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
+from graphsplit.capture.memory_calls import MemoryCall
+from graphsplit.capture.opaque import OpaqueCall, opaque_call
 from graphsplit.capture.probe import Differentiation, Probe, makes_views
+from graphsplit.capture.regions import region_of
+from graphsplit.capture.sizes import check_known, is_number
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
 from graphsplit.placement.annotations import NODE_KEY, Annotation
@@ -39,13 +43,13 @@ def build_nodes(
         The nodes in program order, the flattened outputs, the values of constants by node name,
         and for each state node all its qualified names.
     """
-    builder = _Builder(program, state, with_gradients)
+    builder = NodeBuilder(program, state, with_gradients)
     for fx_node in program.graph.nodes:
         builder.add(fx_node)
     return tuple(builder.nodes), builder.outputs, builder.constants, builder.state_names
 
 
-class _Builder:
+class NodeBuilder:
     """Collects nodes in one pass over the graph."""
 
     def __init__(
@@ -80,8 +84,13 @@ class _Builder:
         self._elements_with_grad: dict[FxNode, tuple[bool, ...]] = {}
 
     def add(self, fx_node: FxNode) -> None:
+        """Add the next node of the graph."""
+        check_known(fx_node)
         if fx_node.op == "placeholder":
             self._add_placeholder(fx_node)
+        elif is_number(fx_node):
+            target = str(fx_node.meta["val"])
+            self._append(fx_node, Node(fx_node.name, NodeKind.NUMBER, target))
         elif fx_node.op == "call_function":
             self._add_operation(fx_node)
         elif fx_node.op == "output":
@@ -150,7 +159,8 @@ class _Builder:
         meta = _meta(fx_node)
         written = written_operands(fx_node)
         runs_after, shares_modified = self._memory_order(operands, written)
-        is_element = not isinstance(fx_node.target, torch._ops.OperatorBase)
+        calls = (torch._ops.OperatorBase, OpaqueCall, MemoryCall)
+        is_element = not isinstance(fx_node.target, calls)
         found = self._differentiation(fx_node, operands)
         requires_grad = self._requires_grad(fx_node, operands, meta, found)
         node = Node(
@@ -170,6 +180,7 @@ class _Builder:
             requires_grad=requires_grad,
             asks_grad=requires_grad or self._asks_grad(fx_node, operands, meta, found),
             repeated=self._repeated(operands, found) if requires_grad else (),
+            region=region_of(fx_node),
             arguments=_arguments(fx_node, self._position),
         )
         self._append(fx_node, node)
@@ -256,7 +267,7 @@ class _Builder:
         target = str(fx_node.target)
         if target == "aten.detach.default":
             return False
-        if target == "wrap_with_set_grad_enabled" and fx_node.args[0] is False:
+        if region_of(fx_node).grad_enabled is False:
             return False
         return any(self._carries_grad(n) for n in operands)
 
@@ -293,8 +304,10 @@ def _meta(fx_node: FxNode) -> TensorMeta | None:
 
 def _module_path(fx_node: FxNode) -> str:
     stack = fx_node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return users_name(str(paths[-1])) if paths else ""
+    paths = [str(path) for path, _ in stack.values()]
+    if paths[-1:] == [""]:  # outside the network: a loss that is a function
+        return LOSS_PATH
+    return users_name(paths[-1]) if paths else ""
 
 
 def _annotation(fx_node: FxNode) -> Annotation | None:
@@ -308,6 +321,9 @@ def _arguments(fx_node: FxNode, position: dict[FxNode, int]) -> str:
 
     args, kwargs = torch.fx.map_arg((fx_node.args, fx_node.kwargs), name)
     parts = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+    call = opaque_call(fx_node)
+    if call is not None and call.text:
+        parts.append(call.text)
     return ", ".join(parts)
 
 

@@ -25,6 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.memory_calls import MemoryCall
+from graphsplit.capture.opaque import opaque_call, operands_at
+from graphsplit.capture.regions import in_region, region_of
+
 _IN_PARTS = "CompositeImplicitAutograd"
 
 
@@ -44,6 +48,8 @@ class Differentiation:
 
 def makes_views(node: Node) -> bool:
     """Whether the results may share memory with an operand without having modified it."""
+    if isinstance(node.target, MemoryCall):
+        return True
     schema = getattr(node.target, "_schema", None)
     returns = schema.returns if isinstance(schema, torch.FunctionSchema) else ()
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -70,6 +76,10 @@ class Probe:
         Returns:
             What was found; None if the operation cannot be asked (higher-order operations).
         """
+        call = opaque_call(node)
+        if call is not None:
+            repeated = operands_at(node, call.traits.repeated)
+            return Differentiation(call.traits.carries_grad, frozenset(repeated))
         operands = node.all_input_nodes
         key = _look(node, carries_grad)
         if key not in self._known:
@@ -87,45 +97,54 @@ def _look(node: Node, carries_grad: Mapping[Node, bool]) -> tuple[Any, ...]:
     arguments = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
     values = (operand.meta.get("val") for operand in operands)
     looks = (
-        (v.dtype, tuple(v.shape), v.stride()) if isinstance(v, torch.Tensor) else repr(v)
+        (v.dtype, str(v.shape), str(v.stride())) if isinstance(v, torch.Tensor) else repr(v)
         for v in values
     )
-    return node.target, repr(arguments), *looks, *(carries_grad.get(n, False) for n in operands)
+    carries = (carries_grad.get(n, False) for n in operands)
+    return node.target, region_of(node), repr(arguments), *looks, *carries
 
 
 def _run(
     node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool
 ) -> tuple[tuple[bool, ...], frozenset[int]] | None:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, (torch._ops.OpOverload, MemoryCall)):
         return None
-    operands = node.all_input_nodes
+    operands, region = node.all_input_nodes, region_of(node)
     values = (operand.meta.get("val") for operand in operands)
     fake = next((v for v in values if isinstance(v, FakeTensor)), None)
     if fake is None:
         return None
     shadows: dict[Node, Any] = {}
     try:
-        with fake.fake_mode, torch.set_grad_enabled(grad_enabled):
+        with fake.fake_mode, torch.enable_grad():
             for operand in operands:
-                shadows[operand] = _shadow(operand, carries_grad[operand], target)
+                shadows[operand] = _shadow(operand, carries_grad.get(operand, False), target)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), shadows.__getitem__)
-            results = target(*args, **kwargs)
+            with in_region(region, grad_enabled=grad_enabled):
+                results = target(*args, **kwargs)
     except Exception:  # what cannot be run on fake tensors alone is judged by its operands
         return None
     leaves = pytree.tree_leaves(results)
     carries = tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in leaves)
-    repeated = _repeated(leaves, shadows) if _is_in_parts(target) else frozenset()
+    casts = bool(region.autocasts)  # each cast is an operation of its own
+    repeated = _repeated(leaves, shadows) if casts or _is_in_parts(target) else frozenset()
     return carries, frozenset(i for i, operand in enumerate(operands) if operand in repeated)
 
 
-def _is_in_parts(target: torch._ops.OpOverload) -> bool:
+def _is_in_parts(target: torch._ops.OpOverload | MemoryCall) -> bool:
     """Whether autograd sees an operation as the several others that it is made of."""
+    if isinstance(target, MemoryCall):
+        return True
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IN_PARTS)
 
 
-def _shadow(operand: Node, carries_grad: bool, target: torch._ops.OpOverload) -> Any:
+def _shadow(
+    operand: Node, carries_grad: bool, target: torch._ops.OpOverload | MemoryCall
+) -> Any:
     """A fake tensor like the operand's value, with no history but the wish for a gradient."""
+    if operand.op == "get_attr":
+        return getattr(operand.graph.owning_module, str(operand.target))
     value = operand.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return value
@@ -134,7 +153,8 @@ def _shadow(operand: Node, carries_grad: bool, target: torch._ops.OpOverload) ->
     )
     if carries_grad:
         shadow.requires_grad_(True)
-        if target._schema.is_mutable:  # a leaf must not be modified in place
+        # A leaf must not be modified in place.
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             shadow = shadow.clone()
     return shadow
 

@@ -1,8 +1,10 @@
-"""Which line of a stack is the user's own: the innermost outside torch and graphsplit."""
+"""Which line of a stack is the user's own: the innermost outside Python, torch and graphsplit."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import FrameSummary
@@ -11,12 +13,15 @@ import torch
 
 # The folders of the packages, not their names: a user's own folder may be called torch.
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_PYTHON = f"{Path(contextlib.__file__).parent}/"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's, nor graphsplit's, nor generated code."""
-    return not file.startswith((*_NOT_THE_USERS, "<"))
+    """Whether a file is not Python's own, nor torch's, nor graphsplit's, nor generated code."""
+    if file.startswith((*_NOT_THE_USERS, "<")):
+        return False
+    return not file.startswith(_PYTHON) or "site-packages" in file
 
 
 def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:
@@ -30,3 +35,16 @@ def users_line_of_trace(trace: str) -> str:
         if is_users(frame["file"]):
             return f"{frame['file']}:{frame['line']}"
     return ""
+
+
+def users_line_now() -> str:
+    """``file:line  code`` of the user's own call that is running."""
+    return users_line_of(traceback.extract_stack())
+
+
+def users_line_of(frames: Sequence[FrameSummary]) -> str:
+    """``file:line  code`` of the innermost frame that is the user's."""
+    frame = users_frame(frames)
+    if frame is None:
+        return "(no line of your own code is involved)"
+    return f"{frame.filename}:{frame.lineno}  {frame.line}"

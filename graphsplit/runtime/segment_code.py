@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from graphsplit.capture.graph import Node
+from graphsplit.capture.graph import Mode, Node
+from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.runtime.region_modes import keeping_modes, modes_of, switch_modes
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,6 @@ def build_code(plan: PartitionPlan, segment: int) -> SegmentCode:
     """Cut one segment's code out of the captured graph."""
     captured = plan.placed.graph
     io = plan.io[segment]
-    position_of = {node.name: p for p, node in enumerate(captured.nodes)}
-    fx_nodes = {n.name: n for n in captured.fx_graph.nodes}
     graph = fx.Graph()
     whole: dict[int, fx.Node] = {
         value: graph.placeholder(f"value_{captured.nodes[value].name}") for value in io.values
@@ -54,19 +54,35 @@ def build_code(plan: PartitionPlan, segment: int) -> SegmentCode:
         placeholder = graph.placeholder(f"leaf{leaf}_{name}")
         by_use.update(dict.fromkeys(contribution.uses, placeholder))
     lines: dict[fx.Node, Node] = {}
+    regions = [captured.nodes[position].region for position in plan.segments[segment].nodes]
+    devices = tuple(sorted({device for region in regions for device, _ in region.autocasts}))
+    region = ORDINARY
     for position in plan.segments[segment].nodes:
-        old = fx_nodes[captured.nodes[position].name]
-        new = _copy(graph, old, captured, position, whole, by_use, position_of)
+        region = _enter(graph, region, captured.nodes[position].region, devices, captured.mode)
+        old = captured.fx_nodes[captured.nodes[position].name]
+        new = _copy(graph, old, captured, position, whole, by_use)
         whole[position] = new
         lines[new] = captured.nodes[position]
     graph.output(tuple(whole[p] for p in io.outputs))
     module = fx.GraphModule(captured.fx_owner, graph, class_name=f"Segment{segment}")
+    run = module.forward
     return SegmentCode(
-        module.forward,
+        run if set(regions) <= {ORDINARY} else keeping_modes(run, devices),
         module.code,
         _line_map(module, graph, lines),
         module.forward.__code__.co_filename,
     )
+
+
+def _enter(
+    graph: fx.Graph, before: Region, region: Region, devices: tuple[str, ...], mode: Mode
+) -> Region:
+    """Switch modes where an operation's region is not that of the one before."""
+    grad_enabled = mode is Mode.TRAIN
+    modes = modes_of(region, devices, grad_enabled=grad_enabled)
+    if modes != modes_of(before, devices, grad_enabled=grad_enabled):
+        graph.call_function(switch_modes, modes)
+    return region
 
 
 def _copy(
@@ -76,7 +92,6 @@ def _copy(
     position: int,
     whole: dict[int, fx.Node],
     by_use: dict[tuple[int, int], fx.Node],
-    position_of: dict[str, int],
 ) -> fx.Node:
     """Copy one operation, each operand replaced by the value or leaf that stands for it here."""
     count = -1

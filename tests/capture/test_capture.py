@@ -255,7 +255,7 @@ def test_detached_values_carry_no_gradient() -> None:
     assert flags["aten.mul.Tensor"]
 
 
-def test_a_no_grad_block_is_one_operation_without_gradient() -> None:
+def test_operations_of_a_no_grad_block_carry_no_gradient() -> None:
     def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
         y = net.fc(x)
         with torch.no_grad():
@@ -265,12 +265,15 @@ def test_a_no_grad_block_is_one_operation_without_gradient() -> None:
     graph = of(run)
     assert targets(graph) == [
         "linear.default",
-        "wrap_with_set_grad_enabled",
-        "getitem",
+        "exp.default",
+        "mean.default",
+        "mul.Tensor",
         "mul.Tensor",
         "sum.default",
     ]
-    assert [n.requires_grad for n in operations(graph)] == [True, False, False, True, True]
+    inside = [False, True, True, True, False, False]
+    assert [n.region.grad_enabled is False for n in operations(graph)] == inside
+    assert [n.requires_grad for n in operations(graph)] == [not block for block in inside]
 
 
 def test_a_gradient_written_into_memory_made_without_one_is_carried_on() -> None:

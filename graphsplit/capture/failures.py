@@ -1,0 +1,113 @@
+"""Why a network could not be captured, in the user's terms; torch's own words are silenced."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from graphsplit.capture.users_line import users_line_of
+from graphsplit.errors import CaptureError
+from graphsplit.placement.annotations import INSIDE_BRANCH
+
+_OPAQUE = "keep the module around it whole with gs.opaque"
+_VALUES = "the code that runs depends on the values of a tensor"
+_LEAVES = (
+    "a tensor leaves PyTorch (NumPy, a data pointer, or a tensor that is not part of the model)"
+)
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)",
+        _VALUES,
+        "replace the Python branch by torch.where, or compute the condition from shapes or "
+        f"arguments, or {_OPAQUE}",
+    ),
+    (
+        r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' failed to unpack",
+        "packed sequences have sizes that depend on the values of a tensor",
+        f"pad the sequences and leave packing out, or {_OPAQUE}",
+    ),
+    (
+        r"fake tensor|FakeTensor|non-fake|data_ptr|numpy",
+        _LEAVES,
+        "keep the computation in torch operations, and register extra tensors with "
+        f"register_buffer, or {_OPAQUE}",
+    ),
+)
+_LOGGERS = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+
+
+def explain(network: nn.Module, error: BaseException) -> CaptureError:
+    """What to tell the user of an error that came out of ``torch.export``."""
+    text = f"{type(error).__name__}: {error}"
+    reason, fix = (
+        "torch.export does not support something this code does",
+        f"write the code named above with torch operations, or {_OPAQUE}",
+    )
+    for pattern, why, way_out in _REASONS:
+        if re.search(pattern, text):
+            reason, fix = why, way_out
+            break
+    if INSIDE_BRANCH in text:
+        reason = "a part of a branch or loop is placed, which runs whole on one worker"
+        fix = "put gs.place around the branch or loop"
+    frames = traceback.extract_tb(error.__traceback__)
+    line = users_line_of(frames)
+    if frames and line.startswith(f"{frames[-1].filename}:{frames[-1].lineno}"):
+        reason, fix = "its own code raised an error", "mend the line named above"
+    first = text.strip().splitlines()[0][:300]
+    return CaptureError(
+        f"{type(network).__name__} cannot be captured as one graph: {reason}\n"
+        f"  {line}\n  the error was: {first}\n  Fix: {fix}."
+    )
+
+
+def failing_module(error: BaseException) -> nn.Module | None:
+    """The innermost module whose forward ran when an error was raised, if values decided there.
+
+    Other errors would come again however the module is run.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if not any(re.search(pattern, text) for pattern, _, _ in _REASONS):
+        return None
+    found: nn.Module | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found = frame.f_locals.get("self")
+    return found
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """Silence what ``torch.export`` prints and logs of a failure: graphsplit's error says it."""
+    trace: Any = importlib.import_module("torch.export._trace")
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    original = trace.sys
+    trace.sys = _QuietSys()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        trace.sys = original
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class _QuietSys:
+    """The module ``sys``, but for where errors are printed."""
+
+    def __init__(self) -> None:
+        self.stderr = io.StringIO()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys, name)

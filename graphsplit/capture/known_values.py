@@ -1,0 +1,184 @@
+"""Answer questions about values that are known while a network is captured.
+
+Capture runs a network on tensors without values, so ``if mask.all():`` has no answer there. Two
+kinds of values are known all the same, and what is computed from them alone:
+
+* masks of nothing but ones, as a tokenizer makes them for texts of one length. That an input is one
+  is part of a batch's signature, so a graph is used for such batches only.
+* what follows from shapes, such as ``torch.arange(x.shape[1])``.
+
+transformers leaves a mask out where it masks nothing, and other kernels with other bits run; but it
+does not ask a tensor that looks fake. So those whose value is known do not look fake to it.
+
+Not for dynamic sizes: there, one graph serves many shapes, and an answer may hold for one alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_MOST_ELEMENTS = 1 << 18
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FACTORIES = ("arange", "zeros", "ones", "full", "eye", "tensor")
+# Nothing random, nothing in place, nothing with an effect.
+_FUNCTIONS = {
+    "__getitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__",
+    "__or__", "__xor__", "__invert__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
+    "__rmul__", "__floordiv__", "__mod__", "__neg__", "eq", "ne", "lt", "le", "gt", "ge",
+    "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_not", "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "floor_divide",
+    "remainder", "where", "isin", "all", "any", "sum", "cumsum", "diff", "max", "min", "amax",
+    "amin", "argmax", "argmin", "count_nonzero", "prod", "to", "type", "bool", "int", "long",
+    "short", "byte", "type_as", "contiguous", "clone", "detach", "view", "reshape", "flatten",
+    "unflatten", "expand", "expand_as", "permute", "transpose", "t", "squeeze", "unsqueeze",
+    "narrow", "select", "index_select", "gather", "flip", "roll", "repeat", "repeat_interleave",
+    "tile", "cat", "stack", "chunk", "split", "unbind", "broadcast_to", "broadcast_tensors",
+    "pad", "tril", "triu", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
+    "new_full", "numel", "size", "dim", "masked_fill", "sort", "argsort", "unique_consecutive",
+}  # fmt: skip
+_WRITING = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+_QUESTIONS = ("__bool__", "__int__", "__index__", "item", "tolist")
+
+
+def is_all_ones(value: Any) -> bool:
+    """Whether a value is a mask that masks nothing: whole numbers, two dimensions or more."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in _WHOLE or value.dim() < 2:
+        return False
+    if value.is_meta or value.numel() == 0 or int(value[(0,) * value.dim()]) != 1:
+        return False
+    return bool((value == 1).all())
+
+
+class KnownValues(TorchFunctionMode):
+    """Follows known values through a network's code, and answers what is asked of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real: Any = WeakTensorKeyDictionary()
+
+    def note_ones(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is nothing but ones."""
+        if _has_plain_shape(tensor):
+            with _disable_current_modes():
+                self._real[tensor] = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether the value of a tensor is known."""
+        return isinstance(tensor, torch.Tensor) and tensor in self._real
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function, and note its result if it follows from known values."""
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in _QUESTIONS and args and self.knows(args[0]):
+            with _disable_current_modes():
+                return function(self._real[args[0]], *args[1:], **kwargs)
+        given = pytree.tree_leaves((args, kwargs))
+        if name in _FUNCTIONS or name in _FACTORIES:
+            if self._are_known(given, name):
+                return self._follow(function, args, kwargs)
+        elif any(self.knows(value) for value in given) and _may_write(function, name, kwargs):
+            if "out" in kwargs or not (name in _WRITING and self._are_known(given, name)):
+                self._forget_memory_of(given)
+            else:
+                self._run_on_values(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _are_known(self, given: Sequence[Any], name: str) -> bool:
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in given):
+            return False
+        if not tensors:
+            return name in _FACTORIES
+        return all(tensor in self._real for tensor in tensors)
+
+    def _follow(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        found = function(*args, **kwargs)
+        results = [r for r in pytree.tree_leaves(found) if isinstance(r, torch.Tensor)]
+        if not results or not all(_is_small(result) for result in results):
+            return found
+        real = self._run_on_values(function, args, kwargs)
+        reals = [r for r in pytree.tree_leaves(real) if isinstance(r, torch.Tensor)]
+        for result, value in zip(results, reals, strict=True):
+            self._real[result] = value
+        return found
+
+    def _run_on_values(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
+        with _disable_current_modes():
+            return function(*real_args, **real_kwargs)
+
+    def _value(self, given: Any) -> Any:
+        return self._real[given] if isinstance(given, torch.Tensor) else given
+
+    def _forget_memory_of(self, given: Sequence[Any]) -> None:
+        """What was written to is no longer known, nor what shares its memory."""
+        touched = {self._real[v].untyped_storage()._cdata for v in given if self.knows(v)}
+        for tensor, value in list(self._real.items()):
+            if value.untyped_storage()._cdata in touched:
+                del self._real[tensor]
+
+
+def _may_write(function: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    schema = getattr(function, "_schema", None)
+    if isinstance(schema, torch.FunctionSchema):
+        return schema.is_mutable
+    return "out" in kwargs or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _has_plain_shape(tensor: torch.Tensor) -> bool:
+    return not any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+def _is_small(result: torch.Tensor) -> bool:
+    return _has_plain_shape(result) and result.numel() <= _MOST_ELEMENTS
+
+
+@contextmanager
+def answers_known_values(ones: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Answer questions about known values inside.
+
+    Args:
+        ones: The inputs of the capture that stand for masks of nothing but ones.
+    """
+    known = KnownValues()
+    for tensor in ones:
+        known.note_ones(tensor)
+    with known, _looks_real_to_transformers(known):
+        yield
+
+
+@contextmanager
+def _looks_real_to_transformers(known: KnownValues) -> Iterator[None]:
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    original = module.is_fake_tensor
+    module.is_fake_tensor = lambda value: not known.knows(value) and original(value)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original

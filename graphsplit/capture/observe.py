@@ -1,0 +1,246 @@
+"""Watch code run on fake tensors that ``torch.export`` does not record.
+
+Autograd works on fake tensors as on real ones. So what a call draws, what it modifies and whose
+memory it hands out can be seen below autograd, operation by operation, before it ever runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.fx.traceback
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+)
+from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphsplit.capture.answered_sizes import sized
+from graphsplit.capture.effects import HIDDEN_WRITES
+from graphsplit.capture.function_modes import TRACERS, without_modes
+from graphsplit.placement.annotations import NODE_KEY
+
+_PROBABILITIES = ("p", "dropout_p", "dropout")
+_SWITCHES = ("train", "training", "is_training")
+
+_QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_MAX_ANSWERS = 1000
+
+
+class TooManyQuestionsError(Exception):
+    """Code went on asking for the values of tensors, as a loop until convergence does."""
+
+
+class Observer(TorchDispatchMode):
+    """Notes what operations do to memory and to the generator.
+
+    Attributes:
+        is_random: Whether something was drawn from the default generator.
+        written: Storages that were modified.
+        foreign: Tensors that were read and that ``is_foreign`` is true of, in order of first use.
+        placements: Lines of ``with gs.place(...)`` blocks that were entered.
+        assigned: Buffers that were replaced by new tensors, and are back in their places.
+
+    Args:
+        is_foreign: What to note as foreign.
+        answer: What to answer, 0 or 1, to code that asks for the value of a tensor; and how many
+            elements are found by what looks for some.
+    """
+
+    def __init__(
+        self, is_foreign: Callable[[torch.Tensor], bool], *, answer: int | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_random = False
+        self.written: set[int] = set()
+        self.foreign: dict[int, torch.Tensor] = {}
+        self.placements: list[str] = []
+        self.assigned: dict[int, torch.Tensor] = {}
+        self._is_foreign = is_foreign
+        self._answer = answer
+        self._num_answers = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note one operation, and run it."""
+        kwargs = kwargs or {}
+        if self._answer is not None and func in _QUESTIONS:
+            return self._answer_to(func, args)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and self._is_foreign(leaf):
+                self.foreign.setdefault(id(leaf), leaf)
+        schema = getattr(func, "_schema", None)
+        if isinstance(schema, torch.FunctionSchema):
+            given = _by_name(schema, args, kwargs)
+            self._note_writes(schema, given)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self.is_random |= _draws(given)
+        answered = sized(func, self._answer) if self._answer is not None else None
+        return (answered or func)(*args, **kwargs)
+
+    def _answer_to(self, func: Any, args: tuple[Any, ...]) -> bool | int | float:
+        with contextlib.suppress(DataDependentOutputException):
+            known: Any = func(*args)
+            if isinstance(known, (bool, int, float)):  # made of sizes, not of values
+                return known
+        tensor: torch.Tensor = args[0]
+        self._num_answers += 1
+        if self._num_answers > _MAX_ANSWERS:
+            raise TooManyQuestionsError(
+                f"it asked for values {_MAX_ANSWERS} times, and was told {self._answer} each time"
+            )
+        if tensor.dtype is torch.bool or func is torch.ops.aten.equal.default:
+            return bool(self._answer)
+        return float(self._answer or 0) if tensor.is_floating_point() else int(self._answer or 0)
+
+    def _note_writes(self, schema: torch.FunctionSchema, given: dict[str, Any]) -> None:
+        names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+        if schema.name in HIDDEN_WRITES:
+            flag, positions = HIDDEN_WRITES[schema.name]
+            if given.get(schema.arguments[flag].name):
+                names += [schema.arguments[p].name for p in positions]
+        for name in names:
+            for tensor in pytree.tree_leaves(given.get(name)):
+                if isinstance(tensor, torch.Tensor):
+                    self.written.add(storage_of(tensor))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """What is equal for tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_tracked(tensor: torch.Tensor) -> bool:
+    """Whether the tracer knows a tensor as a value of the graph that it records."""
+    mode = get_proxy_mode()
+    return mode is not None and get_proxy_slot(tensor, mode.tracer, None) is not None
+
+
+def reachable_values(function: Any, *, depth: int = 3) -> Iterator[Any]:
+    """What a function can see without being passed it: cells, defaults, and what it is bound to."""
+    if isinstance(function, functools.partial):
+        held: list[Any] = [function.func, *function.args, *function.keywords.values()]
+    else:
+        defaults: tuple[Any, ...] = getattr(function, "__defaults__", None) or ()
+        held = [getattr(function, "__self__", None), *defaults]
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                held.append(cell.cell_contents)
+    for value in held:
+        yield value
+        if depth and (callable(value) or isinstance(value, functools.partial)):
+            yield from reachable_values(value, depth=depth - 1)
+
+
+def _by_name(schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Any) -> dict[str, Any]:
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _draws(given: dict[str, Any]) -> bool:
+    """Whether an operation that can draw does, from the default generator."""
+    if given.get("generator") is not None:
+        return False
+    if any(given.get(name) == 0 for name in _PROBABILITIES):
+        return False
+    return all(given.get(name) is not False for name in _SWITCHES)
+
+
+@contextmanager
+def unrecorded(observer: Observer) -> Iterator[None]:
+    """Run code on fake tensors as eager mode would run it, watched and not recorded."""
+    with ExitStack() as stack:
+        fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        shape_env = getattr(fake_mode, "shape_env", None)
+        if shape_env is not None:  # values that code asks for, and keeps to itself
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(_generators_kept(observer))
+        stack.enter_context(disable_proxy_modes_tracing())
+        stack.enter_context(without_modes(TRACERS))
+        stack.enter_context(_placements_noted(observer))
+        stack.enter_context(_assignments_noted(observer))
+        stack.enter_context(_numbers_formatted())
+        stack.enter_context(observer)
+        yield
+
+
+@contextmanager
+def _generators_kept(observer: Observer) -> Iterator[None]:
+    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        observer.is_random |= not torch.equal(torch.default_generator.get_state(), before[0])
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])
+
+
+@contextmanager
+def _numbers_formatted() -> Iterator[None]:
+    """Let ``f"expert_{index}"`` ask for a number, as it does of a tensor with values."""
+    tensor: Any = torch.Tensor
+    original = tensor.__format__
+
+    def format_tensor(self: torch.Tensor, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else original(self, spec)
+
+    tensor.__format__ = format_tensor
+    try:
+        yield
+    finally:
+        tensor.__format__ = original
+
+
+@contextmanager
+def _assignments_noted(observer: Observer) -> Iterator[None]:
+    """Note buffers that are replaced, and put them back afterwards."""
+    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        held = module._buffers.get(name)
+        if isinstance(held, torch.Tensor) and value is not held:
+            replaced.append((module, name, held))
+
+    handle = register_module_buffer_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for module, name, held in reversed(replaced):
+            module._buffers[name] = held
+            if observer._is_foreign(held):
+                observer.foreign.setdefault(id(held), held)
+            observer.assigned[id(held)] = held
+            observer.written.add(storage_of(held))
+
+
+@contextmanager
+def _placements_noted(observer: Observer) -> Iterator[None]:
+    """Note the blocks that would be lost: what is kept whole runs on one worker."""
+    original = torch.fx.traceback.annotate
+
+    @contextmanager
+    def annotate(noted: dict[str, Any]) -> Iterator[None]:
+        if NODE_KEY in noted:
+            observer.placements.append(noted[NODE_KEY][1])
+        yield
+
+    torch.fx.traceback.annotate = annotate  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.fx.traceback.annotate = original
