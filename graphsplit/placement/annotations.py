@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch.compiler
 import torch.fx.traceback
 from torch import nn
 
@@ -21,8 +23,17 @@ from graphsplit.errors import PlacementError
 
 WORKER_ROLE = "MS_WORKER"
 _MODULE_ATTRIBUTE = "_graphsplit_placement"
+# A slice of a ModuleList is a new list around the same modules: what is written on it would be
+# lost with it. So its children are told, and by which container: that of a container which is
+# itself part of the network counts as the placement of a module around them, and no more.
+_CONTAINER_ATTRIBUTE = "_graphsplit_container"
+_SLICES_ATTRIBUTE = "_graphsplit_slices"
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 # Under this key a ``with gs.place(...)`` block travels in ``node.meta["custom"]``.
 NODE_KEY = "graphsplit_placement"
+
+# By these words capture knows the error again that torch's compiler wraps.
+INSIDE_BRANCH = "gs.place and gs.op(...).place have no part of a branch or loop to place"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,38 +47,54 @@ class Annotation:
 
     Attributes:
         rank: The worker.
-        source: ``file:line`` of the user's call.
+        source: ``file:line`` of the user's call, or of the rule in a file.
+        by_rule: Whether ``gs.apply_placement`` has written it.
     """
 
     rank: int
     source: str
+    by_rule: bool = False
 
 
-def _callers_line(depth: int) -> str:
+def callers_line(depth: int) -> str:
+    """``file:line`` of a frame: 1 is the caller of the function that asks."""
     frame = sys._getframe(depth)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _check(what: str, role: object, rank: object, source: str) -> Annotation:
-    problem = fix = ""
+def problem_with(role: object, rank: object) -> tuple[str, str] | None:
+    """What is wrong with a role and a rank, and how to mend it; None if nothing is."""
     if role != WORKER_ROLE:
-        problem = f"role {role!r} is not known; expected {WORKER_ROLE!r}"
-        fix = f"only workers run operations: place({WORKER_ROLE!r}, rank)"
-    elif isinstance(rank, bool) or not isinstance(rank, int):
-        problem = f"rank {rank!r} is a {type(rank).__name__}; expected an int"
-        fix = "pass the worker's number, for example 3"
-    elif rank < 0:
-        problem = f"rank {rank} is negative; ranks begin at 0"
-        fix = "choose a rank from 0 to MS_WORKER_NUM - 1"
-    else:
-        return Annotation(rank, source)
-    raise PlacementError(f"{what}: {problem}\n  {source}\n  Fix: {fix}.")
+        return (
+            f"role {role!r} is not known; expected {WORKER_ROLE!r}",
+            f"only workers run operations: place({WORKER_ROLE!r}, rank)",
+        )
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        return (
+            f"rank {rank!r} is a {type(rank).__name__}; expected an int",
+            "pass the worker's number, for example 3",
+        )
+    if rank < 0:
+        return (
+            f"rank {rank} is negative; ranks begin at 0",
+            "choose a rank from 0 to MS_WORKER_NUM - 1",
+        )
+    return None
+
+
+def _check(what: str, role: object, rank: Any, source: str) -> Annotation:
+    found = problem_with(role, rank)
+    if found is not None:
+        raise PlacementError(f"{what}: {found[0]}\n  {source}\n  Fix: {found[1]}.")
+    return Annotation(rank, source)
 
 
 def place_module(module: nn.Module, role: str, rank: int) -> nn.Module:
     """Let a module, and everything inside it that has no placement of its own, run on one worker.
 
-    Installed as ``torch.nn.Module.place``. Placing a module again replaces its placement.
+    Installed as ``torch.nn.Module.place``. Placing a module again replaces its placement. A slice
+    may be placed too: ``net.layers[0:4].place(...)`` places those of the four that have no
+    placement of their own.
 
     Args:
         module: The module; usable as ``module.place(role, rank)``.
@@ -79,19 +106,32 @@ def place_module(module: nn.Module, role: str, rank: int) -> nn.Module:
         The module itself, so that calls can be chained.
 
     Raises:
-        PlacementError: Unknown role, a rank that is negative or no int, or a module that a
-            ``Model`` has already planned.
+        PlacementError: Unknown role, a rank that is negative or no int, a module that a ``Model``
+            has already planned, or one that a rule of ``gs.apply_placement`` puts elsewhere.
     """
-    source = _callers_line(3)  # past the installed method
+    source = callers_line(3)  # past the installed method
     name = type(module).__name__
     annotation = _check(f"{name}.place", role, rank, source)
-    if module in _planned_modules:
+    children = list(module.children()) if isinstance(module, _CONTAINERS) else []
+    if any(placed in _planned_modules for placed in (module, *children)):
         raise PlacementError(
             f"{name}.place({role!r}, {rank}): this module is already planned; its parameters live "
             f"on their workers\n  {source}\n  Fix: place modules before the first train, eval, "
             f"predict or explain of a Model."
         )
+    found = module_annotation(module)
+    if found is not None and found.by_rule and found.rank != rank:
+        raise PlacementError(
+            f"{name}.place({role!r}, {rank}): a rule puts this module on {role} {found.rank}\n"
+            f"  {source}\n  {found.source}\n  Fix: leave out one of the two."
+        )
     module.__dict__[_MODULE_ATTRIBUTE] = annotation
+    if children:
+        container = module.__dict__.setdefault(_CONTAINER_ATTRIBUTE, uuid.uuid4().hex)
+        for child in children:
+            slices = dict(child.__dict__.get(_SLICES_ATTRIBUTE, {}))
+            slices.pop(container, None)
+            child.__dict__[_SLICES_ATTRIBUTE] = {**slices, container: annotation}
     return module
 
 
@@ -99,6 +139,57 @@ def module_annotation(module: nn.Module) -> Annotation | None:
     """The placement written on this very module, if any."""
     found = module.__dict__.get(_MODULE_ATTRIBUTE)
     return found if isinstance(found, Annotation) else None
+
+
+def annotations_of(network: nn.Module) -> dict[str, Annotation]:
+    """The placement of every placed module of a network, by path; shared ones under each path.
+
+    A module's own placement comes before that of the latest slice that it was placed with.
+
+    Raises:
+        PlacementError: Rules and slices put modules on different workers; all of them are listed.
+    """
+    modules = list(network.named_modules(remove_duplicate=False))
+    containers = {module.__dict__.get(_CONTAINER_ATTRIBUTE) for _, module in modules}
+    found, conflicts = {}, []
+    for path, module in modules:
+        annotation = module_annotation(module)
+        slices = module.__dict__.get(_SLICES_ATTRIBUTE, {})
+        outside = [a for container, a in slices.items() if container not in containers]
+        if annotation is None and outside:
+            annotation = outside[-1]
+        if annotation is None:
+            continue
+        if annotation.by_rule and outside and outside[-1].rank != annotation.rank:
+            conflicts.append(
+                f"module {path!r} is placed on {WORKER_ROLE} {annotation.rank} by a rule, and on "
+                f"{outside[-1].rank} as part of a slice\n"
+                f"    {annotation.source}\n    {outside[-1].source}"
+            )
+        found[path] = annotation
+    if conflicts:
+        raise faults_found(conflicts, fix="leave out one of the two.")
+    return found
+
+
+def faults_found(faults: Sequence[str], *, fix: str) -> PlacementError:
+    """One error for all faults of a placement."""
+    lines = "\n  ".join([f"{len(faults)} placement(s) cannot be honoured:", *faults])
+    return PlacementError(f"{lines}\n  Fix: {fix}")
+
+
+def write_rule(module: nn.Module, annotation: Annotation | None) -> None:
+    """Write a rule's placement on a module that has none, or take a rule's placement away."""
+    found = module_annotation(module)
+    if annotation is not None and found is None:
+        module.__dict__[_MODULE_ATTRIBUTE] = annotation
+    elif annotation is None and found is not None and found.by_rule:
+        del module.__dict__[_MODULE_ATTRIBUTE]
+
+
+def is_planned(network: nn.Module) -> bool:
+    """Whether a ``Model`` has planned a network, or some module of it."""
+    return any(module in _planned_modules for module in network.modules())
 
 
 def mark_planned(network: nn.Module) -> None:
@@ -121,9 +212,16 @@ def place(role: str, rank: int) -> Iterator[None]:
     Raises:
         PlacementError: Unknown role, or a rank that is negative or no int.
     """
-    annotation = _check("gs.place", role, rank, _callers_line(3))
+    _refuse_inside_branches()
+    annotation = _check("gs.place", role, rank, callers_line(3))
     with torch.fx.traceback.annotate({NODE_KEY: (annotation.rank, annotation.source)}):
         yield
+
+
+def _refuse_inside_branches() -> None:
+    """Branches and loops are recorded by torch's own compiler, and run whole on one worker."""
+    if torch.compiler.is_dynamo_compiling():
+        raise PlacementError(INSIDE_BRANCH)
 
 
 class PlaceableOperation(Generic[P, R]):
@@ -141,13 +239,14 @@ class PlaceableOperation(Generic[P, R]):
             PlacementError: Unknown role, or a rank that is negative or no int.
         """
         placed = PlaceableOperation(self._function)
-        placed._annotation = _check("gs.op(...).place", role, rank, _callers_line(2))
+        placed._annotation = _check("gs.op(...).place", role, rank, callers_line(2))
         return placed
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, on its worker when it is captured."""
         if self._annotation is None:
             return self._function(*args, **kwargs)
+        _refuse_inside_branches()
         noted = {NODE_KEY: (self._annotation.rank, self._annotation.source)}
         with torch.fx.traceback.annotate(noted):
             return self._function(*args, **kwargs)

@@ -4,23 +4,30 @@ For every operation the first rule that applies wins:
 
 1. it must run where its operand is made (an element of a tuple),
 2. the innermost ``with gs.place(...)`` or ``gs.op(...).place(...)`` around it,
-3. the nearest module around it that is placed,
-4. the ``unplaced`` rule: ``"affinity"`` (beside the operand that would cost most to move; an
+3. a rule of ``gs.apply_placement`` for operations,
+4. for a branch, loop or call that is kept whole: the placed modules whose parameters it uses,
+5. the nearest module around it that is placed,
+6. the ``unplaced`` rule: ``"affinity"`` (beside the operand that would cost most to move; an
    operation with nothing to move goes where its result is used first) or ``"worker0"``.
 
-A parameter or buffer lives where it is used; where several workers use it, on the nearest placed
-module's worker if that is one of them, else on the first that uses it.
+A parameter or buffer lives where a rule for parameters says, else where it is used; where several
+workers use it, on the nearest placed module's worker if that is one of them, else on the first
+that uses it.
 """
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Node, NodeKind
-from graphsplit.errors import PlacementError
-from graphsplit.placement.annotations import WORKER_ROLE, Annotation
+from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind
+from graphsplit.placement.annotations import WORKER_ROLE, Annotation, faults_found
+from graphsplit.placement.rules import OperationRule
+from graphsplit.placement.rules_match import Matched, match_rules
+from graphsplit.placement.whole import modules_inside, nearest, torn_apart
 
 UnplacedRule = Literal["affinity", "worker0"]
 EVERYWHERE = -1
@@ -35,12 +42,16 @@ class PlacementRules:
         modules: Annotation of every placed module, by module path (``""``: the network itself).
         unplaced: What to do with operations that nobody placed.
         owners: Owners of parameters and buffers that an earlier plan has fixed, by name.
+        operations: Rules of ``gs.apply_placement`` for operations, in order.
+        parameters: Owners that its rules give to parameters and buffers, by name.
     """
 
     num_workers: int
     modules: Mapping[str, Annotation] = field(default_factory=dict)
     unplaced: UnplacedRule = "affinity"
     owners: Mapping[str, int] = field(default_factory=dict)
+    operations: tuple[OperationRule, ...] = ()
+    parameters: Mapping[str, Annotation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,70 +63,121 @@ class PlacedGraph:
         workers: Worker of each node, by position; ``EVERYWHERE`` for inputs and constants.
         reasons: Why, in words.
         num_workers: Size of the cluster.
+        notes: Placements that decide nothing in this graph, in words.
     """
 
     graph: CapturedGraph
     workers: tuple[int, ...]
     reasons: tuple[str, ...]
     num_workers: int
+    notes: tuple[str, ...] = ()
 
 
 def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
     """Give every node its worker.
 
     Raises:
-        PlacementError: Ranks out of range; all of them are listed, with the user's lines.
+        PlacementError: Ranks out of range, rules that decide nothing or contradict the code; all
+            of them are listed, with the user's lines.
     """
-    check_annotations(graph, rules)
-    resolver = _Resolver(graph, rules)
+    matched = match_rules(graph, rules.operations)
+    check_annotations(graph, rules, matched)
+    _warn_of_dead_rules(graph, matched)
+    resolver = _Resolver(graph, rules, matched)
     resolver.place_operations()
     resolver.place_state()
-    return PlacedGraph(graph, tuple(resolver.workers), tuple(resolver.reasons), rules.num_workers)
-
-
-def check_annotations(graph: CapturedGraph, rules: PlacementRules) -> None:
-    """Refuse ranks that the job does not have."""
-    faults: dict[str, Annotation] = {}
-    for path, annotation in rules.modules.items():
-        if annotation.rank >= rules.num_workers:
-            faults[f"module {path!r}" if path else "the network"] = annotation
-    for node in graph.nodes:
-        if node.annotation is not None and node.annotation.rank >= rules.num_workers:
-            faults[f"operation {node.name!r}"] = node.annotation
-    if not faults:
-        return
-    last = rules.num_workers - 1
-    workers = f"workers 0 to {last}" if last else "one worker, 0"
-    lines = [
-        f"{what} is placed on {WORKER_ROLE} {found.rank}, but the job has {workers}\n"
-        f"    {found.source}"
-        for what, found in faults.items()
-    ]
-    needed = max(found.rank for found in faults.values()) + 1
-    raise PlacementError(
-        "\n  ".join([f"{len(lines)} placement(s) cannot be honoured:", *lines])
-        + f"\n  Fix: start with MS_WORKER_NUM={needed}, or choose ranks below {rules.num_workers}."
+    return PlacedGraph(
+        graph,
+        tuple(resolver.workers),
+        tuple(resolver.reasons),
+        rules.num_workers,
+        (*(text for _, text in _dead_rules(graph, matched)), *resolver.idle_placements()),
     )
 
 
-def nearest(modules: Mapping[str, Annotation], path: str) -> tuple[str, Annotation] | None:
-    """The nearest placed module around a module path, itself included."""
-    inside_loss = path.partition(".")[0] == LOSS_PATH  # the loss is no part of the network
-    while path:
-        if path in modules:
-            return path, modules[path]
-        path = path.rpartition(".")[0]
-        if not path and inside_loss:
-            return None
-    return ("", modules[""]) if "" in modules else None
+def check_annotations(graph: CapturedGraph, rules: PlacementRules, matched: Matched) -> None:
+    """Refuse ranks that the job does not have, and rules that cannot be honoured."""
+    placed = asked_placements(graph, rules)
+    last = rules.num_workers - 1
+    workers = f"workers 0 to {last}" if last else "one worker, 0"
+    too_high = {what: found for what, found in placed.items() if found.rank > last}
+    faults = [
+        f"{what} is placed on {WORKER_ROLE} {found.rank}, but the job has {workers}\n"
+        f"    {found.source}"
+        for what, found in too_high.items()
+    ]
+    faults += matched.faults
+    faults += [
+        fault
+        for position, inside in modules_inside(graph, rules.modules).items()
+        if graph.nodes[position].annotation is None and position not in matched.deciding
+        if (fault := torn_apart(graph, position, inside)) is not None
+    ]
+    dead = _dead_rules(graph, matched)
+    if graph.mode is Mode.TRAIN:
+        faults += [text for _, text in dead]
+    if not faults:
+        return
+    fix = "mend the lines above."
+    if too_high:
+        needed = max(found.rank for found in too_high.values()) + 1
+        fix = f"start with MS_WORKER_NUM={needed}, or choose ranks below {rules.num_workers}."
+    raise faults_found(faults, fix=fix)
+
+
+def asked_placements(graph: CapturedGraph, rules: PlacementRules) -> dict[str, Annotation]:
+    """Everything that the user has placed, in words."""
+    placed: dict[str, Annotation] = {}
+    for path, annotation in rules.modules.items():
+        placed[f"module {path!r}" if path else "the network"] = annotation
+    for node in graph.nodes:
+        if node.annotation is not None:
+            placed[f"operation {node.name!r}"] = node.annotation
+    for rule in rules.operations:
+        placed[str(rule.rule)] = Annotation(rule.rule.rank, rule.rule.source)
+    for name, annotation in rules.parameters.items():
+        placed[f"parameter {name!r}"] = annotation
+    return placed
+
+
+def _dead_rules(graph: CapturedGraph, matched: Matched) -> list[tuple[OperationRule, str]]:
+    """Rules that match nothing; those of the loss are not missed where there is none."""
+    return [
+        (rule, f"{rule.rule}: {why}\n    {rule.rule.source}")
+        for rule, why in matched.dead
+        if rule.loss is None or graph.loss is not None
+    ]
+
+
+# Rules of operations that have matched something in some graph, or were warned about.
+_known_rules: weakref.WeakSet[OperationRule] = weakref.WeakSet()
+
+
+def _warn_of_dead_rules(graph: CapturedGraph, matched: Matched) -> None:
+    """Name the rules that match nothing here, nor in any graph so far.
+
+    Only in the graph of training is that a fault: without dropout, say, a rule may have nothing to
+    decide.
+    """
+    _known_rules.update(matched.deciding.values())
+    for rule, text in _dead_rules(graph, matched):
+        if rule not in _known_rules:
+            _known_rules.add(rule)
+            warnings.warn(f"in the {graph.mode.value} graph, {text}", stacklevel=2)
 
 
 class _Resolver:
     """The state of one resolution."""
 
-    def __init__(self, graph: CapturedGraph, rules: PlacementRules) -> None:
+    def __init__(self, graph: CapturedGraph, rules: PlacementRules, matched: Matched) -> None:
         self.nodes = graph.nodes
+        self.inside = modules_inside(graph, rules.modules)
+        self.state_names = graph.state_names
         self.rules = rules
+        self.matched = matched
+        # The nearest placed module of each module, and the modules whose placement decided.
+        self.around: dict[str, tuple[str, Annotation] | None] = {}
+        self.deciding: set[str] = set()
         self.workers: list[int] = [EVERYWHERE] * len(graph.nodes)
         self.reasons: list[str] = ["every worker has it"] * len(graph.nodes)
         self.users: list[list[int]] = [[] for _ in graph.nodes]
@@ -145,14 +207,27 @@ class _Resolver:
         if node.annotation is not None:
             where = node.annotation.source
             return self._set(position, node.annotation.rank, f"gs.place at {where}")
-        placed = nearest(self.rules.modules, node.module_path)
+        if position in self.matched.deciding:
+            rule = self.matched.deciding[position].rule
+            return self._set(position, rule.rank, f"rule {rule.operation!r} at {rule.source}")
+        placed = self._nearest(node)
+        if position in self.inside:
+            self.deciding.update(self.inside[position])
+            placed = placed or next(iter(self.inside[position].items()), None)
         if placed is not None:
             path, annotation = placed
+            self.deciding.add(path)
             name = f"module {path}" if path else "the network"
             return self._set(position, annotation.rank, f"{name} is placed there")
         if self.rules.unplaced == "worker0":
             return self._set(position, 0, "unplaced: worker 0")
         return self._place_beside_operand(position, node)
+
+    def _nearest(self, node: Node) -> tuple[str, Annotation] | None:
+        path = node.module_path
+        if path not in self.around:
+            self.around[path] = nearest(self.rules.modules, path)
+        return self.around[path]
 
     def _place_beside_operand(self, position: int, node: Node) -> bool:
         heaviest, most = None, -1
@@ -176,8 +251,17 @@ class _Resolver:
             return self.workers[position]
         if node.target in self.rules.owners:
             return self.rules.owners[node.target]
-        placed = nearest(self.rules.modules, node.module_path)
+        owner = self._owner_by_rule(position)
+        if owner is not None:
+            return owner.rank
+        placed = self._nearest(node)
         return placed[1].rank if placed is not None else EVERYWHERE
+
+    def _owner_by_rule(self, position: int) -> Annotation | None:
+        """What a rule for parameters says, by whichever of a tied parameter's names."""
+        names = self.state_names.get(position, (self.nodes[position].target,))
+        found = (self.rules.parameters[n] for n in names if n in self.rules.parameters)
+        return next(found, None)
 
     def _place_beside_user(self, position: int) -> None:
         for user in self.users[position]:
@@ -197,12 +281,27 @@ class _Resolver:
             if not node.is_state:
                 continue
             users = [self.workers[u] for u in self.users[position]]
-            placed = nearest(self.rules.modules, node.module_path)
+            placed = self._nearest(node)
+            owner = self._owner_by_rule(position)
             if node.target in self.rules.owners:
                 self._set(position, self.rules.owners[node.target], "an earlier plan put it there")
+            elif owner is not None:
+                self._set(position, owner.rank, f"rule at {owner.source}")
             elif placed is not None and (not users or placed[1].rank in users):
                 self._set(position, placed[1].rank, f"module {placed[0] or 'network'} is placed")
             elif users:
                 self._set(position, users[0], "first used there")
             else:
                 self._set(position, 0, "unused: worker 0")
+            if placed is not None and users and self.workers[position] == placed[1].rank:
+                self.deciding.add(placed[0])
+
+    def idle_placements(self) -> list[str]:
+        """Modules whose placement decides over nothing in this graph."""
+        return [
+            f"{f'module {path!r}' if path else 'the network'} is placed on worker "
+            f"{annotation.rank}, but nothing in this graph is placed by that\n"
+            f"    {annotation.source}"
+            for path, annotation in self.rules.modules.items()
+            if path not in self.deciding
+        ]

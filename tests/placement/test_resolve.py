@@ -18,9 +18,9 @@ from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
     UnplacedRule,
-    nearest,
     resolve,
 )
+from graphsplit.placement.whole import nearest
 from graphsplit.tensor_meta import TensorMeta
 
 X = torch.zeros(2, 4)
@@ -266,3 +266,36 @@ def test_equal_graphs_and_rules_give_equal_placements() -> None:
     graph = captured(network, X)
     first, second = placed(network, graph), placed(network, graph)
     assert first == second
+
+
+def branch(**more: Any) -> list[Node]:
+    return [
+        state("a.w", "a"),
+        state("b.w", "b"),
+        Node(
+            "cond", NodeKind.OPERATION, "cond", reads=(0, 1), meta=META, source="net.py:5", **more
+        ),
+    ]
+
+
+def test_a_branch_runs_where_the_modules_inside_it_are_placed() -> None:
+    found = by_name(resolved(graph_of(branch(), loss=2), {"b": HERE}))
+    assert found["cond"] == (1, "module b is placed there")
+
+
+@pytest.mark.parametrize("other", ["b", ""])
+def test_a_branch_with_modules_on_several_workers_is_refused(other: str) -> None:
+    modules = {"a": HERE, other: Annotation(2, "train.py:8")}
+    with pytest.raises(PlacementError) as caught:
+        resolved(graph_of(branch(), loss=2), modules)
+    assert (
+        f"cond runs whole on one worker, but the modules in and around it are placed apart: a on "
+        f"1, {other or '(network)'} on 2; place them on one worker, or put gs.place around the "
+        f"call\n    net.py:5\n    train.py:7\n    train.py:8\n" in str(caught.value)
+    )
+
+
+def test_a_block_around_a_branch_wins_over_the_modules_inside() -> None:
+    modules = {"a": HERE, "b": Annotation(2, "train.py:8")}
+    graph = graph_of(branch(annotation=Annotation(0, "net.py:4")), loss=2)
+    assert by_name(resolved(graph, modules))["cond"] == (0, "gs.place at net.py:4")
