@@ -21,13 +21,12 @@ from graphsplit.placement.annotations import Annotation
 from graphsplit.placement.resolve import (
     EVERYWHERE,
     PlacedGraph,
-    PlacementRules,
     UnplacedRule,
     resolve,
 )
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.train.batch import run_predict, run_train
-from graphsplit.train.planner import module_annotations
+from graphsplit.train.planner import placement_rules
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "lenet_mnist"))
 
@@ -70,8 +69,10 @@ def placed(
     loss_fn: Any = None,
     owners: Mapping[str, int] | None = None,
 ) -> PlacedGraph:
-    modules = module_annotations(network, loss_fn)
-    return resolve(graph, PlacementRules(num_workers, modules, unplaced, owners or {}))
+    rules = placement_rules(
+        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners or {}
+    )
+    return resolve(graph, rules)
 
 
 def lenet_plan() -> PartitionPlan:

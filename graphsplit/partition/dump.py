@@ -28,10 +28,17 @@ def describe_plan(plan: PartitionPlan) -> str:
             if (edge.kind is EdgeKind.GRADIENT)
             else ""
         )
+        about = f" %{edge.value} {nodes[edge.value].name}"
         lines.append(
-            f"  edge{edge.index} {edge.kind.value} %{edge.value} {nodes[edge.value].name}{what}: "
+            f"  edge{edge.index} {edge.kind.value}"
+            f"{'' if edge.kind is EdgeKind.TALLY else about}{what}: "
             f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
             f"{format_bytes(edge.meta)}"
+        )
+    if plan.tally is not None:
+        lines.append(
+            f"  tally of {list(plan.tally.sizes)} numbers by worker, gathered by worker "
+            f"{plan.tally.root}"
         )
     for value, terms in plan.folds.items():
         lines.append(f"  gradient of %{value} = {_sum(terms)}")

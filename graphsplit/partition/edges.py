@@ -7,23 +7,31 @@ generator's state.
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 
 import torch
 
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import PlacementError
+from graphsplit.partition.foresight import foresee_splits
 from graphsplit.partition.gradients import Contribution, GradientOrder, order_gradients
 from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan, SegmentIO
 from graphsplit.partition.segments import Segmentation, cut_into_segments
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 from graphsplit.tensor_meta import TensorMeta
 
+# Rounds of cutting before splits are foreseen; nearly every graph needs fewer.
+_PATIENCE = 8
 GENERATOR_META = TensorMeta(torch.uint8, (torch.default_generator.get_state().numel(),), (1,))
 
 
-def partition(placed: PlacedGraph) -> PartitionPlan:
+def partition(placed: PlacedGraph, *, is_microbatched: bool = False) -> PartitionPlan:
     """Cut a placed graph into segments and derive what travels between workers.
+
+    Args:
+        placed: The graph, every node with its worker.
+        is_microbatched: Whether the plan is for microbatches, which draw from generator states of
+            their own.
 
     Returns:
         The plan; equal inputs give equal plans on every worker.
@@ -32,21 +40,24 @@ def partition(placed: PlacedGraph) -> PartitionPlan:
         PlacementError: A value that is no tensor, or memory that is modified in place, would
             have to cross between workers.
     """
-    segmentation, gradients = _segments_in_eager_order(placed)
-    return _Partitioner(placed, segmentation, gradients).run()
+    segmentation, gradients = segments_in_eager_order(placed)
+    return _Partitioner(placed, segmentation, gradients, is_microbatched).run()
 
 
-def _segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, GradientOrder]:
+def segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, GradientOrder]:
     """Cut until every gradient can be summed in eager's order. Each round only adds splits."""
     split_uses: frozenset[int] = frozenset()
     delays: frozenset[tuple[int, int]] = frozenset()
-    while True:
+    for number in count():
         segmentation = cut_into_segments(placed, split_uses=split_uses, delays=delays)
         gradients = order_gradients(placed, segmentation)
         if gradients.conflicts <= split_uses and gradients.delays <= delays:
-            return segmentation, gradients
+            break
         split_uses |= gradients.conflicts
         delays |= gradients.delays
+        if number >= _PATIENCE:
+            split_uses = foresee_splits(placed, split_uses, delays)
+    return segmentation, gradients
 
 
 def output_workers(graph: CapturedGraph, home: int, num_workers: int) -> tuple[int, ...]:
@@ -58,7 +69,11 @@ class _Partitioner:
     """Collects edges and the inputs and outputs of segments."""
 
     def __init__(
-        self, placed: PlacedGraph, segmentation: Segmentation, gradients: GradientOrder
+        self,
+        placed: PlacedGraph,
+        segmentation: Segmentation,
+        gradients: GradientOrder,
+        is_microbatched: bool,
     ) -> None:
         self.placed = placed
         self.graph = placed.graph
@@ -66,6 +81,7 @@ class _Partitioner:
         self.workers = placed.workers
         self.segmentation = segmentation
         self.gradients = gradients
+        self.is_microbatched = is_microbatched
         self.edges: list[Edge] = []
         self.home = self._home()
         num_segments = len(segmentation.segments)
@@ -97,6 +113,7 @@ class _Partitioner:
             folds=folds,
             seeds=seeds,
             home=self.home,
+            is_microbatched=self.is_microbatched,
         )
 
     def _home(self) -> int:
@@ -139,7 +156,7 @@ class _Partitioner:
                 self.workers[value],
                 worker,
                 node.meta,
-                per_step=node.kind is NodeKind.PARAMETER,
+                per_step=node.is_state and value not in self.graph.modified,
             )
         )
 
@@ -148,7 +165,7 @@ class _Partitioner:
         for earlier, later in pairwise(chain):
             if self.workers[earlier] != self.workers[later]:
                 self._add_generator_edge(earlier, self.workers[later])
-        if chain:
+        if chain and not self.is_microbatched:
             for worker in range(self.placed.num_workers):
                 if worker != self.workers[chain[-1]]:
                     self._add_generator_edge(chain[-1], worker)

@@ -1,37 +1,65 @@
-"""Explain a plan to a person: every operation with its worker, the reason, and what crosses."""
+"""Explain a plan to a person: who holds and computes what, why, and what crosses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
-from pathlib import PurePath
+from typing import Literal
 
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.partition.dump import human_bytes
-from graphsplit.partition.folding import Row, align, fold_repetitions
-from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.partition.explain_modules import module_lines, unplaced_lines
+from graphsplit.partition.explain_operations import crossing_lines, operation_lines, state_lines
+from graphsplit.partition.explain_traffic import borrowed_lines, pair_lines, traffic_lines
+from graphsplit.partition.folding import align
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.placement.resolve import EVERYWHERE
 
-_ROOT = "(network)"
+Detail = Literal["modules", "operations"]
+WIDTH = 120
+_MAX_STOPS = 12
 
 
-def explain_plan(plan: PartitionPlan) -> str:
-    """Describe a plan to a person.
+def explain_plan(
+    plan: PartitionPlan, *, detail: Detail = "modules", optimizer_copies: float | None = None
+) -> str:
+    """Describe a plan to a person, in lines of at most 120 characters.
 
-    Returns:
-        Totals per worker; parameters and buffers with their owners; every operation in program
-        order with its result, worker, reason and the user's line; everything that crosses between
-        workers, with totals per pair of workers. Sizes are those of one microbatch. Modules that
-        repeat on one worker are shown once, as ``layers.{3..17}``.
+    Sizes are those of one microbatch. Modules that repeat are shown once, as ``layers.{3..17}``.
+
+    Args:
+        plan: The plan.
+        detail: ``"modules"``: totals of each worker, the modules as a tree down to where everything
+            inside is on one worker, and what crosses, the largest first. ``"operations"``: every
+            parameter, operation and edge.
+        optimizer_copies: How many numbers the optimizer keeps for each number that it trains.
     """
-    sections = [
-        ("Workers, per step", _totals(plan)),
-        ("Parameters and buffers", _by_module(_state_rows(plan))),
-        ("Operations, in program order", _by_module(_operation_rows(plan))),
-        ("What crosses between workers, per step", _crossings(plan)),
+    sections: list[tuple[str, list[str]]] = [("Workers, per step", _totals(plan, optimizer_copies))]
+    if detail == "operations":
+        sections += [
+            ("Parameters and buffers", state_lines(plan)),
+            ("Operations, in program order", operation_lines(plan)),
+            ("What crosses between workers, per step", crossing_lines(plan)),
+        ]
+    else:
+        sections += [
+            ("Modules", module_lines(plan)),
+            ("Placed by nobody", unplaced_lines(plan)),
+            ("What crosses between workers, per step", traffic_lines(plan)),
+            ("Between each pair of workers, per step", pair_lines(plan)),
+            ("Borrowed parameters and buffers", borrowed_lines(plan)),
+        ]
+    sections += [
+        ("Longest chain of workers that wait for each other", _longest_chain(plan)),
+        ("Notes", [line for note in plan.placed.notes for line in note.splitlines()]),
     ]
     parts = [_headline(plan)]
-    parts += ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections]
+    parts += ["\n".join([title, *(_indent(line) for line in ls)]) for title, ls in sections if ls]
     return "\n\n".join(parts)
+
+
+def _indent(line: str) -> str:
+    line = f"  {line}".rstrip()
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
 def _headline(plan: PartitionPlan) -> str:
@@ -44,167 +72,74 @@ def _headline(plan: PartitionPlan) -> str:
     )
 
 
-def _totals(plan: PartitionPlan) -> list[str]:
+def _totals(plan: PartitionPlan, optimizer_copies: float | None) -> list[str]:
+    """One line per worker; columns that are empty everywhere are left out."""
     header = (
-        *("worker", "parameters", "bytes", "buffers", "bytes", "operations"),
-        *("activations", "segments", "receives", "sends"),
+        *("worker", "parameters", "bytes", "gradients", "optimizer", "buffers"),
+        *("operations", "activations", "segments", "receives", "sends"),
     )
-    table = [header, *(_totals_of(plan, worker) for worker in range(plan.num_workers))]
-    return align(table, right=frozenset(range(len(header))))
-
-
-def _totals_of(plan: PartitionPlan, worker: int) -> tuple[str, ...]:
-    workers = plan.placed.workers
-    nodes = [
-        n for n, where in zip(plan.placed.graph.nodes, workers, strict=True) if where == worker
+    rows = [_totals_of(plan, worker, optimizer_copies or 0.0) for worker in range(plan.num_workers)]
+    kept = [
+        i
+        for i, name in enumerate(header)
+        if name not in ("gradients", "optimizer", "buffers") or any(r[i] != "0 B" for r in rows)
     ]
+    table = [[row[i] for i in kept] for row in (header, *rows)]
+    return align(table, right=frozenset(range(len(kept))))
+
+
+def _totals_of(plan: PartitionPlan, worker: int, optimizer_copies: float) -> tuple[str, ...]:
+    workers, graph = plan.placed.workers, plan.placed.graph
+    nodes = [n for n, where in zip(graph.nodes, workers, strict=True) if where == worker]
     parameters = [n for n in nodes if n.kind is NodeKind.PARAMETER]
-    buffers = [n for n in nodes if n.kind is NodeKind.BUFFER]
+    trained = [n for n in parameters if n.requires_grad and graph.has_gradients]
     operations = [n for n in nodes if n.kind is NodeKind.OPERATION]
     return (
         str(worker),
-        str(len(parameters)),
-        human_bytes(_size(parameters)),
-        str(len(buffers)),
-        human_bytes(_size(buffers)),
+        f"{sum(n.meta.num_elements for n in parameters if n.meta is not None):,}",
+        human_bytes(size_of(parameters)),
+        human_bytes(size_of(trained)),
+        human_bytes(size_of(trained) * optimizer_copies),
+        human_bytes(size_of(n for n in nodes if n.kind is NodeKind.BUFFER)),
         str(len(operations)),
-        human_bytes(_size(operations)),
+        human_bytes(size_of(operations)),
         str(len(plan.segments_of(worker))),
         human_bytes(sum(e.meta.size_bytes for e in plan.edges if e.destination == worker)),
         human_bytes(sum(e.meta.size_bytes for e in plan.edges if e.source == worker)),
     )
 
 
-def _size(nodes: Iterable[Node]) -> int:
+def size_of(nodes: Iterable[Node]) -> int:
+    """Bytes of some nodes' values."""
     return sum(node.meta.size_bytes for node in nodes if node.meta is not None)
 
 
-def _state_rows(plan: PartitionPlan) -> list[Row]:
-    borrowers: dict[int, list[int]] = {}
-    for edge in plan.edges:
-        if edge.kind is EdgeKind.VALUE and plan.placed.graph.nodes[edge.value].is_state:
-            borrowers.setdefault(edge.value, []).append(edge.destination)
-    rows = []
-    for position, node in enumerate(plan.placed.graph.nodes):
-        if not node.is_state:
-            continue
-        name, *others = plan.placed.graph.state_names.get(position, (node.target,))
-        notes = [plan.placed.reasons[position]]
-        if others:
-            notes.append(f"is also {', '.join(others)}")
-        if position in borrowers:
-            notes.append(f"borrowed by {_list_workers(borrowers[position])}")
-        cells = (
-            name.rpartition(".")[2],
-            str(node.meta),
-            f"worker {plan.placed.workers[position]}",
-            "; ".join(notes),
-        )
-        rows.append(Row(node.module_path, cells, frozenset({3})))
-    return rows
+def _longest_chain(plan: PartitionPlan) -> list[str]:
+    """The path through the graph that changes worker most often."""
+    workers, nodes = plan.placed.workers, plan.placed.graph.nodes
+    changes = [0] * len(nodes)
+    before = [-1] * len(nodes)
+    for position, node in enumerate(nodes):
+        for operand in (*node.reads, *node.runs_after):
+            if EVERYWHERE in (workers[operand], workers[position]):
+                continue
+            found = changes[operand] + (workers[operand] != workers[position])
+            if found > changes[position]:
+                changes[position], before[position] = found, operand
+    if not any(changes):
+        return []
+    stops: list[int] = []
+    position = changes.index(max(changes))
+    while position >= 0:
+        if not stops or stops[-1] != workers[position]:
+            stops.append(workers[position])
+        position = before[position]
+    noun = "change" if max(changes) == 1 else "changes"
+    return [f"{max(changes)} {noun}: worker {_chain(stops[::-1])}"]
 
 
-def _list_workers(workers: Sequence[int]) -> str:
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
-
-
-def _operation_rows(plan: PartitionPlan) -> list[Row]:
-    rows = []
-    for position, node in enumerate(plan.placed.graph.nodes):
-        if node.kind is not NodeKind.OPERATION:
-            continue
-        reason = plan.placed.reasons[position]
-        if node.annotation is not None:
-            reason = reason.replace(node.annotation.source, _short(node.annotation.source))
-        cells = (
-            _named(node),
-            str(node.meta) if node.meta is not None else "(no tensor)",
-            f"worker {plan.placed.workers[position]}",
-            reason,
-            _short(node.source),
-        )
-        rows.append(Row(node.module_path, cells, frozenset({0, 3})))
-    return rows
-
-
-def _named(node: Node) -> str:
-    """The node's name, and the operation where the name does not say it already."""
-    parts = node.target.split(".")
-    operation = parts[1] if len(parts) == 3 else node.target  # aten.conv2d.default
-    return node.name if node.name.startswith(operation) else f"{node.name} = {operation}"
-
-
-def _short(source: str) -> str:
-    """``file:line`` with the last folder only: the same text on every machine."""
-    return "/".join(PurePath(source).parts[-2:])
-
-
-def _by_module(rows: Sequence[Row]) -> list[str]:
-    folded = fold_repetitions(rows)
-    if not folded:
-        return ["(none)"]
-    lines = iter(align([row.cells for row in folded]))
-    result: list[str] = []
-    for path, members in groupby(folded, key=lambda row: row.path):
-        result.append(path or _ROOT)
-        result += [f"  {next(lines)}" for _ in members]
-    return result
-
-
-def _crossings(plan: PartitionPlan) -> list[str]:
-    if not plan.edges:
-        return ["(nothing)"]
-    lines = align(
-        [
-            (
-                f"edge{edge.index}",
-                _what(plan, edge),
-                _pair(edge.source, edge.destination),
-                str(edge.meta),
-                human_bytes(edge.meta.size_bytes),
-            )
-            for edge in plan.edges
-        ],
-        right=frozenset({4}),
-    )
-    pairs: dict[tuple[int, int], list[Edge]] = {}
-    for edge in plan.edges:
-        pairs.setdefault((edge.source, edge.destination), []).append(edge)
-    totals = [_total(_pair(*pair), pairs[pair]) for pair in sorted(pairs)]
-    totals.append(_total("in all", plan.edges))
-    return [*lines, "totals", *(f"  {t}" for t in align(totals, right=frozenset({1, 3})))]
-
-
-def _pair(source: int, destination: int) -> str:
-    return f"worker {source} -> worker {destination}"
-
-
-def _total(name: str, edges: Sequence[Edge]) -> tuple[str, str, str, str]:
-    noun = "edge" if len(edges) == 1 else "edges"
-    size = sum(edge.meta.size_bytes for edge in edges)
-    return name, str(len(edges)), noun, human_bytes(size)
-
-
-def _what(plan: PartitionPlan, edge: Edge) -> str:
-    node = plan.placed.graph.nodes[edge.value]
-    path = node.module_path or _ROOT
-    name = (
-        node.target if node.is_state else f"{node.name} {path if path[0] == '(' else f'({path})'}"
-    )
-    if edge.kind is EdgeKind.GRADIENT:
-        borrowed = f"borrowed {node.kind.value} " if node.is_state else ""
-        return f"gradient of {borrowed}{name}"
-    if edge.kind is EdgeKind.GENERATOR:
-        return f"generator state after {name}"
-    if node.is_state:
-        return f"borrowed {node.kind.value} {name}"
-    return f"output {name}" if _is_only_output(plan, edge) else f"value {name}"
-
-
-def _is_only_output(plan: PartitionPlan, edge: Edge) -> bool:
-    """Whether no operation of the receiver reads the value: it is there for the user."""
-    nodes, workers = plan.placed.graph.nodes, plan.placed.workers
-    return not any(
-        workers[position] == edge.destination and edge.value in node.reads
-        for position, node in enumerate(nodes)
-    )
+def _chain(stops: Sequence[int]) -> str:
+    shown = [str(stop) for stop in stops]
+    if len(shown) > _MAX_STOPS:
+        shown = [*shown[: _MAX_STOPS - 3], "...", *shown[-2:]]
+    return " -> ".join(shown)

@@ -39,7 +39,7 @@ from graphsplit.placement.resolve import PlacedGraph
 Use = tuple[int, int]  # (position of the operation, index of its operand)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Contribution:
     """The gradient that one leaf collects.
 
@@ -153,7 +153,7 @@ def _home(placed: PlacedGraph, segmentation: Segmentation, value: int, uses: lis
     return home if not segments and is_owner else -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Piece:
     """Uses whose gradients are one term of the fold.
 

@@ -17,21 +17,24 @@ class EdgeKind(Enum):
     VALUE = "value"
     GRADIENT = "gradient"
     GENERATOR = "generator"
+    TALLY = "tally"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Edge:
     """One tensor going to one worker.
 
     Attributes:
         index: Position among all edges of the plan.
-        kind: Forward value, gradient, or the state of the random generator.
-        value: The node it carries (for a generator state: the random operation that left it).
+        kind: Forward value, gradient, the state of the random generator, or numbers about
+            gradients.
+        value: The node it carries (for a generator state: the random operation that left it; for
+            numbers about gradients: the first parameter, which stands for all).
         source: Sending worker.
         destination: Receiving worker.
         meta: What is carried.
         contributions: For gradients: the contributions it carries, already folded, in order.
-        per_step: Sent once per step, not per microbatch (borrowed parameters).
+        per_step: Sent once, not per microbatch: borrowed state that no operation modifies.
     """
 
     index: int
@@ -44,7 +47,7 @@ class Edge:
     per_step: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FoldTerm:
     """One term of the sum that makes a value's gradient: local, or received."""
 
@@ -52,7 +55,7 @@ class FoldTerm:
     edge: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SegmentIO:
     """What goes into and comes out of one segment.
 
@@ -75,6 +78,19 @@ class SegmentIO:
     is_random: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Numbers that all workers share between the last gradient and the optimizer.
+
+    Attributes:
+        root: The worker that gathers them and hands them out.
+        sizes: How many numbers each worker gives.
+    """
+
+    root: int
+    sizes: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class PartitionPlan:
     """A placed graph, cut.
@@ -88,6 +104,9 @@ class PartitionPlan:
         folds: For each value with contributions: the terms of its gradient, in order.
         seeds: For each contribution with a seed: the terms of the seed, in order.
         home: The worker that has the outputs and computes metrics.
+        is_microbatched: Whether it runs microbatches of a step: each draws from a generator state
+            of its own, so that no state is left for the end of the step.
+        tally: What workers share before the optimizer steps; None if it is nothing.
     """
 
     placed: PlacedGraph
@@ -98,6 +117,8 @@ class PartitionPlan:
     folds: dict[int, tuple[FoldTerm, ...]]
     seeds: dict[int, tuple[FoldTerm, ...]]
     home: int
+    is_microbatched: bool = False
+    tally: Tally | None = None
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -26,7 +26,7 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Segment:
     """What one worker runs without waiting.
 
@@ -75,10 +75,12 @@ def cut_into_segments(
         The segments, ordered by (level, worker).
     """
     nodes, workers = placed.graph.nodes, placed.workers
-    chain = tuple(p for p, node in enumerate(nodes) if node.is_random)
-    after_random = dict(zip(chain[1:], chain, strict=False))
-    levels = _levels(placed, after_random, split_uses, delays)
-    fixed = frozenset(chain).union(*delays)
+    rule = LevelRule(placed, split_uses, delays)
+    levels = [0] * len(nodes)
+    for position, node in enumerate(nodes):
+        if node.kind is NodeKind.OPERATION:
+            levels[position] = rule.level_of(position, levels)
+    fixed = frozenset(rule.chain).union(*delays)
     _sink_sources(placed, levels, fixed, split_uses)
     members: dict[tuple[int, int], list[int]] = {}
     for position, node in enumerate(nodes):
@@ -92,35 +94,46 @@ def cut_into_segments(
     for segment in segments:
         for position in segment.nodes:
             segment_of[position] = segment.index
-    return Segmentation(segments, tuple(segment_of), chain)
+    return Segmentation(segments, tuple(segment_of), rule.chain)
 
 
-def _levels(
-    placed: PlacedGraph,
-    after_random: dict[int, int],
-    split_uses: AbstractSet[int],
-    delays: AbstractSet[tuple[int, int]],
-) -> list[int]:
-    nodes, workers = placed.graph.nodes, placed.workers
-    levels = [0] * len(nodes)
-    lower: dict[int, list[int]] = {}
-    for earlier, later in delays:
-        lower.setdefault(later, []).append(earlier)
-    for position, node in enumerate(nodes):
-        if node.kind is not NodeKind.OPERATION:
-            continue
+class LevelRule:
+    """Gives an operation its level, from those of the operations before it.
+
+    Args:
+        placed: The graph, every node with its worker.
+        split_uses: Nodes whose users on the same worker must lie in a later segment.
+        delays: Pairs of operations, of which the second must lie on a higher level.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedGraph,
+        split_uses: AbstractSet[int],
+        delays: AbstractSet[tuple[int, int]],
+    ) -> None:
+        self.chain = tuple(p for p, node in enumerate(placed.graph.nodes) if node.is_random)
+        self._nodes, self._workers = placed.graph.nodes, placed.workers
+        self._split_uses = split_uses
+        self._after_random = dict(zip(self.chain[1:], self.chain, strict=False))
+        self._lower: dict[int, list[int]] = {}
+        for earlier, later in delays:
+            self._lower.setdefault(later, []).append(earlier)
+
+    def level_of(self, position: int, levels: Sequence[int]) -> int:
+        """The lowest level that an operation may have."""
+        node, workers = self._nodes[position], self._workers
         before = [*node.reads, *node.runs_after]
-        if position in after_random:
-            before.append(after_random[position])
-        level = max((levels[p] + 1 for p in lower.get(position, ())), default=0)
+        if position in self._after_random:
+            before.append(self._after_random[position])
+        level = max((levels[p] + 1 for p in self._lower.get(position, ())), default=0)
         for earlier in before:
             worker = workers[earlier]
             if worker == EVERYWHERE:
                 continue
-            crossing = worker != workers[position] or earlier in split_uses
+            crossing = worker != workers[position] or earlier in self._split_uses
             level = max(level, levels[earlier] + crossing)
-        levels[position] = level
-    return levels
+        return level
 
 
 def _sink_sources(
@@ -139,15 +152,19 @@ def _sink_sources(
     users: list[list[int]] = [[] for _ in nodes]
     movable = [False] * len(nodes)
     pinned = set(fixed)
-    sources: list[frozenset[NodeKind]] = []
+    from_input: list[bool] = []
+    from_parameter: list[bool] = []
     for position, node in enumerate(nodes):
-        sources.append(frozenset({node.kind}).union(*(sources[r] for r in node.reads)))
+        from_input.append(node.kind is NodeKind.INPUT or any(from_input[r] for r in node.reads))
+        from_parameter.append(
+            node.kind is NodeKind.PARAMETER or any(from_parameter[r] for r in node.reads)
+        )
         pinned.update(node.runs_after)
         if node.runs_after or node.changes_inputs or node.kind is not NodeKind.OPERATION:
             pinned.add(position)
         for operand in node.reads:
             users[operand].append(position)
-        is_activation = {NodeKind.INPUT, NodeKind.PARAMETER} <= sources[position]
+        is_activation = from_input[position] and from_parameter[position]
         can_move = position not in pinned and not is_activation
         movable[position] = can_move and all(
             movable[r]

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import networkx as nx
 
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
+from graphsplit.partition.tally import check_tally
 from graphsplit.placement.resolve import EVERYWHERE
 
 
 def segment_graph(plan: PartitionPlan) -> nx.DiGraph:
     """The graph of segments: an edge for every pair of which one waits for the other."""
     graph = nx.DiGraph()
-    segment_of = plan.segmentation.segment_of
     for segment in plan.segments:
         graph.add_node(segment.index, worker=segment.worker, level=segment.level)
+    graph.add_edges_from(_waits(plan))
+    return graph
+
+
+def _waits(plan: PartitionPlan) -> Iterator[tuple[int, int]]:
+    """Pairs of segments of which the second waits for the first, some of them several times."""
+    segment_of = plan.segmentation.segment_of
     nodes = plan.placed.graph.nodes
-    chain = plan.segmentation.random_chain
-    pairs = list(itertools.pairwise(chain))
-    for position, node in enumerate(nodes):
-        pairs += [(before, position) for before in (*node.reads, *node.runs_after)]
-    for before, after in pairs:
+    chain = itertools.pairwise(plan.segmentation.random_chain)
+    read = ((r, p) for p, node in enumerate(nodes) for r in (*node.reads, *node.runs_after))
+    for before, after in itertools.chain(chain, read):
         first, second = segment_of[before], segment_of[after]
         if first >= 0 and first != second:
-            graph.add_edge(first, second)
-    return graph
+            yield first, second
 
 
 def verify(plan: PartitionPlan) -> None:
@@ -59,10 +64,13 @@ def _check_nodes(plan: PartitionPlan) -> None:
 
 
 def _check_segments(plan: PartitionPlan) -> None:
-    graph = segment_graph(plan)
-    assert nx.is_directed_acyclic_graph(graph), f"cycle: {nx.find_cycle(graph)}"
-    for first, second in graph.edges:
-        assert plan.segments[first].level < plan.segments[second].level, (first, second)
+    """Whoever waits lies on a higher level, so nobody waits in a circle."""
+    levels = [segment.level for segment in plan.segments]
+    for first, second in _waits(plan):
+        if levels[first] >= levels[second]:
+            graph = segment_graph(plan)
+            assert nx.is_directed_acyclic_graph(graph), f"cycle: {nx.find_cycle(graph)}"
+            raise AssertionError((first, second))
 
 
 def _check_edges(plan: PartitionPlan) -> None:
@@ -75,6 +83,7 @@ def _check_edges(plan: PartitionPlan) -> None:
             if workers[operand] not in (EVERYWHERE, workers[position]):
                 assert (operand, workers[position]) in has_edge, (operand, position)
     _check_generator_edges(plan)
+    check_tally(plan)
     _check_folds(plan)
     for contribution in plan.contributions:
         for position, operand in contribution.uses:
@@ -88,7 +97,7 @@ def _check_edges(plan: PartitionPlan) -> None:
 def _check_generator_edges(plan: PartitionPlan) -> None:
     workers, chain = plan.placed.workers, plan.segmentation.random_chain
     expected = {(a, workers[b]) for a, b in itertools.pairwise(chain) if workers[a] != workers[b]}
-    if chain:  # after the step every worker has the last state
+    if chain and not plan.is_microbatched:  # after the step every worker has the last state
         expected |= {(chain[-1], w) for w in range(plan.num_workers) if w != workers[chain[-1]]}
     found = [(e.value, e.destination) for e in plan.edges if e.kind is EdgeKind.GENERATOR]
     assert sorted(found) == sorted(expected), "the generator's state goes astray"

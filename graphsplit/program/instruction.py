@@ -7,6 +7,8 @@
 ``ACCUMULATE mb0 v7``     fold the gradients of a parameter that several segments use
 ``SEND mb0 edge3``        send the edge's value to its destination
 ``RECEIVE mb0 edge3``     wait for the edge's value from its source
+``TALLY``                 unscale the owned gradients, note their norms and whether all are finite
+``CLIP``                  clip the owned gradients by what all workers have noted
 ``OPTIMIZER``             step the optimizer over the owned parameters
 ========================  ==========================================================
 """
@@ -27,6 +29,8 @@ class Opcode(Enum):
     ACCUMULATE = "ACCUMULATE"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
+    TALLY = "TALLY"
+    CLIP = "CLIP"
     OPTIMIZER = "OPTIMIZER"
 
 
@@ -40,7 +44,7 @@ _OPERAND = {
 _PATTERN = re.compile(r"(?P<opcode>[A-Z_]+)(?: mb(?P<microbatch>\d+) [a-z]+(?P<operand>\d+))?")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Instruction:
     """One step of a worker's program.
 

@@ -7,15 +7,38 @@ before the first instruction that needs it, every send right after the one that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphsplit.capture.graph import Mode
-from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.traffic import Traffic
 
-# A policy gives, for one worker, its FORWARD and BACKWARD instructions in the order to run them.
-Policy = Callable[[PartitionPlan, int, int], Sequence[Instruction]]
+# A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD and
+# ACCUMULATE instructions in the order to run them.
+Policy = Callable[[PartitionPlan, int], Sequence[Sequence[Instruction]]]
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """Which part of a step some programs run: a whole batch, or some of its microbatches.
+
+    Attributes:
+        num_microbatches: How many microbatches.
+        first: Whether they begin the step: gradients are set to None.
+        last: Whether they end it: the optimizer steps.
+        is_microbatched: Whether the batch was split, if only into one.
+    """
+
+    num_microbatches: int = 1
+    first: bool = True
+    last: bool = True
+    is_microbatched: bool = False
+
+
+WHOLE_STEP = StepPart()
 
 
 @dataclass(frozen=True)
@@ -38,131 +61,164 @@ def describe_programs(programs: Sequence[WorkerProgram]) -> str:
 
 
 def lower(
-    plan: PartitionPlan, policy: Policy, *, num_microbatches: int = 1
+    plan: PartitionPlan,
+    policy: Policy,
+    *,
+    num_microbatches: int = 1,
+    first: bool = True,
+    last: bool = True,
 ) -> tuple[WorkerProgram, ...]:
-    """Lower a plan to one program per worker."""
-    return tuple(
-        WorkerProgram(
-            worker,
-            num_microbatches,
-            tuple(
-                _Lowering(plan, worker, num_microbatches).run(
-                    policy(plan, worker, num_microbatches)
-                )
-            ),
-        )
-        for worker in range(plan.num_workers)
+    """Lower a plan to one program per worker.
+
+    Args:
+        plan: The plan.
+        policy: Orders the compute.
+        num_microbatches: How many microbatches the programs run.
+        first: Whether they begin the step: gradients are set to None.
+        last: Whether they end it: the optimizer steps.
+    """
+    common = _Common(
+        plan,
+        Traffic(plan),
+        late_edges(plan),
+        num_microbatches,
+        first,
+        last,
     )
+    return tuple(
+        WorkerProgram(worker, num_microbatches, tuple(_Lowering(common, worker).run(compute)))
+        for worker, compute in enumerate(policy(plan, num_microbatches))
+    )
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What the lowering of all workers has in common."""
+
+    plan: PartitionPlan
+    traffic: Traffic
+    late: frozenset[int]
+    num_microbatches: int
+    first: bool
+    last: bool
 
 
 class _Lowering:
     """Adds communication around one worker's compute."""
 
-    def __init__(self, plan: PartitionPlan, worker: int, num_microbatches: int) -> None:
-        self.plan = plan
+    def __init__(self, common: _Common, worker: int) -> None:
+        self.common = common
+        self.plan = plan = common.plan
+        self.traffic = traffic = common.traffic
         self.worker = worker
-        self.microbatches = range(num_microbatches)
+        self.microbatches = range(common.num_microbatches)
         self.out: list[Instruction] = []
-        self.done: set[tuple[int, int]] = set()  # (edge, microbatch) received or sent
-        self.contributed: set[tuple[int, int]] = set()  # (contribution, microbatch)
-        self.incoming = [e for e in plan.edges if e.destination == worker]
-        self.outgoing = [e for e in plan.edges if e.source == worker]
+        # By message: edge * microbatches + microbatch. Integers: there may be millions.
+        self.done: set[int] = set()  # received or sent
+        self.contributed: Counter[int] = Counter()  # how many contributions there are
+        self.incoming = traffic.incoming[worker]
+        self.outgoing = traffic.outgoing[worker]
         self.is_training = plan.placed.graph.mode is Mode.TRAIN
-        self.random_after = _previous_random_segment(plan)
 
     def run(self, compute: Sequence[Instruction]) -> list[Instruction]:
-        if self.is_training:
+        if self.is_training and self.common.first:
             self.out.append(Instruction(Opcode.ZERO_GRADIENTS))
         self._send_state()
         for instruction in compute:
             if instruction.opcode is Opcode.FORWARD:
                 self._forward(instruction)
-            else:
+            elif instruction.opcode is Opcode.BACKWARD:
                 self._backward(instruction)
+            else:
+                self._receive_terms(self.plan.folds[instruction.operand], instruction.microbatch)
+                self.out.append(instruction)
         self._finish()
         return self.out
 
     def _move(self, edge: Edge, microbatch: int, opcode: Opcode) -> None:
         microbatch = 0 if edge.per_step else microbatch
-        if (edge.index, microbatch) not in self.done:
-            self.done.add((edge.index, microbatch))
+        message = self._message(edge, microbatch)
+        if message not in self.done:
+            self.done.add(message)
             self.out.append(Instruction(opcode, edge.index, microbatch))
 
+    def _message(self, edge: Edge, microbatch: int) -> int:
+        return edge.index * len(self.microbatches) + microbatch
+
     def _send_state(self) -> None:
-        """Borrowed parameters and buffers: their owner has them before anything runs."""
+        """Borrowed parameters and buffers: their owner has them before anything runs.
+
+        What an operation modifies has another value for each microbatch, once the one before it
+        has run; see ``_forward``.
+        """
         nodes = self.plan.placed.graph.nodes
-        for microbatch in self.microbatches:
-            for edge in self.outgoing:
-                if edge.kind is EdgeKind.VALUE and nodes[edge.value].is_state:
-                    self._move(edge, microbatch, Opcode.SEND)
+        for edge in self.outgoing:
+            if edge.kind is EdgeKind.VALUE and nodes[edge.value].is_state:
+                self._move(edge, 0, Opcode.SEND)
 
     def _forward(self, instruction: Instruction) -> None:
         segment, microbatch = instruction.operand, instruction.microbatch
-        io = self.plan.io[segment]
-        reads = {*io.values, *(self.plan.contributions[c].value for c in io.leaves)}
-        for edge in self.incoming:
-            needed = edge.kind is EdgeKind.VALUE and edge.value in reads
-            if edge.kind is EdgeKind.GENERATOR and segment in self.random_after:
-                before = self.random_after[segment]
-                needed = self.plan.segmentation.segment_of[edge.value] == before
-            if needed:
-                self._move(edge, microbatch, Opcode.RECEIVE)
+        for edge in self.traffic.awaited[segment]:
+            self._move(edge, microbatch, Opcode.RECEIVE)
         self.out.append(instruction)
-        for edge in self.outgoing:
-            made_here = self.plan.segmentation.segment_of[edge.value] == segment
-            if made_here and edge.kind is not EdgeKind.GRADIENT and not self._is_late(edge):
+        for edge in self.traffic.made[segment]:
+            if not self._is_late(edge):
                 self._move(edge, microbatch, Opcode.SEND)
+        if microbatch + 1 in self.microbatches:
+            for edge in self.traffic.modified[segment]:
+                self._move(edge, microbatch + 1, Opcode.SEND)
 
     def _is_late(self, edge: Edge) -> bool:
         """Whether only the end of the step needs it: outputs and the generator's last state.
 
         They go out after the gradients, which others wait for.
         """
-        return self.is_training and edge.index in self._late_edges
-
-    @property
-    def _late_edges(self) -> frozenset[int]:
-        if not hasattr(self, "_late"):
-            self._late = late_edges(self.plan)
-        return self._late
+        return self.is_training and edge.index in self.common.late
 
     def _backward(self, instruction: Instruction) -> None:
         segment, microbatch = instruction.operand, instruction.microbatch
         io = self.plan.io[segment]
         sums = [self.plan.folds.get(root, ()) for root in io.roots]
         sums += [self.plan.seeds.get(leaf, ()) for leaf in io.leaves]
-        for term in itertools.chain.from_iterable(sums):
-            if term.edge is not None:
-                self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)
+        self._receive_terms(itertools.chain.from_iterable(sums), microbatch)
         self.out.append(instruction)
-        self.contributed.update((c, microbatch) for c in self.plan.io[segment].leaves)
-        for edge in self.outgoing:
-            if edge.kind is EdgeKind.GRADIENT and all(
-                (c, microbatch) in self.contributed for c in edge.contributions
-            ):
+        carriers = [self.traffic.carrier[c] for c in io.leaves if c in self.traffic.carrier]
+        for edge in sorted(carriers, key=lambda edge: edge.index):
+            message = self._message(edge, microbatch)
+            self.contributed[message] += 1
+            if self.contributed[message] == len(edge.contributions):
                 self._move(edge, microbatch, Opcode.SEND)
 
     def _finish(self) -> None:
-        if self.plan.placed.graph.has_gradients:
-            self._accumulate_shared_parameters()
         for microbatch in self.microbatches:
             for edge in self.outgoing:
-                self._move(edge, microbatch, Opcode.SEND)
-        if self.is_training:
+                if edge.kind is not EdgeKind.TALLY:
+                    self._move(edge, microbatch, Opcode.SEND)
+        if self.is_training and self.common.last:
+            self._share_tally()
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:
             for edge in self.incoming:
                 self._move(edge, microbatch, Opcode.RECEIVE)
 
-    def _accumulate_shared_parameters(self) -> None:
-        placed = self.plan.placed
-        for microbatch in self.microbatches:
-            for value, terms in self.plan.folds.items():
-                if placed.graph.nodes[value].is_state and placed.workers[value] == self.worker:
-                    for term in terms:
-                        if term.edge is not None:
-                            self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)
-                    self.out.append(Instruction(Opcode.ACCUMULATE, value, microbatch))
+    def _share_tally(self) -> None:
+        """Parts to the root, then the whole to everybody; see ``partition.tally``."""
+        tally = self.plan.tally
+        if tally is None:
+            return
+        outgoing = [edge for edge in self.outgoing if edge.kind is EdgeKind.TALLY]
+        incoming = [edge for edge in self.incoming if edge.kind is EdgeKind.TALLY]
+        moves = [(edge, Opcode.SEND) for edge in outgoing]
+        received = [(edge, Opcode.RECEIVE) for edge in incoming]
+        self.out.append(Instruction(Opcode.TALLY))
+        for edge, opcode in received + moves if self.worker == tally.root else moves + received:
+            self._move(edge, 0, opcode)
+        self.out.append(Instruction(Opcode.CLIP))
+
+    def _receive_terms(self, terms: Iterable[FoldTerm], microbatch: int) -> None:
+        for term in terms:
+            if term.edge is not None:
+                self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)
 
 
 def late_edges(plan: PartitionPlan) -> frozenset[int]:
@@ -181,10 +237,3 @@ def late_edges(plan: PartitionPlan) -> frozenset[int]:
         if edge.kind is not EdgeKind.GRADIENT
         and (edge.kind, edge.value, edge.destination) not in waiting
     )
-
-
-def _previous_random_segment(plan: PartitionPlan) -> dict[int, int]:
-    """For each segment that draws, the segment that drew last before it."""
-    segment_of = plan.segmentation.segment_of
-    order = [segment_of[p] for p in plan.segmentation.random_chain]
-    return {later: earlier for earlier, later in itertools.pairwise(order) if earlier != later}

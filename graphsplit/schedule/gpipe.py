@@ -14,22 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.instruction import Instruction
+from graphsplit.schedule.play import Rule, play
 
 
-def gpipe(plan: PartitionPlan, worker: int, num_microbatches: int) -> Sequence[Instruction]:
-    """The compute of one worker: segments by rising level, then back by falling level."""
-    segments = [segment.index for segment in plan.segments_of(worker)]
-    compute = [
-        Instruction(Opcode.FORWARD, segment, microbatch)
-        for microbatch in range(num_microbatches)
-        for segment in segments
-    ]
-    if plan.placed.graph.has_gradients:
-        compute += [
-            Instruction(Opcode.BACKWARD, segment, microbatch)
-            for microbatch in range(num_microbatches)
-            for segment in reversed(segments)
-            if plan.io[segment].roots or plan.io[segment].leaves
-        ]
-    return compute
+def gpipe(plan: PartitionPlan, num_microbatches: int) -> tuple[Sequence[Instruction], ...]:
+    """The compute of all workers, each in the order to run it."""
+    return play(plan, num_microbatches, Rule(forward_first=True, limited=False))

@@ -181,12 +181,82 @@ def test_a_worker_without_operations_still_steps_and_gets_the_loss() -> None:
     assert text(lower(plan, gpipe)[1]) == ["ZERO_GRADIENTS", "OPTIMIZER", "RECEIVE mb0 edge0"]
 
 
-def test_a_borrowed_buffer_travels_for_every_microbatch() -> None:
-    graph = two_workers()
-    nodes = tuple(
-        replace(n, kind=NodeKind.BUFFER, requires_grad=False) if n.is_state else n
-        for n in graph.graph.nodes
+def with_buffer(graph: PlacedGraph, *, modified_by: str = "") -> PlacedGraph:
+    """The graph with a buffer for its parameter."""
+    nodes = list(graph.graph.nodes)
+    position = next(p for p, node in enumerate(nodes) if node.is_state)
+    nodes[position] = replace(nodes[position], kind=NodeKind.BUFFER, requires_grad=False)
+    for p, node in enumerate(nodes):
+        if node.name == modified_by:
+            nodes[p] = replace(node, changes_inputs=True, shares_modified=((position, True),))
+    return replace(graph, graph=replace(graph.graph, nodes=tuple(nodes)))
+
+
+def test_a_borrowed_buffer_travels_once() -> None:
+    plan = partition(with_buffer(two_workers()))
+    programs = [text(program) for program in lower(plan, gpipe, num_microbatches=2)]
+    assert [line for line in programs[0] if line.endswith("edge0")] == ["SEND mb0 edge0"]
+    assert [line for line in programs[1] if line.endswith("edge0")] == ["RECEIVE mb0 edge0"]
+
+
+def test_a_borrowed_buffer_that_changes_travels_when_the_microbatch_before_has_changed_it() -> None:
+    ops = {"a": Op(1, ("x", "w")), "b": Op(0, ("a", "w"))}
+    graph = with_buffer(placed_graph(ops, parameters={"w": 0}), modified_by="b")
+    plan = partition(graph)
+    first, second = (text(program) for program in lower(plan, gpipe, num_microbatches=3))
+    forward = first.index("FORWARD mb2 seg1")
+    assert first[1 : forward + 1] == [
+        "SEND mb0 edge0",
+        "RECEIVE mb0 edge1",
+        "FORWARD mb0 seg1",
+        "SEND mb1 edge0",
+        "RECEIVE mb1 edge1",
+        "FORWARD mb1 seg1",
+        "SEND mb2 edge0",
+        "RECEIVE mb2 edge1",
+        "FORWARD mb2 seg1",
+    ]
+    assert second[1:5] == [
+        "RECEIVE mb0 edge0",
+        "FORWARD mb0 seg0",
+        "SEND mb0 edge1",
+        "RECEIVE mb1 edge0",
+    ]
+
+
+def test_the_parts_of_a_step_zero_gradients_first_and_step_the_optimizer_last() -> None:
+    plan = partition(two_workers())
+    for first, last in ((True, False), (False, False), (False, True)):
+        for program in lower(plan, gpipe, num_microbatches=2, first=first, last=last):
+            opcodes = [i.opcode for i in program.instructions]
+            assert (Opcode.ZERO_GRADIENTS in opcodes) == first
+            assert (Opcode.OPTIMIZER in opcodes) == last
+
+
+def chain_with_a_shared_weight(owner: int) -> PlacedGraph:
+    """Four workers in a row; the first and the last use one weight, which one of them owns."""
+    ops = {
+        "a": Op(0, ("x", "w")),
+        "b": Op(1, ("a",)),
+        "c": Op(2, ("b",)),
+        "d": Op(3, ("c", "w")),
+    }
+    return placed_graph(ops, parameters={"w": owner})
+
+
+def order_of_accumulation(owner: int) -> str:
+    plan = partition(chain_with_a_shared_weight(owner))
+    program = lower(plan, gpipe, num_microbatches=5)[owner]
+    return " ".join(
+        f"{i.opcode.value[0]}{i.microbatch}"
+        for i in program.instructions
+        if i.opcode in (Opcode.BACKWARD, Opcode.ACCUMULATE)
     )
-    plan = partition(replace(graph, graph=replace(graph.graph, nodes=nodes)))
-    first, _ = lower(plan, gpipe, num_microbatches=2)
-    assert text(first)[1:3] == ["SEND mb0 edge0", "SEND mb1 edge0"]
+
+
+def test_gradients_from_higher_levels_are_added_right_after_each_microbatch() -> None:
+    assert order_of_accumulation(owner=0) == "B0 A0 B1 A1 B2 A2 B3 A3 B4 A4"
+
+
+def test_the_last_worker_does_not_wait_for_gradients_from_the_first() -> None:
+    assert order_of_accumulation(owner=3) == "B0 B1 B2 B3 A0 B4 A1 A2 A3 A4"

@@ -19,7 +19,7 @@ def order(plan: PartitionPlan, worker: int, num_microbatches: int) -> list[str]:
     names = {"FORWARD": "F", "BACKWARD": "B"}
     return [
         f"{names[i.opcode.value]}{i.microbatch}.{i.operand}"
-        for i in gpipe(plan, worker, num_microbatches)
+        for i in gpipe(plan, num_microbatches)[worker]
     ]
 
 
@@ -27,9 +27,13 @@ def test_forward_of_all_microbatches_comes_before_any_backward() -> None:
     assert order(there_and_back(), 1, 3) == ["F0.1", "F1.1", "F2.1", "B0.1", "B1.1", "B2.1"]
 
 
-def test_segments_run_by_rising_level_and_back_by_falling_level() -> None:
+def test_a_worker_does_something_else_while_another_one_works_for_it() -> None:
     plan = there_and_back()
-    assert order(plan, 0, 2) == ["F0.0", "F0.2", "F1.0", "F1.2", "B0.2", "B0.0", "B1.2", "B1.0"]
+    assert order(plan, 0, 2) == ["F0.0", "F1.0", "F0.2", "F1.2", "B0.2", "B1.2", "B0.0", "B1.0"]
+
+
+def test_with_one_microbatch_segments_run_by_rising_level_and_back() -> None:
+    assert order(there_and_back(), 0, 1) == ["F0.0", "F0.2", "B0.2", "B0.0"]
 
 
 def test_segments_without_gradients_do_not_run_backward() -> None:

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pass_helpers import Op, placed_graph, placed_graphs
 
+from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
+from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.gpipe import gpipe
 from graphsplit.schedule.verify import verify_programs
 
@@ -88,6 +90,32 @@ def test_with_one_microbatch_every_plan_is_free_of_deadlock(graph: PlacedGraph) 
     verify_programs(plan, lower(plan, gpipe), depth=1)
 
 
+@settings(max_examples=100, deadline=None)
+@given(placed_graphs(), st.integers(2, 32))
+def test_with_many_microbatches_every_plan_is_free_of_deadlock(
+    graph: PlacedGraph, num_microbatches: int
+) -> None:
+    plan = partition(graph, is_microbatched=True)
+    programs = lower(plan, gpipe, num_microbatches=num_microbatches)
+    depths = channel_depths(programs)
+    verify_programs(plan, programs, depths=depths)
+    assert max(depths.values(), default=2) <= num_microbatches
+
+
+def test_what_is_modified_in_place_meets_microbatches_in_order() -> None:
+    graph = placed_graph({"a": Op(0, ("x", "w"))}, parameters={"w": 0})
+    nodes = [
+        replace(n, kind=NodeKind.BUFFER, requires_grad=False) if n.is_state else n
+        for n in graph.graph.nodes
+    ]
+    (state,) = (p for p, n in enumerate(nodes) if n.is_state)
+    nodes[-1] = replace(nodes[-1], changes_inputs=True, shares_modified=((state, True),))
+    plan = partition(replace(graph, graph=replace(graph.graph, nodes=tuple(nodes))))
+    (program,) = programs_of(["FORWARD mb1 seg0", "FORWARD mb0 seg0"])
+    with pytest.raises(ScheduleError, match="'FORWARD mb0 seg0' after microbatch 1 has modified w"):
+        verify_programs(plan, [replace(program, num_microbatches=2)])
+
+
 def test_a_message_that_nobody_receives_is_found() -> None:
     plan = there_and_back()
     programs = programs_of(
@@ -157,6 +185,31 @@ def test_a_circle_of_waits_is_printed() -> None:
         "  worker 1 #1: SEND mb0 edge1  (is waited for by worker 0)"
     )
     assert not finishes(plan, programs, depth=9)
+
+
+def test_of_a_long_circle_both_ends_are_printed() -> None:
+    names = ["x", *(f"op{i}" for i in range(20))]
+    ops = {names[i + 1]: Op(i % 2, (names[i],), requires_grad=False) for i in range(20)}
+    plan = partition(placed_graph(ops))
+    first, second = lower(plan, gpipe)
+    zero, forward, send, *rest = first.instructions
+    assert str(send) == "SEND mb0 edge0"
+    sent_last = replace(first, instructions=(zero, forward, *rest, send))
+    with pytest.raises(ScheduleError) as caught:
+        verify_programs(plan, [sent_last, second])
+    num = len(first.instructions)
+    assert str(caught.value).splitlines()[1:] == [
+        "  worker 0 #2: RECEIVE mb0 edge1  (then)",
+        "  worker 0 #3: FORWARD mb0 seg2  (then)",
+        "  worker 0 #4: SEND mb0 edge2  (then)",
+        f"  worker 0 ... {num - 8} more instructions  (then)",
+        f"  worker 0 #{num - 3}: {first.instructions[-2]}  (then)",
+        f"  worker 0 #{num - 2}: {first.instructions[-1]}  (then)",
+        f"  worker 0 #{num - 1}: SEND mb0 edge0  (is waited for by worker 1)",
+        "  worker 1 #1: RECEIVE mb0 edge0  (then)",
+        "  worker 1 #2: FORWARD mb0 seg1  (then)",
+        "  worker 1 #3: SEND mb0 edge1  (is waited for by worker 0)",
+    ]
 
 
 def test_a_circle_through_a_full_channel_depends_on_its_depth() -> None:

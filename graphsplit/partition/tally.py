@@ -1,0 +1,71 @@
+"""Numbers that all owners share between the last gradient and the optimizer.
+
+Clipping by the global norm needs the norm of every gradient, wherever it lives; loss scaling needs
+to know whether any of them is infinite. Every worker gives its part, a short vector, to one worker,
+the *root*, which hands the whole to everybody::
+
+    worker 0          TALLY  SEND part to 1                                RECEIVE whole  CLIP
+    worker 1, root    TALLY  RECEIVE parts of 0 and 2  SEND whole to 0, 2                 CLIP
+    worker 2          TALLY  SEND part to 1                                RECEIVE whole  CLIP
+
+The root is the worker whose backward ends last: when it has its part, the others have sent theirs,
+and one hop is left. What the numbers mean, only those who step the optimizer know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from graphsplit.capture.graph import NodeKind
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, Tally
+from graphsplit.tensor_meta import TensorMeta
+
+TALLY_DTYPE = torch.float64  # holds every norm of a shorter dtype exactly
+
+
+def with_tally(plan: PartitionPlan, sizes: Sequence[int]) -> PartitionPlan:
+    """Add to a plan what workers share before the optimizer steps.
+
+    Args:
+        plan: The plan of a training step.
+        sizes: How many numbers each worker gives.
+    """
+    tally = Tally(_last_in_backward(plan), tuple(sizes))
+    root, whole = tally.root, sum(sizes)
+    others = [worker for worker in range(plan.num_workers) if worker != root]
+    messages = [(worker, root, sizes[worker]) for worker in others if sizes[worker]]
+    messages += [(root, worker, whole) for worker in others]
+    kinds = [node.kind for node in plan.placed.graph.nodes]
+    edges = [
+        Edge(
+            index,
+            EdgeKind.TALLY,
+            kinds.index(NodeKind.PARAMETER),
+            source,
+            destination,
+            TensorMeta(TALLY_DTYPE, (size,), (1,)),
+            per_step=True,
+        )
+        for index, (source, destination, size) in enumerate(messages, start=len(plan.edges))
+    ]
+    return dataclasses.replace(plan, edges=(*plan.edges, *edges), tally=tally)
+
+
+def _last_in_backward(plan: PartitionPlan) -> int:
+    segments = [s for s in plan.segments if plan.io[s.index].roots or plan.io[s.index].leaves]
+    return min(segments, key=lambda segment: (segment.level, segment.worker)).worker
+
+
+def check_tally(plan: PartitionPlan) -> None:
+    """Check that every part reaches the root, and the whole everybody else."""
+    found = sorted((e.source, e.destination) for e in plan.edges if e.kind is EdgeKind.TALLY)
+    expected: list[tuple[int, int]] = []
+    if plan.tally is not None:
+        root = plan.tally.root
+        for worker, size in enumerate(plan.tally.sizes):
+            if worker != root:
+                expected += [(root, worker), *([(worker, root)] if size else [])]
+    assert found == sorted(expected), "a tally goes astray"
