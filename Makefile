@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types contracts proto proto-check pytest format docs bench clean venv
+.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ contracts: $(STAMP) ## imports run one way only
 
 pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
+	$(BIN)/python -m pytest tests/zoo -m zoo $(PYTEST_ARGS)
 
 proto: $(STAMP) ## generate graphsplit/_proto from proto/
 	$(PROTOC) --python_out=. --pyi_out=. $(addprefix graphsplit/_proto/,$(PROTOS))

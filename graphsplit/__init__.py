@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from graphsplit import errors
     from graphsplit.api import (
         Model,
+        apply_placement,
         barrier,
         callbacks,
+        clip,
         deferred_init,
         finalize,
         get_rank,
@@ -34,16 +36,22 @@ if TYPE_CHECKING:
         get_world_size,
         init,
         is_initialized,
+        latest_checkpoint,
         metrics,
+        microbatch_rng_state,
         op,
+        opaque,
         place,
+        split_microbatches,
     )
 
 __all__ = [
     "Model",
     "__version__",
+    "apply_placement",
     "barrier",
     "callbacks",
+    "clip",
     "deferred_init",
     "errors",
     "finalize",
@@ -52,9 +60,13 @@ __all__ = [
     "get_world_size",
     "init",
     "is_initialized",
+    "latest_checkpoint",
     "metrics",
+    "microbatch_rng_state",
     "op",
+    "opaque",
     "place",
+    "split_microbatches",
 ]
 
 

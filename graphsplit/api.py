@@ -1,8 +1,11 @@
 """The public names. Importing this gives every ``torch.nn.Module`` the method ``place``."""
 
 from graphsplit import errors as errors
+from graphsplit.capture.opaque_marks import opaque
 from graphsplit.placement import annotations as _annotations
 from graphsplit.placement.annotations import op, place
+from graphsplit.placement.rules import apply_placement
+from graphsplit.runtime import clip
 from graphsplit.runtime.deferred_init import deferred_init
 from graphsplit.runtime.job import (
     barrier,
@@ -13,15 +16,20 @@ from graphsplit.runtime.job import (
     init,
     is_initialized,
 )
+from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.train import callbacks, metrics
+from graphsplit.train.checkpoint.series import latest_checkpoint
+from graphsplit.train.microbatches import split_microbatches
 from graphsplit.train.model import Model
 
 _annotations.install()
 
 __all__ = [
     "Model",
+    "apply_placement",
     "barrier",
     "callbacks",
+    "clip",
     "deferred_init",
     "errors",
     "finalize",
@@ -30,7 +38,11 @@ __all__ = [
     "get_world_size",
     "init",
     "is_initialized",
+    "latest_checkpoint",
     "metrics",
+    "microbatch_rng_state",
     "op",
+    "opaque",
     "place",
+    "split_microbatches",
 ]

@@ -1,17 +1,21 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StepTicket(_message.Message):
-    __slots__ = ("step", "end", "signature_digest", "signature_text", "fingerprint", "previous_fingerprint", "generator")
+    __slots__ = ("step", "end", "signature_digest", "signature_text", "fingerprint", "previous_fingerprint", "microbatches", "loss_weights", "generator")
     STEP_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_TEXT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
     step: int
     end: bool
@@ -19,5 +23,17 @@ class StepTicket(_message.Message):
     signature_text: str
     fingerprint: int
     previous_fingerprint: int
+    microbatches: _containers.RepeatedCompositeFieldContainer[MicrobatchRun]
+    loss_weights: _containers.RepeatedScalarFieldContainer[float]
     generator: bytes
-    def __init__(self, step: _Optional[int] = ..., end: _Optional[bool] = ..., signature_digest: _Optional[str] = ..., signature_text: _Optional[str] = ..., fingerprint: _Optional[int] = ..., previous_fingerprint: _Optional[int] = ..., generator: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., end: _Optional[bool] = ..., signature_digest: _Optional[str] = ..., signature_text: _Optional[str] = ..., fingerprint: _Optional[int] = ..., previous_fingerprint: _Optional[int] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchRun, _Mapping]]] = ..., loss_weights: _Optional[_Iterable[float]] = ..., generator: _Optional[bytes] = ...) -> None: ...
+
+class MicrobatchRun(_message.Message):
+    __slots__ = ("signature_digest", "signature_text", "count")
+    SIGNATURE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_TEXT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    signature_digest: str
+    signature_text: str
+    count: int
+    def __init__(self, signature_digest: _Optional[str] = ..., signature_text: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...

@@ -45,7 +45,7 @@ from graphsplit.cluster.messages import (
 )
 from graphsplit.cluster.rpc import format_address
 from graphsplit.cluster.session import Session, StreamEnd
-from graphsplit.cluster.text import cut_end, encodable
+from graphsplit.cluster.text import cut_end, encodable, split_lines
 from graphsplit.errors import (
     ClusterError,
     JobFailedError,
@@ -184,15 +184,22 @@ class Member:
     def agree(self, topic: str, text: str) -> None:
         """Wait until all workers have come with the same text.
 
-        Only a digest is sent, unless they differ.
+        Only a digest is sent, unless they differ. A text longer than the scheduler would take to
+        compare, such as the plan of a tall network, is agreed on part by part.
 
         Raises:
             PlanMismatchError: The texts differ; shows the first differing line of two workers.
             JobFailedError: The job was aborted meanwhile.
         """
-        encoded = text.encode("utf-8", errors="replace")
-        self._texts = {topic: encoded}
-        digest = hashlib.sha256(encoded).hexdigest()
+        line, encoded = 1, text.encode("utf-8", errors="replace")
+        for part, is_last in split_lines(encoded, limits.MAX_TEXT_BYTES):
+            # One worker's last part may be all that another one has up to here.
+            digest = hashlib.sha256(part if is_last else part + b"(more)").hexdigest()
+            self._agree_on(topic if line == 1 else f"{topic}, from line {line}", part, digest)
+            line += part.count(b"\n")
+
+    def _agree_on(self, topic: str, text: bytes, digest: str) -> None:
+        self._texts = {topic: text}
         try:
             self._meet(Arrive(Place.AGREEMENT, _checked_name(topic), digest))
         except JobFailedError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from graphsplit.cluster.messages import Register
 
@@ -46,6 +46,18 @@ def cut_middle(text: str, most: int) -> str:
 def cut_end(text: str, most: int) -> str:
     """At most ``most`` characters of the start of a line, with an ellipsis if it was cut."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def split_lines(text: bytes, most: int) -> Iterator[tuple[bytes, bool]]:
+    """Parts of at most ``most`` bytes that end with a line where they can; whether each is last."""
+    start = 0
+    while len(text) - start > most:
+        end = text.rfind(b"\n", start, start + most) + 1
+        if end <= start:  # one line that is longer
+            end = start + most
+        yield text[start:end], False
+        start = end
+    yield text[start:], True
 
 
 def first_difference(first: str, second: str) -> tuple[int, str, str] | None:

@@ -65,6 +65,32 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bo
         hook(parameter)
 
 
+def accumulate_all(
+    parameters: Sequence[torch.Tensor], found: Sequence[Gradient], others: Sequence[Gradient]
+) -> None:
+    """Add to ``.grad`` of every parameter what one backward has found for it.
+
+    Args:
+        parameters: The parameters.
+        found: Their gradients.
+        others: What the same backward has found for others, which must not change when later
+            microbatches are added in place.
+    """
+    seen: set[int] = set()
+    memories = {_memory(gradient) for gradient in others if gradient is not None}
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            is_shared = id(gradient) in seen or (bool(memories) and _memory(gradient) in memories)
+            accumulate(parameter, gradient, is_shared=is_shared)
+            seen.add(id(gradient))
+
+
+def _memory(gradient: torch.Tensor) -> int:
+    if gradient.layout is not torch.strided:
+        return id(gradient)
+    return gradient.untyped_storage().data_ptr()
+
+
 def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Run the hooks that ``register_hook`` put on a parameter, for a gradient folded by us."""
     hooks = getattr(parameter, "_backward_hooks", None)

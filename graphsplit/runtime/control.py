@@ -7,7 +7,7 @@ They are opened when first used.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 
@@ -94,6 +94,31 @@ class ControlChannels:
             piece.copy_(chunk)
         return result.copy_(octets.view(meta.dtype).view(meta.shape))
 
+    def send(self, tensor: torch.Tensor, *, destination: int) -> None:
+        """Give one worker a tensor's bytes, in row-major order; it calls ``receive`` meanwhile."""
+        octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for start in range(0, octets.numel(), _CHUNK_BYTES):
+            self._send(destination, _BULK, octets[start : start + _CHUNK_BYTES])
+
+    def receive(self, size_bytes: int, *, source: int) -> Iterator[torch.Tensor]:
+        """Take the bytes that one worker sends, chunk by chunk; no more is held at a time.
+
+        Args:
+            size_bytes: How many bytes are expected. Memory is taken for what came, not for this.
+            source: The worker that calls ``send``.
+
+        Raises:
+            FrameError: A chunk has another size.
+        """
+        for start in range(0, size_bytes, _CHUNK_BYTES):
+            chunk = self._receive(source, _BULK)
+            expected = min(_CHUNK_BYTES, size_bytes - start)
+            if chunk.numel() != expected:
+                raise FrameError(
+                    f"a chunk from worker {source} has {chunk.numel()} bytes; expected {expected}"
+                )
+            yield chunk
+
     def _spec(self, source: int, destination: int, kind: int) -> ChannelSpec:
         return ChannelSpec(
             plan=_NO_PLAN,
@@ -101,7 +126,7 @@ class ControlChannels:
             source=source,
             destination=destination,
             dtype=torch.uint8,
-            shape=None,
+            shape=(None,),
             max_bytes=_TICKET_BYTES if kind == _TICKET else _CHUNK_BYTES,
             label=f"{'step tickets' if kind == _TICKET else 'chunks'}: worker {source} -> worker "
             f"{destination}",

@@ -88,6 +88,8 @@ class _Elsewhere(torch.Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if (name, attribute) == ("__get__", "grad"):
+            _refuse_partial_view(args[0], sys._getframe(1).f_globals.get("__name__", ""))
         harmless = name in _HARMLESS or (
             name in ("__get__", "__set__", "__delete__") and attribute in _HARMLESS_ATTRIBUTES
         )
@@ -109,6 +111,22 @@ class _Elsewhere(torch.Tensor):
 
 class _ElsewhereParameter(_Elsewhere, nn.Parameter):
     """A parameter whose value lives on another worker."""
+
+
+def _refuse_partial_view(tensor: torch.Tensor, asker: str) -> None:
+    """No gradient is here, and who looks at all of them would take that for 'has none'.
+
+    The norm of the gradients found here would be taken for that of all. Code that treats every
+    parameter by itself may be told that there is none: optimizers, and ``zero_grad``.
+    """
+    if asker.startswith(("torch.optim.", "torch.nn.modules.")):
+        return
+    name, owner, _ = getattr(tensor, _WHOSE)
+    raise OwnershipError(
+        f"the gradient of {name!r} is on worker {owner}, not here\n"
+        f"  Fix: to clip, use Model(..., clip=gs.clip.GlobalNorm(max_norm)); to look at gradients, "
+        f"go through context.owned_parameters() in a callback's on_gradients."
+    )
 
 
 def _message(args: Any, kwargs: Any, asked: str) -> str:

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,15 +15,25 @@ from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
-from graphsplit.partition.spans import gradient_spans
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, late_edges
-from graphsplit.runtime.autograd import accumulate, fold, gradients, run_tensor_hooks
+from graphsplit.runtime.autograd import (
+    accumulate,
+    accumulate_all,
+    fold,
+    gradients,
+    run_tensor_hooks,
+)
+from graphsplit.runtime.changing_state import changing_state, run_with_copies, with_own_generator
+from graphsplit.runtime.channels import ChannelEnds, sparse_gradient
 from graphsplit.runtime.segment_code import SegmentCode, build_code
-from graphsplit.runtime.step_state import Gradient, StepState
-from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
+from graphsplit.runtime.step_state import Gradient, Microbatches, StepState
+from graphsplit.runtime.update import Updater
+from graphsplit.transport.base import Sender, Transport
 
 Action = Callable[[StepState], None]
+NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -33,45 +44,21 @@ class RunnerParts:
         plan: The agreed plan.
         plan_number: Its number in the job; part of every channel's identity.
         program: This worker's program.
+        depths: How many messages of an edge may be under way, where 2 are too few.
         state: Parameters and buffers of this worker, by node.
         transport: Moves values; None if the plan has a single worker.
-        optimizer: Steps the owned parameters.
-        zero_gradients: Sets the owned parameters' gradients to None.
+        updater: What happens to the owned gradients at both ends of a step.
         position: Told of every instruction, for heartbeats.
     """
 
     plan: PartitionPlan
     plan_number: int
     program: WorkerProgram
+    depths: Mapping[int, int]
     state: Mapping[int, torch.Tensor]
     transport: Transport | None
-    optimizer: Callable[[], None]
-    zero_gradients: Callable[[], None]
+    updater: Updater
     position: Position = field(default_factory=Position)
-
-
-def channel_spec(
-    plan: PartitionPlan, plan_number: int, edge: Edge, *, span_bytes: int = 0
-) -> ChannelSpec:
-    """What both ends of an edge know about its messages."""
-    node = plan.placed.graph.nodes[edge.value]
-    what = {
-        EdgeKind.VALUE: "",
-        EdgeKind.GRADIENT: "gradient of ",
-        EdgeKind.GENERATOR: "generator state after ",
-    }[edge.kind]
-    size = max(edge.meta.size_bytes, edge.meta.span_bytes, span_bytes, 1)
-    return ChannelSpec(
-        plan=plan_number,
-        edge=edge.index,
-        source=edge.source,
-        destination=edge.destination,
-        dtype=edge.meta.dtype,
-        shape=edge.meta.shape,
-        max_bytes=size,
-        label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
-        f"worker {edge.destination}",
-    )
 
 
 def _announcing(senders: Sequence[Sender], action: Action) -> Action:
@@ -106,8 +93,6 @@ class ProgramRunner:
         self._parts = parts
         self._plan = parts.plan
         self._nodes = parts.plan.placed.graph.nodes
-        self._senders: dict[int, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}
         self._code: dict[int, SegmentCode] = {}
         self._input_index = {
             p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
@@ -118,7 +103,16 @@ class ProgramRunner:
             for output in parts.plan.placed.graph.outputs
             if output.node is not None and output.node in parts.state
         }
-        self._open_channels()
+        self._changing = changing_state(parts.plan, parts.state)
+        self._is_microbatched = parts.plan.is_microbatched
+        self._ends = ChannelEnds.open(
+            parts.plan,
+            parts.plan_number,
+            worker=parts.program.worker,
+            transport=parts.transport,
+            depths=parts.depths,
+        )
+        self._senders, self._receivers = self._ends.senders, self._ends.receivers
         self._actions = [self._bind(i) for i in parts.program.instructions]
         self._announce_values()
         waits = [i.opcode is Opcode.RECEIVE for i in parts.program.instructions]
@@ -126,22 +120,9 @@ class ProgramRunner:
         self.position = 0
         self.step = -1
 
-    def _open_channels(self) -> None:
-        plan, number, transport = self._plan, self._parts.plan_number, self._parts.transport
-        worker = self._parts.program.worker
-        mine = [e for e in plan.edges if worker in (e.source, e.destination)]
-        assert transport is not None or not mine
-        spans = gradient_spans(plan)
-        for edge in mine:
-            if edge.source == worker:
-                assert transport is not None
-                spec = channel_spec(plan, number, edge, span_bytes=spans.get(edge.index, 0))
-                self._senders[edge.index] = transport.open_sender(spec)
-        for edge in mine:
-            if edge.destination == worker:
-                assert transport is not None
-                spec = channel_spec(plan, number, edge, span_bytes=spans.get(edge.index, 0))
-                self._receivers[edge.index] = transport.open_receiver(spec)
+    def depth_of(self, edge: int) -> int:
+        """How many messages of an edge may be under way."""
+        return self._ends.specs[edge].depth
 
     def _announce_values(self) -> None:
         """Before each computation, announce the values that are sent right after it.
@@ -154,9 +135,8 @@ class ProgramRunner:
         for position, instruction in enumerate(instructions):
             if instruction.opcode not in (Opcode.FORWARD, Opcode.BACKWARD):
                 continue
-            following = itertools.takewhile(
-                lambda i: i.opcode is Opcode.SEND, instructions[position + 1 :]
-            )
+            after = map(instructions.__getitem__, range(position + 1, len(instructions)))
+            following = itertools.takewhile(lambda i: i.opcode is Opcode.SEND, after)
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
@@ -175,6 +155,8 @@ class ProgramRunner:
         if instruction.opcode in (Opcode.SEND, Opcode.RECEIVE):
             edge = self._plan.edges[instruction.operand]
             node = self._nodes[edge.value]
+            if edge.kind is EdgeKind.TALLY:
+                return f" (tally of gradients, worker {edge.source} -> worker {edge.destination})"
             return (
                 f" ({edge.kind.value} of {node.name}, {node.module_path or 'network'}, "
                 f"worker {edge.source} -> worker {edge.destination})"
@@ -190,6 +172,8 @@ class ProgramRunner:
         step: int,
         inputs: Sequence[Sequence[torch.Tensor | None]],
         *,
+        numbers: Mapping[str, Any] = NO_NUMBERS,
+        microbatches: Microbatches | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> StepState:
         """Run one step.
@@ -197,6 +181,8 @@ class ProgramRunner:
         Args:
             step: Number of the step in the job, the same on every worker.
             inputs: For each microbatch, the graph's inputs.
+            numbers: Numbers made of the inputs' sizes, by name.
+            microbatches: Their weights and generators; None where the step is one whole batch.
             meanwhile: Something else to do, once, before this worker first waits for a value.
 
         Returns:
@@ -207,7 +193,7 @@ class ProgramRunner:
             TransportError: A value could not be moved.
             JobFailedError: The job was aborted elsewhere.
         """
-        state = self.begin(step, inputs)
+        state = self.begin(step, inputs, numbers, microbatches)
         with torch.set_grad_enabled(self._grad_enabled):
             if meanwhile is not None:
                 self._run_until(self._first_wait, state)
@@ -228,11 +214,17 @@ class ProgramRunner:
                 raise self._failure(error) from error
         self.position = end
 
-    def begin(self, step: int, inputs: Sequence[Sequence[torch.Tensor | None]]) -> StepState:
+    def begin(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        numbers: Mapping[str, Any] = NO_NUMBERS,
+        microbatches: Microbatches | None = None,
+    ) -> StepState:
         """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""
         self._parts.position.text_source = self.where
         self.step, self.position = step, 0
-        state = StepState(step, inputs)
+        state = StepState(step, inputs, numbers, microbatches)
         for values in state.values:
             values.update(self._owned_outputs)
         return state
@@ -295,13 +287,14 @@ class ProgramRunner:
             return self._bind_send(self._plan.edges[operand], instruction.microbatch)
         if opcode is Opcode.RECEIVE:
             return self._bind_receive(self._plan.edges[operand], instruction.microbatch)
-        call = self._parts.optimizer if opcode is Opcode.OPTIMIZER else self._parts.zero_gradients
-        return lambda state: call()
+        return bind_update(opcode, self._parts.updater, self._parts.program.worker)
 
     def _bind_forward(self, segment: int, microbatch: int) -> Action:
         if segment not in self._code:
             self._code[segment] = build_code(self._plan, segment)
         run = self._code[segment].run
+        if self._changing and self._is_microbatched:
+            run = run_with_copies(run, self._changing)
         io = self._plan.io[segment]
         values = [self._reader(value, microbatch) for value in io.values]
         leaves = [
@@ -323,6 +316,10 @@ class ProgramRunner:
                     state.roots[microbatch][position] = result
                 made[position] = result.detach() if isinstance(result, torch.Tensor) else result
 
+        if io.is_random and self._is_microbatched:
+            drawn_first = self._plan.segmentation.random_chain[0]
+            is_first = self._plan.segmentation.segment_of[drawn_first] == segment
+            return with_own_generator(forward, microbatch, is_first=is_first)
         return forward
 
     def _reader(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
@@ -345,10 +342,14 @@ class ProgramRunner:
         if node.kind is NodeKind.INPUT:
             index = self._input_index[value]
             return lambda state: state.inputs[microbatch][index]
+        if node.kind is NodeKind.NUMBER:
+            name = node.name
+            return lambda state: state.numbers[name]
         if node.is_state and self._plan.placed.workers[value] == self._parts.program.worker:
             tensor = self._parts.state[value]
             return lambda state: tensor
-        microbatch = 0 if node.kind is NodeKind.PARAMETER else microbatch
+        if node.is_state and value not in self._plan.placed.graph.modified:  # received once
+            microbatch = 0
         return lambda state: state.values[microbatch][value]
 
     def _bind_backward(self, segment: int, microbatch: int) -> Action:
@@ -356,7 +357,7 @@ class ProgramRunner:
         folds = [(root, self._plan.folds.get(root, ())) for root in io.roots]
         loss = self._plan.placed.graph.loss_node
         parameters = [self._parts.state[p] for p in io.parameters]
-        leaves = io.leaves
+        leaves, loss_gradient = io.leaves, self._parts.updater.loss_gradient
         num_leaves = len(leaves)
         seeds = [
             (index, self._plan.seeds[leaf])
@@ -370,7 +371,9 @@ class ProgramRunner:
                 tensor = state.roots[microbatch].pop(root)
                 gradient = self._fold(state, microbatch, terms)
                 if root == loss:
-                    one = torch.ones_like(tensor, memory_format=torch.preserve_format)
+                    one = loss_gradient(tensor)
+                    if state.microbatches is not None:
+                        one = one * state.microbatches.weights[microbatch]
                     gradient = fold((one, gradient))
                 if gradient is not None and tensor.requires_grad:
                     tensors.append(tensor)
@@ -385,35 +388,49 @@ class ProgramRunner:
             inputs += parameters
             results = gradients(tensors, incoming, inputs)
             state.collected[microbatch].update(zip(leaves, results, strict=False))
-            _accumulate_all(parameters, results[num_leaves:])
+            others = results[:num_leaves] if self._is_microbatched else ()
+            accumulate_all(parameters, results[num_leaves:], others)
 
         return backward
 
     def _fold(self, state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> Gradient:
-        return fold(
-            [
-                state.collected[microbatch].pop(term.contribution)
-                if term.contribution is not None
-                else state.received[microbatch].pop(term.edge)  # type: ignore[arg-type]
-                for term in terms
-            ]
-        )
+        return fold(self._terms(state, microbatch, terms))
+
+    def _terms(
+        self, state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]
+    ) -> list[Gradient]:
+        return [
+            state.collected[microbatch].pop(term.contribution)
+            if term.contribution is not None
+            else state.received[microbatch].pop(term.edge)  # type: ignore[arg-type]
+            for term in terms
+        ]
 
     def _bind_accumulate(self, value: int, microbatch: int) -> Action:
         terms = self._plan.folds[value]
+        own = [index for index, term in enumerate(terms) if term.contribution is not None]
         parameter = self._parts.state[value]
 
         def accumulate_shared(state: StepState) -> None:
-            gradient = self._fold(state, microbatch, terms)
+            found = self._terms(state, microbatch, terms)
+            gradient = fold(found)
             if gradient is not None:
+                # A term of this worker may be the gradient of another parameter as well.
+                is_shared = any(gradient is found[index] for index in own)
                 gradient = run_tensor_hooks(parameter, gradient)
-                accumulate(parameter, gradient, is_shared=False)
+                accumulate(parameter, gradient, is_shared=is_shared)
 
         return accumulate_shared
 
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
         send = self._senders[edge.index].send
         value = edge.value
+        if edge.kind is EdgeKind.TALLY:
+            return bind_send_tally(self._plan, edge, send)
+        if edge.kind is EdgeKind.GENERATOR and self._is_microbatched:
+            return lambda state: send(
+                state.generators[microbatch], step=state.step, microbatch=microbatch
+            )
         if edge.kind is EdgeKind.GENERATOR:
             return lambda state: send(
                 torch.default_generator.get_state(), step=state.step, microbatch=microbatch
@@ -424,6 +441,8 @@ class ProgramRunner:
             def send_gradient(state: StepState) -> None:
                 collected = state.collected[microbatch]
                 total = fold([collected.pop(c) for c in contributions])
+                if total is not None and total.layout is not torch.strided:
+                    raise sparse_gradient(self._nodes[value], edge)
                 send(total, step=state.step, microbatch=microbatch)
 
             return send_gradient
@@ -437,12 +456,17 @@ class ProgramRunner:
     def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
         receive = self._receivers[edge.index].receive
         index, value = edge.index, edge.value
+        if edge.kind is EdgeKind.TALLY:
+            return bind_receive_tally(self._plan, edge, receive)
         if edge.kind is EdgeKind.GENERATOR:
 
             def receive_generator(state: StepState) -> None:
                 received = receive(step=state.step, microbatch=microbatch)
                 assert received is not None
-                torch.default_generator.set_state(received)
+                if self._is_microbatched:
+                    state.generators[microbatch] = received
+                else:
+                    torch.default_generator.set_state(received)
 
             return receive_generator
 
@@ -463,11 +487,3 @@ class ProgramRunner:
         node = self._nodes[value]
         is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
         return receive_parameter if is_borrowed else receive_value
-
-
-def _accumulate_all(parameters: Sequence[torch.Tensor], results: Sequence[Gradient]) -> None:
-    seen: set[int] = set()
-    for parameter, gradient in zip(parameters, results, strict=True):
-        if gradient is not None:
-            accumulate(parameter, gradient, is_shared=id(gradient) in seen)
-            seen.add(id(gradient))

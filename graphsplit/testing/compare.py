@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.structure import open_object
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
 
 def difference(expected: Any, actual: Any, *, strides: bool = False) -> str | None:
     """The first difference between two nested values; None if every byte is the same.
@@ -33,6 +37,10 @@ def difference(expected: Any, actual: Any, *, strides: bool = False) -> str | No
 def _leaf_difference(expected: Any, actual: Any, strides: bool) -> str | None:
     if isinstance(expected, torch.Tensor) and isinstance(actual, torch.Tensor):
         return _tensor_difference(expected.detach(), actual.detach(), strides)
+    if type(expected) is type(actual) and type(expected) not in _PLAIN:
+        opened = open_object(expected), open_object(actual)
+        if opened[0] is not None and opened[1] is not None:
+            return difference(opened[0][1], opened[1][1], strides=strides)
     if type(expected) is not type(actual) or expected != actual:
         return f"expected {_short(expected)}, got {_short(actual)}"
     return None

@@ -9,6 +9,7 @@ place=lambda net: net.fc1.place("MS_WORKER", 2),
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,16 +17,18 @@ import torch
 from torch import nn
 
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.runtime.clip import Clip, GlobalNorm, Value
 from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.testing.compare import difference
-from graphsplit.testing.reference import EagerLoop
+from graphsplit.testing.reference import EagerLoop, Extras
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 from graphsplit.train.batch import Arguments, split_batch
+from graphsplit.train.microbatches import Divider, LossWeight, Split
 from graphsplit.train.planner import Task, named_state
 
 Place = Callable[[nn.Module], object]
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+MakeScheduler = Callable[[Any], Any]
 
 
 def sgd_with_momentum(network: nn.Module) -> torch.optim.Optimizer:
@@ -48,6 +51,16 @@ def assert_same_bits(
     seed: int = 0,
     captures: Captures | None = None,
     plan_everywhere: bool = False,
+    dynamic_dims: Mapping[int, int] | None = None,
+    microbatches: int = 1,
+    split: Split | None = None,
+    loss_weight: LossWeight | None = None,
+    clip: Clip | None = None,
+    make_scaler: Callable[[], torch.amp.GradScaler] | None = None,
+    autocast: torch.dtype | None = None,
+    set_to_none: bool = True,
+    on_gradients: Callable[[nn.Module], None] | None = None,
+    accumulate: int = 1,
 ) -> SimulatedCluster:
     """Check that training over workers gives the bytes of the plain eager loop.
 
@@ -62,7 +75,7 @@ def assert_same_bits(
         num_workers: Size of the simulated cluster.
         place: Places the network's modules.
         loss_fn: The loss; None if the network returns it. A module is copied for every worker.
-        make_optimizer: Makes the optimizer of a network.
+        make_optimizer: Makes the optimizer of a network, or several.
         make_scheduler: Makes the learning rate scheduler of an optimizer, stepped every step.
         unplaced: The rule for operations that nobody placed.
         steps: How many steps; once through the batches if None.
@@ -71,6 +84,17 @@ def assert_same_bits(
         seed: The seed from which the loop and every worker start.
         captures: Graphs to share with other calls for the same network; see ``Captures``.
         plan_everywhere: Let every worker capture and plan by itself, as in a real job.
+        dynamic_dims: Dimensions of the batches that may change without a new plan, with the
+            largest size of each.
+        microbatches: Into how many microbatches training splits each batch.
+        split: Another way to split a batch than along dimension 0.
+        loss_weight: What the loss of a microbatch counts, where not its number of rows.
+        clip: How gradients are clipped.
+        make_scaler: Makes the ``GradScaler``, one for the loop and one per worker.
+        autocast: The dtype of a ``torch.autocast`` block around network and loss.
+        set_to_none: Whether gradients become None before a step, or zeros.
+        on_gradients: ``on_gradients(network)``: called before clipping, on every worker.
+        accumulate: Over how many batches gradients are added up before the optimizer steps.
 
     Returns:
         The simulated cluster after the last step.
@@ -95,11 +119,34 @@ def assert_same_bits(
         if place is not None:
             place(network)
         schedulers.append(scheduler)
-        return Task(network, own_loss, optimizer, unplaced, with_loss=True)
+        return Task(
+            network,
+            own_loss,
+            optimizer,
+            unplaced,
+            with_loss=True,
+            dynamic_dims=dynamic_dims or {},
+            divider=Divider(microbatches, split, loss_weight),
+            clip=clip,
+            scaler=make_scaler() if make_scaler is not None else None,
+            set_to_none=set_to_none,
+            autocast=autocast,
+            accumulate=accumulate,
+        )
 
-    reference = EagerLoop(make)
+    reference = EagerLoop(
+        make,
+        microbatches=microbatches,
+        split=split,
+        loss_weight=loss_weight,
+        extras=Extras(_plain(clip), make_scaler, autocast, set_to_none, on_gradients, accumulate),
+    )
     shared = None if plan_everywhere else captures or Captures()
     cluster = SimulatedCluster(make_task, num_workers, captures=shared)
+    if on_gradients is not None:
+        for worker in cluster.workers:
+            call = functools.partial(on_gradients, worker.task.network)
+            worker.planner.updater.on_gradients = call
     for step in range(num_steps):
         batch = batches[step % len(batches)]
         comparison = _Comparison(f"step {step}", reference, cluster)
@@ -120,7 +167,8 @@ class _Comparison:
 
     def train(self, batch: Any, schedulers: Sequence[Any]) -> None:
         expected = self._reference.train_step(copy.deepcopy(batch))
-        losses = self._cluster.train_step(self._arguments(batch))
+        arguments = self._arguments(batch)
+        losses = self._cluster.train_step(arguments, batch=copy.deepcopy(batch))
         for worker, loss in zip(self._cluster.workers, losses, strict=True):
             self._same(f"loss on worker {worker.rank}", expected, loss)
             scheduler = schedulers[worker.rank]
@@ -143,17 +191,17 @@ class _Comparison:
 
     def _compare_state(self) -> None:
         expected = named_state(self._reference.network, self._reference.loss_fn)
+        expected_scaler = self._reference.scaler
         for name, tensor in expected.items():
             owner = self._cluster.owner_of(name)
             actual = named_state(owner.task.network, owner.task.loss_fn)[name]
             what = f"{name!r} on worker {owner.rank}"
             self._same(f"gradient of {what}", tensor.grad, actual.grad, strides=True)
             self._same(f"value of {what}", tensor.detach(), actual.detach())
-            assert owner.task.optimizer is not None
             self._same(
                 f"optimizer state of {what}",
-                dict(self._reference.optimizer.state.get(tensor) or {}),
-                dict(owner.task.optimizer.state.get(actual) or {}),
+                [dict(o.state.get(tensor) or {}) for o in self._reference.optimizers],
+                [dict(o.state.get(actual) or {}) for o in owner.task.optimizers],
             )
             self._check_given_up(name)
         for worker in self._cluster.workers:
@@ -161,9 +209,13 @@ class _Comparison:
             self._same(what, self._reference.generator, worker.generator)
             self._same(
                 f"settings of the optimizer of worker {worker.rank}",
-                _settings(self._reference.optimizer),
-                _settings(worker.task.optimizer),
+                [_settings(optimizer) for optimizer in self._reference.optimizers],
+                [_settings(optimizer) for optimizer in worker.task.optimizers],
             )
+            norm = worker.planner.updater.last_norm
+            self._same(f"norm on worker {worker.rank}", self._reference.gradient_norm, norm)
+            scaler = worker.task.scaler
+            self._same(f"scaler of worker {worker.rank}", *map(_scale, (expected_scaler, scaler)))
 
     def _check_given_up(self, name: str) -> None:
         owner = self._cluster.owner_of(name)
@@ -176,6 +228,21 @@ class _Comparison:
         found = difference(expected, actual, strides=strides)
         if found is not None:
             raise AssertionError(f"{self._when}: {what} is not as in the eager loop: {found}")
+
+
+def _plain(clip: Clip | None) -> Callable[[list[torch.Tensor]], Any] | None:
+    """What the plain loop calls."""
+    if isinstance(clip, GlobalNorm):
+        return lambda parameters: torch.nn.utils.clip_grad_norm_(
+            parameters, clip.max_norm, clip.norm_type, clip.error_if_nonfinite
+        )
+    if isinstance(clip, Value):
+        return lambda parameters: torch.nn.utils.clip_grad_value_(parameters, clip.value)
+    return None
+
+
+def _scale(scaler: torch.amp.GradScaler | None) -> dict[str, Any] | None:
+    return None if scaler is None else scaler.state_dict()
 
 
 def _settings(optimizer: Any) -> list[Mapping[str, Any]]:

@@ -1,13 +1,41 @@
-"""The plain eager loop that everything is compared with. It uses nothing of graphsplit."""
+"""The plain eager loop that everything is compared with.
+
+It uses nothing of graphsplit, but for the two functions that say what a microbatch is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from graphsplit.runtime.randomness import microbatch_rng_state
+from graphsplit.train.microbatches import split_microbatches
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a loop may do besides backward and step.
+
+    Attributes:
+        clip: ``clip(parameters)``: clips their gradients; what it returns is kept.
+        make_scaler: Makes a ``GradScaler``.
+        autocast: The dtype of a ``torch.autocast`` block around network and loss.
+        set_to_none: Passed to ``zero_grad``.
+        on_gradients: ``on_gradients(network)``: called between backward and clipping.
+        accumulate: How many batches make one step.
+    """
+
+    clip: Callable[[list[torch.Tensor]], Any] | None = None
+    make_scaler: Callable[[], torch.amp.GradScaler] | None = None
+    autocast: torch.dtype | None = None
+    set_to_none: bool = True
+    on_gradients: Callable[[nn.Module], None] | None = None
+    accumulate: int = 1
 
 
 class EagerLoop:
@@ -16,36 +44,123 @@ class EagerLoop:
     The generator that it draws from is its own; the default one is left as it was found.
 
     Args:
-        make: Makes network, loss function (or None), optimizer and scheduler (or None).
+        make: Makes network, loss function (or None), optimizer, or several that are stepped one
+            after the other, and scheduler (or None).
+        microbatches: Over how many microbatches of each batch gradients accumulate.
+        split: Another way to split a batch than along dimension 0.
+        loss_weight: What the loss of a microbatch counts, where not its number of rows.
+        extras: What else it does.
     """
 
-    def __init__(self, make: Callable[[], tuple[nn.Module, Any, Any, Any]]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], tuple[nn.Module, Any, Any, Any]],
+        *,
+        microbatches: int = 1,
+        split: Callable[[Any, int], Sequence[Any]] | None = None,
+        loss_weight: Callable[..., Any] | None = None,
+        extras: Extras | None = None,
+    ) -> None:
+        self.num_microbatches, self.split, self.loss_weight = microbatches, split, loss_weight
+        self.seed: int | None = None
+        self.num_steps = self.num_batches = 0
         self.generator = torch.default_generator.get_state()
         with self._own_generator():
-            self.network, self.loss_fn, self.optimizer, self.scheduler = make()
+            self.network, self.loss_fn, optimizer, self.scheduler = make()
+        one = isinstance(optimizer, torch.optim.Optimizer)
+        self.optimizers = [optimizer] if one else list(optimizer)
+        self.extras = extras or Extras()
+        self.scaler = self.extras.make_scaler() if self.extras.make_scaler else None
+        self.gradient_norm: torch.Tensor | None = None
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """One step of training; returns the loss."""
         with self._own_generator():
             self.network.train()
-            self.optimizer.zero_grad()
-            loss = self._loss(self._forward(batch), batch)
-            loss.backward()
-            self.optimizer.step()
+            if self.num_batches % self.extras.accumulate == 0:
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad(set_to_none=self.extras.set_to_none)
+            if self.num_microbatches == 1:
+                with self._casting():
+                    loss = self._loss(self._forward(batch), batch)
+                self._scaled(loss).backward()
+            else:
+                loss = self._accumulate(batch)
+            self.num_batches += 1
+            if self.num_batches % self.extras.accumulate == 0:
+                self._update()
             if self.scheduler is not None:
                 self.scheduler.step()
             return loss.detach()
 
+    def _update(self) -> None:
+        extras, scaler = self.extras, self.scaler
+        if scaler is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        if extras.on_gradients is not None:
+            extras.on_gradients(self.network)
+        if extras.clip is not None:
+            self.gradient_norm = extras.clip(list(self.network.parameters()))
+        for optimizer in self.optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        loss = loss if self.extras.accumulate == 1 else loss / self.extras.accumulate
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        dtype = self.extras.autocast
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    def _accumulate(self, batch: Any) -> torch.Tensor:
+        """The loop that docs/how-to/microbatches.md prints."""
+        if self.seed is None:
+            self.seed = torch.initial_seed()
+        before, losses = torch.default_generator.get_state(), []
+        for m, (microbatch, weight) in enumerate(self._microbatches(batch)):
+            torch.default_generator.set_state(microbatch_rng_state(self.seed, self.num_steps, m))
+            with self._casting():
+                loss = self._loss(self._forward(microbatch), microbatch)
+            self._scaled(loss * weight).backward()
+            losses.append(loss.detach() * weight)
+        torch.default_generator.set_state(before)
+        self.num_steps += 1
+        total = sum(losses)
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def _microbatches(self, batch: Any) -> list[tuple[Any, float]]:
+        if self.split is None:
+            pairs = split_microbatches(batch, self.num_microbatches)
+            if self.loss_weight is None:
+                return pairs
+            pieces = [piece for piece, _ in pairs]
+        else:
+            pieces = list(self.split(batch, self.num_microbatches))
+        counts = [self._count(piece) for piece in pieces]
+        return [(p, count / sum(counts)) for p, count in zip(pieces, counts, strict=True)]
+
+    def _count(self, microbatch: Any) -> Any:
+        if self.loss_weight is None:
+            first = next(iter(microbatch.values() if isinstance(microbatch, dict) else microbatch))
+            return len(first)
+        if isinstance(microbatch, Mapping):
+            return self.loss_weight(**microbatch)
+        return self.loss_weight(*microbatch)
+
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Loss and outputs in eval mode."""
-        with self._own_generator(), torch.no_grad():
+        with self._own_generator(), torch.no_grad(), self._casting():
             self.network.eval()
             outputs = self._forward(batch)
             return self._loss(outputs, batch), outputs
 
     def predict(self, batch: Any) -> Any:
         """Outputs in eval mode."""
-        with self._own_generator(), torch.no_grad():
+        with self._own_generator(), torch.no_grad(), self._casting():
             self.network.eval()
             return self._forward(batch)
 

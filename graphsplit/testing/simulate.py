@@ -11,6 +11,7 @@ every time, and a state in which nobody can go on is an error at once, not a han
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,16 +19,17 @@ from typing import Any, cast
 
 import torch
 
-from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
-from graphsplit.program.lower import WorkerProgram
+from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.train.batch import Arguments, Signature, leaves
+from graphsplit.train.microbatches import Division
 from graphsplit.train.planner import (
     Planned,
     Planner,
@@ -36,11 +38,10 @@ from graphsplit.train.planner import (
     make_plan,
     unflatten_outputs,
 )
-from graphsplit.transport.base import ChannelSpec
+from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 
-_DEPTH = ChannelSpec.depth
 _Passes = tuple[PartitionPlan, tuple[WorkerProgram, ...]]
 
 
@@ -56,7 +57,7 @@ class Captures:
     def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a task's step."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
-        key = (mode, signature.text, trained)
+        key = (mode, signature.text, trained, task.autocast)
         if key not in self._graphs:
             self._graphs[key] = capture_graph(task, mode, signature)
         return self._graphs[key]
@@ -128,10 +129,10 @@ class _Planner(Planner):
         self._shared = shared
         self._num_asked = 0
 
-    def _pure_passes(self, mode: Mode, signature: Signature) -> _Passes:
+    def _pure_passes(self, mode: Mode, signature: Signature, part: StepPart) -> _Passes:
         captures = self._shared.captures
         if captures is None:
-            return super()._pure_passes(mode, signature)
+            return super()._pure_passes(mode, signature, part)
         number, self._num_asked = self._num_asked, self._num_asked + 1
         if number not in self._shared.passes:
             self._shared.passes[number] = make_plan(
@@ -141,6 +142,9 @@ class _Planner(Planner):
                 unplaced=self._task.unplaced,
                 num_workers=self._job.num_workers,
                 owners=self.owners,
+                part=part,
+                schedule=self._task.schedule,
+                update=self._task.update_rules,
             )
         return self._shared.passes[number]
 
@@ -154,12 +158,14 @@ class SimulatedWorker:
         task: Its network, loss and optimizer.
         planner: Its plans, and who owns what.
         generator: The state of its random generator while others run.
+        progress: How far its training is.
     """
 
     rank: int
     task: Task
     planner: Planner
     generator: torch.Tensor
+    progress: Progress = field(default_factory=Progress)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -197,31 +203,47 @@ class SimulatedCluster:
                 task = make_task()
                 planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
                 state = torch.default_generator.get_state()
-                self.workers.append(SimulatedWorker(rank, task, planner, state))
+                progress = Progress(accumulate=task.accumulate)
+                self.workers.append(SimulatedWorker(rank, task, planner, state, progress))
 
-    def train_step(self, arguments: Arguments) -> list[torch.Tensor]:
-        """Train on one batch; returns the loss as each worker knows it."""
+    def train_step(self, arguments: Arguments, *, batch: Any = None) -> list[torch.Tensor]:
+        """Train on one batch; returns the loss as each worker knows it.
+
+        Args:
+            arguments: The batch, as arguments of the network and the loss.
+            batch: The same as a loader yields it, for tasks with a way of their own to split it.
+        """
+        divisions = [self._divided(worker.task, arguments, batch) for worker in self.workers]
+        losses: list[list[torch.Tensor]] = [[] for _ in self.workers]
+        planned, phases = self._run(Mode.TRAIN, divisions)
+        for plan, states in phases:
+            loss = plan.placed.graph.loss_node
+            assert loss is not None
+            for found, state in zip(losses, states, strict=True):
+                found += [values[loss] for values in state.values]
         for worker in self.workers:
-            worker.task.network.train()
-        plan, states = self._run(Mode.TRAIN, arguments)
-        loss = plan.placed.graph.loss_node
-        assert loss is not None
-        return [state.values[0][loss] for state in states]
+            worker.progress.num_steps += 1
+        return [step.loss(found) for step, found in zip(planned, losses, strict=True)]
+
+    def _divided(self, task: Task, arguments: Arguments, batch: Any) -> Division:
+        """A worker's own copy of a batch, divided."""
+        if batch is None:
+            return task.divider.divide_arguments(copy.deepcopy(arguments))
+        return task.divider.divide(copy.deepcopy(batch), has_loss_fn=task.loss_fn is not None)
 
     def evaluate(self, arguments: Arguments) -> Any:
         """Evaluate one batch; returns the outputs, after the loss where the task asks for it."""
-        for worker in self.workers:
-            worker.task.network.eval()
-        plan, states = self._run(Mode.EVAL, arguments)
-        return unflatten_outputs(plan.placed.graph, states[plan.home].values[0], leaves(arguments))
+        plan, states = self._run_whole(Mode.EVAL, arguments)
+        state = states[plan.home]
+        return unflatten_outputs(
+            plan.placed.graph, state.values[0], leaves(arguments), state.numbers
+        )
 
     def predict(self, arguments: Arguments) -> list[Any]:
         """The network's outputs as each worker knows them."""
-        for worker in self.workers:
-            worker.task.network.eval()
-        plan, states = self._run(Mode.PREDICT, arguments)
+        plan, states = self._run_whole(Mode.PREDICT, arguments)
         return [
-            unflatten_outputs(plan.placed.graph, state.values[0], leaves(arguments))
+            unflatten_outputs(plan.placed.graph, state.values[0], leaves(arguments), state.numbers)
             for state in states
         ]
 
@@ -233,21 +255,49 @@ class SimulatedCluster:
         """The worker that owns a parameter or buffer; any, before the first plan."""
         return self.workers[self.workers[0].planner.owners.get(name, 0)]
 
-    def _run(self, mode: Mode, arguments: Arguments) -> tuple[PartitionPlan, list[StepState]]:
+    def _run_whole(self, mode: Mode, arguments: Arguments) -> tuple[PartitionPlan, list[StepState]]:
+        copies = [copy.deepcopy(arguments) for _ in self.workers]
+        _, phases = self._run(mode, [Division(one, (one,)) for one in copies])
+        return phases[0]
+
+    def _run(
+        self, mode: Mode, divisions: Sequence[Division]
+    ) -> tuple[list[PlannedStep], list[tuple[PartitionPlan, list[StepState]]]]:
+        """Run a step; returns each worker's plans, and what each phase left on every worker."""
         with _generator_kept():
-            signature = Signature.of(arguments)
-            planned: list[Planned] = []
-            for worker in self.workers:
-                with worker.active():
-                    planned.append(worker.planner.plan_for(mode, signature))
-            step, self._step = self._step, self._step + 1
-            states = [
-                made.runner.begin(step, [_inputs(made, worker.rank, arguments)])
-                for worker, made in zip(self.workers, planned, strict=True)
+            planned = [
+                self._planned(worker, mode, division)
+                for worker, division in zip(self.workers, divisions, strict=True)
             ]
-            self._take_turns([made.runner for made in planned], states)
+            by_worker = [
+                list(made.phases(division if worker.rank in made.consumers else None))
+                for worker, made, division in zip(self.workers, planned, divisions, strict=True)
+            ]
+            number, self._step = self._step, self._step + 1
+            left = [self._run_phase(number, phases) for phases in zip(*by_worker, strict=True)]
+        return planned, left
+
+    def _planned(self, worker: SimulatedWorker, mode: Mode, division: Division) -> PlannedStep:
+        is_training = mode is Mode.TRAIN
+        worker.task.network.train(is_training)
+        with worker.active():
+            if is_training:
+                worker.progress.begin()
+            note = worker.progress.agreement(worker.task.divider) if is_training else ""
+            progress = worker.progress if is_training else None
+            return plan_step(worker.planner, mode, division.shape(), note=note, progress=progress)
+
+    def _run_phase(
+        self, step: int, phases: Sequence[Phase]
+    ) -> tuple[PartitionPlan, list[StepState]]:
+        states = []
+        for worker, phase in zip(self.workers, phases, strict=True):
+            microbatches = phase.microbatches(worker.progress)
+            planned = phase.planned
+            states.append(planned.runner.begin(step, phase.inputs, planned.numbers, microbatches))
+        self._take_turns([phase.planned.runner for phase in phases], states)
         self._check_nothing_left(states)
-        return planned[0].plan, states
+        return phases[0].planned.plan, states
 
     def _take_turns(self, runners: Sequence[ProgramRunner], states: Sequence[StepState]) -> None:
         while any(runner.next_instruction() is not None for runner in runners):
@@ -270,7 +320,7 @@ class SimulatedCluster:
             return True
         channel = self._shared.fabric.channels[runner.plan_number, instruction.operand]
         if instruction.opcode is Opcode.SEND:
-            return len(channel.messages) < _DEPTH
+            return len(channel.messages) < runner.depth_of(instruction.operand)
         return bool(channel.messages)
 
     def _check_nothing_left(self, states: Sequence[StepState]) -> None:
@@ -295,14 +345,6 @@ def _generator_kept() -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(before)
-
-
-def _inputs(planned: Planned, rank: int, arguments: Arguments) -> list[Any]:
-    """The inputs of one step, in memory of their own; None for a worker that consumes none."""
-    if rank not in planned.consumers:
-        nodes = planned.plan.placed.graph.nodes
-        return [None] * sum(node.kind is NodeKind.INPUT for node in nodes)
-    return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(arguments)]
 
 
 def _positions(runners: Sequence[ProgramRunner]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +17,22 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.known_values import is_all_ones
 from graphsplit.errors import ConfigurationError
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.train import records
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLED = 64
+_SEQUENCES: dict[type[Any], str] = {list: "l", tuple: "u"}
+_MAPPINGS: dict[type[Any], str] = {dict: "d", OrderedDict: "o"}
 
 
 @dataclass(frozen=True)
 class Signature:
     """Structure, dtypes, shapes and strides of the arguments of one step; plain values whole.
+
+    Masks of nothing but ones are told apart from others: networks leave them out.
 
     Attributes:
         text: Canonical JSON. Equal texts, equal signatures.
@@ -40,11 +48,11 @@ class Signature:
 
         Raises:
             ConfigurationError: Something in them is neither tensor, number, string, bool, None,
-                nor a list, tuple or mapping of such.
+                nor a list, tuple, dictionary, named tuple or dataclass of such.
         """
         known = _signatures.get(key := _quick_key(arguments))
         if known is None:
-            known = cls.read(json.dumps(_encode(arguments), sort_keys=True))
+            known = cls.read(json.dumps(_encode(arguments)))
             if len(_signatures) >= _MAX_SIGNATURES:
                 _signatures.clear()
             _signatures[key] = known
@@ -55,10 +63,22 @@ class Signature:
         """The signature with a given text."""
         return cls(text, hashlib.sha256(text.encode()).hexdigest()[:16])
 
-    def example(self) -> Arguments:
-        """Arguments with this signature, tensors filled with zeros."""
-        args, kwargs = _decode(json.loads(self.text))
+    def example(self, device: str = "cpu") -> Arguments:
+        """Arguments with this signature, tensors filled with zeros; with ones, masks of ones."""
+        args, kwargs = _decode(json.loads(self.text), device)
         return args, kwargs
+
+    def structure(self) -> str:
+        """What is equal for signatures that differ in the sizes of tensors alone."""
+        return _SIZES.sub(_without_sizes, self.text)
+
+
+# One encoded tensor: {"t": ["float32", [4, 8], [8, 1]]}; a mask of nothing but ones: {"ones": ...}.
+_SIZES = re.compile(r'\{"(t|ones)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]\]\}')
+
+
+def _without_sizes(found: re.Match[str]) -> str:
+    return f'{{"{found[1]}": ["{found[2]}", {len(found[3].split())}]}}'
 
 
 _MAX_SIGNATURES = 256
@@ -71,7 +91,7 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
     return (
         spec,
         *(
-            (leaf.dtype, leaf.shape, leaf.stride())
+            (leaf.dtype, leaf.shape, leaf.stride(), is_all_ones(leaf))
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), repr(*_encode(leaf).values()))
             for leaf in found
@@ -82,29 +102,50 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
 def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
-        return {"t": [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
+        kind = "ones" if is_all_ones(value) else "t"
+        return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"v": value}
-    if isinstance(value, Mapping):
-        return {"d": {str(key): _encode(item) for key, item in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return {"l" if isinstance(value, list) else "u": [_encode(item) for item in value]}
+    if type(value) in _SEQUENCES:
+        return {_SEQUENCES[type(value)]: [_encode(item) for item in value]}
+    if type(value) in _MAPPINGS:  # in their order, which is that of the graph's inputs
+        pairs = [[_encode_key(key), _encode(item)] for key, item in value.items()]
+        return {_MAPPINGS[type(value)]: pairs}
+    fields = records.fields_of(value)
+    if fields is not None:
+        pairs = [[name, _encode(item)] for name, item in fields]
+        return {"r": [*records.name_of(type(value)), pairs]}
     raise ConfigurationError(
         f"a batch holds a {type(value).__name__}; expected tensors, numbers, strings, None, and "
-        f"lists, tuples or mappings of them\n  Fix: convert it in the data set or in collate_fn."
+        f"lists, tuples, dictionaries, named tuples or dataclasses of them\n"
+        f"  Fix: convert it in the data set or in collate_fn."
     )
 
 
-def _decode(node: dict[str, Any]) -> Any:
+def _encode_key(key: Any) -> Any:
+    if isinstance(key, (str, int)):
+        return key
+    raise ConfigurationError(
+        f"a dictionary in a batch has a key of type {type(key).__name__}; expected str or int\n"
+        f"  Fix: convert it in the data set or in collate_fn."
+    )
+
+
+def _decode(node: dict[str, Any], device: str) -> Any:
     ((kind, content),) = node.items()
-    if kind == "t":
+    if kind in ("t", "ones"):
         dtype, shape, strides = content
-        return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype)).zero_()
+        made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
+        return made.fill_(kind == "ones")
     if kind == "v":
         return content
-    if kind == "d":
-        return {key: _decode(item) for key, item in content.items()}
-    items = [_decode(item) for item in content]
+    if kind == "r":
+        module, name, pairs = content
+        return records.make(module, name, {key: _decode(item, device) for key, item in pairs})
+    for container, tag in _MAPPINGS.items():
+        if kind == tag:
+            return container((key, _decode(item, device)) for key, item in content)
+    items = [_decode(item, device) for item in content]
     return items if kind == "l" else tuple(items)
 
 
@@ -182,6 +223,22 @@ def num_samples(arguments: Arguments) -> int:
 
 
 # What one step computes. The network and the loss come first, then the arguments of the step.
+
+
+def casting_to(dtype: torch.dtype | None, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run one of the functions below under ``torch.autocast``; as it is if there is no dtype."""
+    if dtype is None:
+        return run
+
+    def run_casting(
+        network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        first = next(network.parameters(), None)
+        device = "cpu" if first is None else first.device.type
+        with torch.autocast(device, dtype):
+            return run(network, loss_fn, *args, **kwargs)
+
+    return run_casting
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

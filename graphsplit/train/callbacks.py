@@ -1,16 +1,23 @@
 """Callbacks of ``Model.train``.
 
 Where they run: every callback runs on every worker, at the same points, with the same true loss.
-What is shown once for all (a progress bar) shows itself on worker 0 alone.
+What is shown once for all (a progress bar) shows itself on worker 0 alone. Gradients are seen where
+they are: every worker shows its own.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.train.checkpoint.series import Series
 
 if TYPE_CHECKING:
     from graphsplit.train.model import Model
@@ -28,6 +35,8 @@ class RunContext:
         epoch: Current epoch, from 1.
         step: Step within the epoch, from 1; 0 before the first.
         loss: Loss of the last step, a scalar tensor; None before the first.
+        has_updated: Whether the optimizer stepped in the last step; not so after every batch if
+            the Model accumulates gradients.
     """
 
     model: Model
@@ -37,16 +46,46 @@ class RunContext:
     epoch: int = 0
     step: int = 0
     loss: torch.Tensor | None = None
+    has_updated: bool = False
+
+    def owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The network's parameters that live on this worker, by name; in one process all."""
+        for name, parameter in self.model.network.named_parameters():
+            if not is_elsewhere(parameter):
+                yield name, parameter
 
 
 class Callback:
-    """Base class of callbacks; override what you need."""
+    """Base class of callbacks; override what you need.
+
+    Attributes:
+        runs_last: Called after all others, whatever the order in which they are passed.
+    """
+
+    runs_last = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``Model.save`` must keep of this callback for a run that goes on.
+
+        Tensors, numbers, strings, None, and lists, tuples or mappings of them.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what ``state_dict`` gave; called after ``on_train_begin`` where training goes on."""
 
     def on_train_begin(self, context: RunContext) -> None:
         """Before the first epoch."""
 
     def on_epoch_begin(self, context: RunContext) -> None:
-        """Before an epoch's first step."""
+        """Before an epoch's first step; where training goes on, ``context.step`` were before."""
+
+    def on_gradients(self, context: RunContext) -> None:
+        """Between backward and clipping: the step's gradients are complete, and unscaled.
+
+        On every worker, with ``context.owned_parameters()``; their ``.grad`` may be changed.
+        ``context.step`` is the step that is under way, ``context.loss`` that of the one before.
+        """
 
     def on_step_end(self, context: RunContext) -> None:
         """After every step."""
@@ -91,13 +130,136 @@ class TimeMonitor(Callback):
 
     def on_epoch_begin(self, context: RunContext) -> None:
         """Start the clock."""
-        self._start = time.perf_counter()
+        self._start, self._first_step = time.perf_counter(), context.step
 
     def on_epoch_end(self, context: RunContext) -> None:
         """Print the times."""
         spent_ms = (time.perf_counter() - self._start) * 1e3
-        per_step = spent_ms / context.step if context.step else 0.0
+        num_steps = context.step - self._first_step
+        per_step = spent_ms / num_steps if num_steps else 0.0
         _print(f"epoch: {context.epoch} time: {spent_ms:.3f} ms, per step time: {per_step:.3f} ms")
+
+
+class LearningRateScheduler(Callback):
+    """Steps a learning rate scheduler, on every worker alike.
+
+    Args:
+        scheduler: Any scheduler of ``torch.optim.lr_scheduler``.
+        every: ``"epoch"``: at the end of every epoch; ``"step"``: after every step of the
+            optimizer.
+        metric: For schedulers that watch a number, as ``ReduceLROnPlateau``: gives it, from the
+            context. It must be the same on every worker; by default it is the last loss.
+
+    Raises:
+        ConfigurationError: An argument is not as above.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        every: Literal["epoch", "step"] = "epoch",
+        *,
+        metric: Callable[[RunContext], float] | None = None,
+    ) -> None:
+        if every not in ("epoch", "step"):
+            raise ConfigurationError(f"every={every!r}; expected 'epoch' or 'step'")
+        watches = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if not watches and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            raise ConfigurationError(
+                f"scheduler is a {type(scheduler).__name__}; expected one of "
+                f"torch.optim.lr_scheduler"
+            )
+        if metric is not None and not watches:
+            raise ConfigurationError(
+                f"metric is given, but {type(scheduler).__name__} watches no number"
+            )
+        self._scheduler = scheduler
+        self._every = every
+        self._metric = (metric or _last_loss) if watches else None
+
+    def on_step_end(self, context: RunContext) -> None:
+        """Step after a step of the optimizer."""
+        if self._every == "step" and context.has_updated:
+            self._step(context)
+
+    def on_epoch_end(self, context: RunContext) -> None:
+        """Step after an epoch, unless it had no batch."""
+        if self._every == "epoch" and context.step:
+            self._step(context)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's state."""
+        return dict(self._scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the scheduler's state."""
+        self._scheduler.load_state_dict(state)
+
+    def _step(self, context: RunContext) -> None:
+        if self._metric is None:
+            self._scheduler.step()
+        else:
+            self._scheduler.step(self._metric(context))
+
+
+def _last_loss(context: RunContext) -> float:
+    assert context.loss is not None
+    return float(context.loss)
+
+
+class Checkpoint(Callback):
+    """Saves the training state while it trains, so that a run can go on after it was ended.
+
+    Runs after all other callbacks, so that what they change is saved as well.
+
+    Args:
+        path: Where to: a folder per save, as in ``"runs/lenet/step-{num_steps:06d}"``. Fields in
+            its last part: ``{epoch}``, ``{step}`` within the epoch, ``{num_steps}`` in all.
+            Without any, each save replaces the one before.
+        every_steps: Save after every so many steps, counted in all; None: not after steps.
+        every_epochs: Save at the end of every so many epochs; None: not there.
+        keep: How many complete saves to keep; older ones are removed. None: all.
+        gather: Let worker 0 write everything; see ``Model.save``.
+        extra: What else to save, by name; see ``Model.save``.
+
+    Raises:
+        ConfigurationError: An argument is not as above.
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every_steps: int | None = None,
+        every_epochs: int | None = 1,
+        keep: int | None = 3,
+        gather: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, every in (("every_steps", every_steps), ("every_epochs", every_epochs)):
+            if every is not None and (type(every) is not int or every < 1):
+                raise ConfigurationError(f"{name}={every!r}; expected an int of 1 or more, or None")
+        self._series = Series(path, keep)
+        self._every_steps, self._every_epochs = every_steps, every_epochs
+        self._gather, self._extra = gather, extra
+
+    def on_step_end(self, context: RunContext) -> None:
+        """Save every ``every_steps`` steps."""
+        if self._every_steps and context.model.position.num_steps % self._every_steps == 0:
+            self._save(context)
+
+    def on_epoch_end(self, context: RunContext) -> None:
+        """Save every ``every_epochs`` epochs."""
+        if self._every_epochs and context.epoch % self._every_epochs == 0:
+            self._save(context)
+
+    def _save(self, context: RunContext) -> None:
+        num_steps = context.model.position.num_steps
+        path = self._series.path(epoch=context.epoch, step=context.step, num_steps=num_steps)
+        context.model.save(path, gather=self._gather, extra=self._extra)
+        self._series.prune()
 
 
 class ProgressBar(Callback):
@@ -113,6 +275,7 @@ class ProgressBar(Callback):
 
             self._bar = tqdm(
                 total=context.num_steps,
+                initial=context.step,
                 unit="step",
                 mininterval=0.5,
                 desc=f"epoch {context.epoch}/{context.num_epochs}",

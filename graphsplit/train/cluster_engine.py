@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from graphsplit.capture.graph import Mode, NodeKind
-from graphsplit.errors import LoaderMismatchError
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.train.batch import Arguments, Signature, fingerprint, leaves
+from graphsplit.train.batch import Arguments, fingerprint, leaves
+from graphsplit.train.checkpoint.group import ControlGroup, Group
+from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.engine import Engine, update_metrics
 from graphsplit.train.feed import Feed, Tickets, likely_first_reader
 from graphsplit.train.gather import StateGatherer
 from graphsplit.train.metrics import Metric
+from graphsplit.train.microbatches import Divider, Division
 from graphsplit.train.planner import Planned, Planner, Task, unflatten_outputs
+from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 
 
 class ClusterEngine(Engine):
@@ -29,25 +34,37 @@ class ClusterEngine(Engine):
         self.planner = Planner(task, job)
         self._tickets = Tickets(job)
         self._step = 0
+        self.progress = Progress(accumulate=task.accumulate)
+        self._waiting: dict[str, Callable[[], None]] = {}
+        self.planner.on_settled = self._settle
         self._has_loss_fn = task.loss_fn is not None
 
-    def train_epoch(self, loader: Iterable[Any]) -> Iterator[torch.Tensor]:
+    def train_epoch(
+        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+    ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
         self._task.network.train()
-        for planned, arguments, meanwhile in self._feed(Mode.TRAIN, loader):
-            values = self._run(planned, arguments, meanwhile)
-            loss = planned.plan.placed.graph.loss_node
-            assert loss is not None
-            yield values[loss]
+        for planned, division, meanwhile in self._feed(Mode.TRAIN, loader, start):
+            yield self._train(planned, division, meanwhile)
 
-    def train_step(self, arguments: Arguments) -> torch.Tensor:
+    def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
         self._task.network.train()
-        planned = self._announce(Mode.TRAIN, arguments)
-        values = self._run(planned, arguments)
-        loss = planned.plan.placed.graph.loss_node
-        assert loss is not None
-        return values[loss]
+        return self._train(self._announce(Mode.TRAIN, division), division)
+
+    def _train(
+        self,
+        planned: PlannedStep,
+        division: Division | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for phase, values in self._run(planned, division, meanwhile):
+            loss = phase.planned.plan.placed.graph.loss_node
+            assert loss is not None
+            losses += [of_microbatch[loss] for of_microbatch in values]
+        self.progress.num_steps += 1
+        return planned.loss(losses)
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Evaluate; metrics are computed where the outputs are, their values known everywhere."""
@@ -55,20 +72,56 @@ class ClusterEngine(Engine):
         for metric in metrics.values():
             metric.reset()
         home = 0
-        for planned, arguments, meanwhile in self._feed(Mode.EVAL, loader):
-            home = planned.plan.home
-            values = self._run(planned, arguments, meanwhile)
+        for planned, division, meanwhile in self._feed(Mode.EVAL, loader):
+            home = planned.first.plan.home
+            values = self._run_whole(planned, division, meanwhile)
             if self._job.rank == home:
-                assert arguments is not None
-                self._update_metrics(planned, arguments, values, metrics)
+                assert division is not None
+                self._update_metrics(planned.first, division.arguments, values, metrics)
         return self._share_metrics(metrics, home)
 
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs, in its own structure, on every worker."""
         self._task.network.eval()
-        planned = self._announce(Mode.PREDICT, arguments)
-        values = self._run(planned, arguments)
-        return unflatten_outputs(planned.plan.placed.graph, values, leaves(arguments))
+        division = Division(arguments, (arguments,))
+        step = self._announce(Mode.PREDICT, division)
+        values = self._run_whole(step, division)
+        planned = step.first
+        return unflatten_outputs(
+            planned.plan.placed.graph, values, leaves(arguments), planned.numbers
+        )
+
+    def group(self) -> Group:
+        """All workers of the job."""
+        return ControlGroup(self._job.control, self._show_progress)
+
+    def _show_progress(self) -> None:
+        self._job.member.position.progress += 1
+
+    def owners(self) -> Mapping[str, int]:
+        """The owners that the first plan fixed."""
+        return self.planner.owners
+
+    def when_settled(self, what: str, action: Callable[[], None]) -> None:
+        """Do it as soon as there is a plan."""
+        if self.planner.owners:
+            action()
+        else:
+            self._waiting[what] = action
+
+    def settle_now(self) -> None:
+        """Do what waits for a plan without one."""
+        waiting, self._waiting = self._waiting, {}
+        for action in waiting.values():
+            action()
+
+    def _settle(self) -> None:
+        """Owners are fixed: forget the optimizer state of others, and load what waits."""
+        for optimizer in self._task.optimizers:
+            for key in list(optimizer.state):
+                if isinstance(key, torch.Tensor) and is_elsewhere(key):
+                    del optimizer.state[key]
+        self.settle_now()
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: gather the network's full state on every worker."""
@@ -78,31 +131,60 @@ class ClusterEngine(Engine):
         """Load what this worker owns out of a full state."""
         self._gatherer().load_network(state)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """Collective: gather the optimizer's full state on every worker."""
-        return self._gatherer().gather_optimizer()
+    def optimizer_state_dicts(self) -> list[dict[str, Any]]:
+        """Collective: gather the optimizers' full states on every worker."""
+        gatherer = self._gatherer()
+        return [gatherer.gather_optimizer(optimizer) for optimizer in self._task.optimizers]
 
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what this worker owns out of a full optimizer state."""
-        self._gatherer().load_optimizer(state)
+    def load_optimizer_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load what this worker owns out of the optimizers' full states."""
+        gatherer = self._gatherer()
+        for optimizer, state in zip(self._task.optimizers, states, strict=True):
+            gatherer.load_optimizer(optimizer, state)
+
+    @property
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """The norm of all workers' gradients at the last clipping."""
+        return self.planner.updater.last_norm
+
+    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
+        """Note what to call when the owned gradients of a step are complete."""
+        self.planner.updater.on_gradients = function
 
     def guard(self) -> AbstractContextManager[None]:
         """Report errors raised inside, so that all workers end."""
+        _refuse_autocast_around()
         return self._job.reporting()
 
     def _gatherer(self) -> StateGatherer:
+        self.settle_now()
         return StateGatherer(self._task, self._job, self.planner.owners)
 
-    def _feed(self, mode: Mode, loader: Iterable[Any]) -> Feed:
+    def _feed(
+        self, mode: Mode, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+    ) -> Feed:
+        is_training = mode is Mode.TRAIN
+        leader = self._leader(mode)
+        if is_training:
+            self.loader_rank = leader
         return Feed(
             self._job,
             self.planner,
             self._tickets,
             mode=mode,
-            leader=self._leader(mode),
+            leader=leader,
             loader=loader,
+            start=start,
+            divider=self._task.divider if is_training else Divider(),
             has_loss_fn=self._has_loss_fn,
+            note=self._note() if is_training else "",
+            progress=self.progress if is_training else None,
         )
+
+    def _note(self) -> str:
+        """What workers must agree on besides plans, once training has begun."""
+        self.progress.begin()
+        return self.progress.agreement(self._task.divider)
 
     def _leader(self, mode: Mode) -> int:
         latest = self.planner.latest(mode) or self.planner.latest(Mode.TRAIN)
@@ -110,42 +192,52 @@ class ClusterEngine(Engine):
             return latest.consumers[0]
         return likely_first_reader(self._task.network, self._task.unplaced, self._job.num_workers)
 
-    def _announce(self, mode: Mode, arguments: Arguments) -> Planned:
+    def _announce(self, mode: Mode, division: Division) -> PlannedStep:
         """Check that all workers were given the same batch."""
-        signature = Signature.of(arguments)
-        planned = self.planner.plan_for(mode, signature)
+        shape = division.shape()
+        note = self._note() if mode is Mode.TRAIN else ""
+        progress = self.progress if mode is Mode.TRAIN else None
+        planned = plan_step(self.planner, mode, shape, note=note, progress=progress)
         leader = planned.consumers[0]
+        checksum = fingerprint(division.arguments)
         if self._job.rank == leader:
-            checksum = fingerprint(arguments)
-            self._tickets.send(arguments, signature=signature, generator=None, checksum=checksum)
+            self._tickets.send(shape, generator=None, checksum=checksum)
             return planned
         ticket = self._tickets.receive(leader)
-        if (ticket.signature_digest, ticket.fingerprint) != (
-            signature.digest,
-            fingerprint(arguments),
-        ):
+        if (self._tickets.shape(ticket), ticket.fingerprint) != (shape, checksum):
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
                 f"{mode.value} step {self._step}\n"
-                f"  Fix: pass the same tensors on every worker."
+                f"  Fix: pass the same tensors on every worker, and let split and loss_weight "
+                f"depend on nothing else."
             )
         return planned
 
     def _run(
         self,
-        planned: Planned,
-        arguments: Arguments | None,
+        planned: PlannedStep,
+        division: Division | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
+        """Run a step; gives each of its phases and, for each microbatch, the values it left."""
+        step, self._step = self._step, self._step + 1
+        for phase in planned.phases(division):
+            runner, numbers = phase.planned.runner, phase.planned.numbers
+            microbatches = phase.microbatches(self.progress)
+            state = runner.run(
+                step, phase.inputs, numbers=numbers, microbatches=microbatches, meanwhile=meanwhile
+            )
+            meanwhile = None
+            yield phase, state.values
+
+    def _run_whole(
+        self,
+        planned: PlannedStep,
+        division: Division | None,
         meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, torch.Tensor]:
-        step, self._step = self._step, self._step + 1
-        inputs = self._inputs(planned, arguments)
-        return planned.runner.run(step, [inputs], meanwhile=meanwhile).values[0]
-
-    def _inputs(self, planned: Planned, arguments: Arguments | None) -> list[Any]:
-        if arguments is not None:
-            return leaves(arguments)
-        nodes = planned.plan.placed.graph.nodes
-        return [None] * sum(node.kind is NodeKind.INPUT for node in nodes)
+        ((_, (values,)),) = self._run(planned, division, meanwhile)
+        return values
 
     def _update_metrics(
         self,
@@ -154,7 +246,9 @@ class ClusterEngine(Engine):
         values: dict[int, torch.Tensor],
         metrics: Mapping[str, Metric],
     ) -> None:
-        found = unflatten_outputs(planned.plan.placed.graph, values, leaves(arguments))
+        found = unflatten_outputs(
+            planned.plan.placed.graph, values, leaves(arguments), planned.numbers
+        )
         loss, outputs = found if self._task.with_loss else (None, found)
         with torch.no_grad():
             update_metrics(metrics, arguments, outputs, loss, has_loss_fn=self._has_loss_fn)
@@ -167,3 +261,14 @@ class ClusterEngine(Engine):
         meta = TensorMeta(torch.float64, (len(metrics),), (1,))
         values = self._job.control.broadcast(computed, meta, source=home)
         return dict(zip(metrics, values.tolist(), strict=True))
+
+
+def _refuse_autocast_around() -> None:
+    """Around a whole step it would reach backward and the optimizer, on some operations only."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ConfigurationError(
+                "torch.autocast is on around a call of the Model; it would reach beyond network "
+                "and loss\n"
+                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
+            )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,11 +11,16 @@ import torch
 
 from graphsplit.train import batch as batches
 from graphsplit.train.batch import Arguments, split_batch
+from graphsplit.train.checkpoint.group import Alone, Group
+from graphsplit.train.checkpoint.holder import Holder
+from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.metrics import Metric
+from graphsplit.train.microbatches import Division
 from graphsplit.train.planner import Task, materialize_all
+from graphsplit.train.step_plan import Progress, total_loss
 
 
-class Engine(ABC):
+class Engine(Holder):
     """Runs the steps of a Model."""
 
     def guard(self) -> AbstractContextManager[None]:
@@ -23,11 +28,13 @@ class Engine(ABC):
         return nullcontext()
 
     @abstractmethod
-    def train_epoch(self, loader: Iterable[Any]) -> Iterator[torch.Tensor]:
-        """Train on every batch of a loader; yields each step's loss."""
+    def train_epoch(
+        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+    ) -> Iterator[torch.Tensor]:
+        """Train on every batch of a loader, or on those that are left; yields each step's loss."""
 
     @abstractmethod
-    def train_step(self, arguments: Arguments) -> torch.Tensor:
+    def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch; returns its loss."""
 
     @abstractmethod
@@ -47,12 +54,21 @@ class Engine(ABC):
         """Load the network's full state."""
 
     @abstractmethod
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's full state."""
+    def optimizer_state_dicts(self) -> list[dict[str, Any]]:
+        """The optimizers' full states."""
 
     @abstractmethod
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the optimizer's full state."""
+    def load_optimizer_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the optimizers' full states."""
+
+    @property
+    @abstractmethod
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients at the last clipping; None before, and without it."""
+
+    @abstractmethod
+    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
+        """What to call when the gradients of a step are complete, before they are clipped."""
 
 
 class EagerEngine(Engine):
@@ -60,27 +76,83 @@ class EagerEngine(Engine):
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self.progress = Progress(accumulate=task.accumulate)
+        self._last_norm: torch.Tensor | None = None
+        self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
 
-    def train_epoch(self, loader: Iterable[Any]) -> Iterator[torch.Tensor]:
+    def train_epoch(
+        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+    ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each loss."""
         self._task.network.train()
+        self.progress.begin()
         has_loss_fn = self._task.loss_fn is not None
-        for batch in loader:
-            yield self.train_step(split_batch(batch, has_loss_fn=has_loss_fn))
+        for batch in start.batches(loader):
+            yield self.train_step(self._task.divider.divide(batch, has_loss_fn=has_loss_fn))
 
-    def train_step(self, arguments: Arguments) -> torch.Tensor:
+    def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
         task = self._task
-        assert task.optimizer is not None
-        args, kwargs = arguments
+        self.progress.begin()
         if not task.network.training:  # a callback may have evaluated in the middle of an epoch
             task.network.train()
-        task.optimizer.zero_grad()
-        loss = batches.run_train(task.network, task.loss_fn, *args, **kwargs)
-        torch.autograd.backward(loss)
-        task.optimizer.step()
+        if self.progress.opens:
+            for optimizer in task.optimizers:
+                optimizer.zero_grad(set_to_none=task.set_to_none)
+        if division.weights:
+            loss = self._accumulate(division)
+        else:
+            loss = self._loss(division.arguments)
+            torch.autograd.backward(self._scaled(loss))
+        if self.progress.closes:
+            self._update()
+        self.progress.num_steps += 1
         return loss.detach()
+
+    def _accumulate(self, division: Division) -> torch.Tensor:
+        """The gradients of all microbatches, one after the other; the generator is put back."""
+        before, losses = torch.default_generator.get_state(), []
+        pairs = zip(division.microbatches, division.weights, strict=True)
+        try:
+            for index, (microbatch, weight) in enumerate(pairs):
+                torch.default_generator.set_state(self.progress.rng_state(index))
+                loss = self._loss(microbatch)
+                torch.autograd.backward(self._scaled(loss * weight))
+                losses.append(loss.detach())
+        finally:
+            torch.default_generator.set_state(before)
+        return total_loss(losses, division.weights)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        task = self._task
+        loss = loss if task.accumulate == 1 else loss / task.accumulate
+        return loss if task.scaler is None else task.scaler.scale(loss)
+
+    def _update(self) -> None:
+        """What comes between the gradients and the next step."""
+        task = self._task
+        if task.scaler is not None:
+            for optimizer in task.optimizers:
+                task.scaler.unscale_(optimizer)
+        if self._on_gradients is not None:
+            self._on_gradients()
+        if task.clip is not None:
+            self._last_norm = task.clip.in_one_process(task.network.parameters())
+        for optimizer in task.optimizers:
+            if task.scaler is None:
+                optimizer.step()
+            else:
+                task.scaler.step(optimizer)
+        if task.scaler is not None:
+            task.scaler.update()
+
+    def _loss(self, arguments: Arguments) -> torch.Tensor:
+        args, kwargs = arguments
+        run = batches.casting_to(self._task.autocast, batches.run_train)
+        loss = run(self._task.network, self._task.loss_fn, *args, **kwargs)
+        assert isinstance(loss, torch.Tensor)
+        return loss
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Evaluate in eval mode, without gradients."""
@@ -88,6 +160,8 @@ class EagerEngine(Engine):
         for metric in metrics.values():
             metric.reset()
         has_loss_fn = task.loss_fn is not None
+        run = batches.casting_to(task.autocast, batches.run_eval)
+        run_with_loss = batches.casting_to(task.autocast, batches.run_eval_with_loss)
         task.network.eval()
         with torch.no_grad():
             for batch in loader:
@@ -95,11 +169,9 @@ class EagerEngine(Engine):
                 args, kwargs = arguments
                 loss = None
                 if task.with_loss:
-                    loss, outputs = batches.run_eval_with_loss(
-                        task.network, task.loss_fn, *args, **kwargs
-                    )
+                    loss, outputs = run_with_loss(task.network, task.loss_fn, *args, **kwargs)
                 else:
-                    outputs = batches.run_eval(task.network, task.loss_fn, *args, **kwargs)
+                    outputs = run(task.network, task.loss_fn, *args, **kwargs)
                 update_metrics(metrics, arguments, outputs, loss, has_loss_fn=has_loss_fn)
         return {name: metric.compute() for name, metric in metrics.items()}
 
@@ -107,8 +179,24 @@ class EagerEngine(Engine):
         """Run the network in eval mode, without gradients."""
         self._task.network.eval()
         args, kwargs = arguments
+        run = batches.casting_to(self._task.autocast, batches.run_predict)
         with torch.no_grad():
-            return self._task.network(*args, **kwargs)
+            return run(self._task.network, None, *args, **kwargs)
+
+    def group(self) -> Group:
+        """This process alone."""
+        return Alone()
+
+    def owners(self) -> Mapping[str, int]:
+        """Everything is here."""
+        return {}
+
+    def when_settled(self, what: str, action: Callable[[], None]) -> None:
+        """Do it now."""
+        action()
+
+    def settle_now(self) -> None:
+        """Nothing waits."""
 
     def state_dict(self) -> dict[str, Any]:
         """The network's own state dictionary."""
@@ -118,15 +206,23 @@ class EagerEngine(Engine):
         """Load into the network."""
         self._task.network.load_state_dict(state)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's own state dictionary."""
-        assert self._task.optimizer is not None
-        return self._task.optimizer.state_dict()
+    def optimizer_state_dicts(self) -> list[dict[str, Any]]:
+        """The optimizers' own state dictionaries."""
+        return [optimizer.state_dict() for optimizer in self._task.optimizers]
 
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load into the optimizer."""
-        assert self._task.optimizer is not None
-        self._task.optimizer.load_state_dict(dict(state))
+    def load_optimizer_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load into the optimizers."""
+        for optimizer, state in zip(self._task.optimizers, states, strict=True):
+            optimizer.load_state_dict(dict(state))
+
+    @property
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """What ``clip_grad_norm_`` returned last."""
+        return self._last_norm
+
+    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
+        """Note what to call between backward and clipping."""
+        self._on_gradients = function
 
 
 def update_metrics(

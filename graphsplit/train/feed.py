@@ -18,6 +18,7 @@ is a consumer.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
@@ -26,15 +27,22 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import nn
 
-from graphsplit._proto.step_pb2 import StepTicket
+from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.placement.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime.job import Job
-from graphsplit.train.batch import Arguments, Signature, fingerprint, split_batch
-from graphsplit.train.planner import Planned, Planner
+from graphsplit.train.batch import Signature, fingerprint
+from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.train.microbatches import Divider, Division, Shape
+from graphsplit.train.planner import Planner
+from graphsplit.train.step_plan import PlannedStep, Progress, plan_step
 
+_FIX = (
+    "give all workers the same data, order and seed; a script that draws random numbers must draw "
+    "them on every worker."
+)
 _LENGTH = struct.Struct("<I")
 _TICKET_STEP_BYTES = 256
 _GENERATOR_BYTES = torch.default_generator.get_state().numel()
@@ -52,7 +60,7 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
     return 0
 
 
-Fed = tuple[Planned, Arguments | None, Callable[[], None] | None]
+Fed = tuple[PlannedStep, Division | None, Callable[[], None] | None]
 
 
 class Tickets:
@@ -65,9 +73,8 @@ class Tickets:
 
     def send(
         self,
-        arguments: Arguments | None,
+        shape: Shape | None,
         *,
-        signature: Signature | None,
         generator: torch.Tensor | None,
         quiet: Container[int] = (),
         checksum: int | None = None,
@@ -76,25 +83,31 @@ class Tickets:
         """Announce the next batch; None announces the end of the epoch.
 
         Args:
-            arguments: The batch.
-            signature: Its signature.
+            shape: What the batch and its microbatches look like.
             generator: State of the generator, where drawing the batch changed it.
             quiet: Workers that need not be woken for the ticket.
             checksum: Of the batch, where all workers hold it.
             previous_checksum: Of the batch before, where readers drew it from their loaders.
         """
         self._step += 1
-        ticket = StepTicket(step=self._step, end=arguments is None)
-        if arguments is not None and signature is not None:
-            ticket.signature_digest = signature.digest
+        ticket = StepTicket(step=self._step, end=shape is None)
+        if shape is not None:
+            self._describe(shape.whole, ticket)
+            for signature, count in shape.parts:
+                self._describe(signature, ticket.microbatches.add(count=count))
+            ticket.loss_weights.extend(shape.weights)
             ticket.fingerprint = checksum or 0
-            if signature.digest not in self._texts:
-                self._texts[signature.digest] = signature.text
-                ticket.signature_text = signature.text
         ticket.previous_fingerprint = previous_checksum
         if generator is not None:
             ticket.generator = generator.numpy().tobytes()
         self._job.control.send_ticket(_padded(ticket.SerializeToString()), quiet=quiet)
+
+    def _describe(self, signature: Signature, message: StepTicket | MicrobatchRun) -> None:
+        """Name a signature; the first time, in full."""
+        message.signature_digest = signature.digest
+        if signature.digest not in self._texts:
+            self._texts[signature.digest] = signature.text
+            message.signature_text = signature.text
 
     def receive(self, leader: int) -> StepTicket:
         """Wait for the leader's next ticket.
@@ -114,19 +127,41 @@ class Tickets:
             )
         if len(ticket.generator) not in (0, _GENERATOR_BYTES):
             raise FrameError(f"worker {leader} sent a generator state of a wrong size")
-        if ticket.signature_text:
-            signature = Signature.read(ticket.signature_text)
-            if signature.digest != ticket.signature_digest:
-                raise FrameError(f"worker {leader} sent a signature that is not the announced one")
-            self._texts[signature.digest] = signature.text
+        described: list[StepTicket | MicrobatchRun] = [ticket, *ticket.microbatches]
+        for message in described:
+            if message.signature_text:
+                signature = Signature.read(message.signature_text)
+                if signature.digest != message.signature_digest:
+                    raise FrameError(
+                        f"worker {leader} sent a signature that is not the announced one"
+                    )
+                self._texts[signature.digest] = signature.text
+        _check_microbatches(ticket, leader)
         return ticket
 
-    def signature(self, ticket: StepTicket) -> Signature:
-        """The signature that a ticket announces."""
-        text = self._texts.get(ticket.signature_digest)
+    def shape(self, ticket: StepTicket) -> Shape:
+        """What the batch that a ticket announces looks like, and its microbatches."""
+        return Shape(
+            self._signature(ticket, ticket),
+            tuple((self._signature(ticket, run), run.count) for run in ticket.microbatches),
+            tuple(ticket.loss_weights),
+        )
+
+    def _signature(self, ticket: StepTicket, message: StepTicket | MicrobatchRun) -> Signature:
+        text = self._texts.get(message.signature_digest)
         if text is None:
             raise FrameError(f"batch {ticket.step} has a signature that was never described")
-        return Signature(text, ticket.signature_digest)
+        return Signature(text, message.signature_digest)
+
+
+def _check_microbatches(ticket: StepTicket, leader: int) -> None:
+    counts = [run.count for run in ticket.microbatches]
+    weights = ticket.loss_weights
+    if not all(counts) or sum(counts) != len(weights) or not all(map(math.isfinite, weights)):
+        raise FrameError(
+            f"worker {leader} announces {sum(counts)} microbatches in runs of {counts[:8]} with "
+            f"{len(weights)} weights; expected a finite weight for each"
+        )
 
 
 def _padded(message: bytes) -> bytes:
@@ -151,17 +186,18 @@ def _unpadded(padded: bytes) -> bytes:
 class _Cursor:
     """A loader's batches, one by one."""
 
-    def __init__(self, loader: Iterable[Any], *, has_loss_fn: bool) -> None:
+    def __init__(self, loader: Iterable[Any], *, divider: Divider, has_loss_fn: bool) -> None:
         self._iterator = iter(loader)
+        self._divider = divider
         self._has_loss_fn = has_loss_fn
 
-    def draw(self) -> Arguments | None:
+    def draw(self) -> Division | None:
         """The next batch; None at the end."""
         try:
             batch = next(self._iterator)
         except StopIteration:
             return None
-        return split_batch(batch, has_loss_fn=self._has_loss_fn)
+        return self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
 
 
 class Feed:
@@ -183,7 +219,11 @@ class Feed:
         mode: Mode,
         leader: int,
         loader: Iterable[Any],
+        divider: Divider,
         has_loss_fn: bool,
+        note: str = "",
+        start: EpochStart = FROM_THE_START,
+        progress: Progress | None = None,
     ) -> None:
         self._job = job
         self._planner = planner
@@ -191,12 +231,19 @@ class Feed:
         self._mode = mode
         self._leader = leader
         self._loader = loader
+        self._divider = divider
         self._has_loss_fn = has_loss_fn
+        self._note = note
+        self._progress = progress
+        self._start = start
+        start.go_on()
         self._epoch_state = torch.default_generator.get_state()
+        if start.generator is not None:
+            self._epoch_state = start.generator
         self._cursor: _Cursor | None = None
-        self._step = 0
+        self._step = start.step
         self._checksum: int | None = None  # of the batch drawn last
-        self._next: Arguments | None = None  # drawn, but not yet announced
+        self._next: Division | None = None  # drawn, but not yet announced
 
     def __iter__(self) -> Iterator[Fed]:
         if self._job.rank == self._leader:
@@ -205,39 +252,42 @@ class Feed:
             yield from self._follow()
 
     def _lead(self) -> Iterator[Fed]:
-        cursor = _Cursor(self._loader, has_loss_fn=self._has_loss_fn)
+        cursor = self._open_cursor()
         known: torch.Tensor | None = None
-        planned: Planned | None = None
-        digest = ""
+        planned: PlannedStep | None = None
+        looked: tuple[Any, ...] = ()
         while True:
             if self._step > 0:
                 known = torch.default_generator.get_state()
-            arguments = cursor.draw()
+            division = cursor.draw()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
             previous = self._checksum or 0
-            if arguments is None:
-                self._tickets.send(None, signature=None, generator=news, previous_checksum=previous)
+            if division is None:
+                self._tickets.send(None, generator=news, previous_checksum=previous)
                 return
-            signature = Signature.of(arguments)
+            shape = division.shape()
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
             # than a hop, when there are fewer cores than workers.
-            is_same = planned is not None and signature.digest == digest
-            quiet = planned.woken_by_values if planned is not None and is_same else frozenset()
-            self._tickets.send(
-                arguments,
-                signature=signature,
-                generator=news,
-                quiet=quiet,
-                previous_checksum=previous,
-            )
-            planned, digest = self._planner.plan_for(self._mode, signature), signature.digest
-            yield planned, arguments, self._checking(arguments)
+            is_same = planned is not None and looked == (shape.whole, shape.parts)
+            quiet = planned.first.woken_by_values if planned is not None and is_same else ()
+            self._tickets.send(shape, generator=news, quiet=quiet, previous_checksum=previous)
+            planned, looked = self._planned(shape), (shape.whole, shape.parts)
+            yield planned, division, self._checking(division)
             self._step += 1
 
-    def _checking(self, arguments: Arguments) -> Callable[[], None]:
+    def _planned(self, shape: Shape) -> PlannedStep:
+        return plan_step(
+            self._planner, self._mode, shape, note=self._note, progress=self._progress
+        )
+
+    def _new_cursor(self) -> _Cursor:
+        batches = self._start.open(self._loader)
+        return _Cursor(batches, divider=self._divider, has_loss_fn=self._has_loss_fn)
+
+    def _checking(self, division: Division) -> Callable[[], None]:
         def check() -> None:
-            self._checksum = fingerprint(arguments)
+            self._checksum = fingerprint(division.arguments)
 
         return check
 
@@ -249,10 +299,11 @@ class Feed:
                 self._end(ticket)
                 return
             self._compare_previous(ticket)
-            planned = self._planner.plan_for(self._mode, self._tickets.signature(ticket))
+            shape = self._tickets.shape(ticket)
+            planned = self._planned(shape)
             if self._job.rank in planned.consumers:
-                arguments = self._drawn_for(ticket)
-                yield planned, arguments, self._checking(arguments)
+                division = self._drawn_for(ticket, shape)
+                yield planned, division, self._checking(division)
             else:
                 self._next = None
                 self._take_over_generator(ticket)
@@ -261,7 +312,7 @@ class Feed:
                 # In program order the next batch is drawn now, after the step and the callbacks:
                 # while others still compute, and before its ticket.
                 self._next = self._draw()
-            planned.runner.expect_first_value()
+            planned.first.runner.expect_first_value()
             self._step += 1
 
     def _compare_previous(self, ticket: StepTicket) -> None:
@@ -276,23 +327,27 @@ class Feed:
             state = torch.frombuffer(bytearray(ticket.generator), dtype=torch.uint8)
             torch.default_generator.set_state(state)
 
-    def _draw(self) -> Arguments | None:
-        if self._cursor is None:
-            self._open_cursor()
-        assert self._cursor is not None
-        return self._cursor.draw()
+    def _draw(self) -> Division | None:
+        cursor = self._cursor or self._open_cursor()
+        return cursor.draw()
 
-    def _drawn_for(self, ticket: StepTicket) -> Arguments:
+    def _drawn_for(self, ticket: StepTicket, announced: Shape) -> Division:
         """This reader's batch, compared with the ticket."""
-        arguments = self._draw() if self._cursor is None else self._next
+        division = self._draw() if self._cursor is None else self._next
         self._next = None
-        if arguments is None:
+        if division is None:
             raise self._mismatch("its loader has ended", "the leader's has a batch")
-        signature = Signature.of(arguments)
-        if signature.digest != ticket.signature_digest:
+        shape = division.shape()
+        if shape.whole != announced.whole:
             raise self._mismatch(
-                f"its batch is {signature.text}",
-                f"the leader's is {self._tickets.signature(ticket).text}",
+                f"its batch is {shape.whole.text}", f"the leader's is {announced.whole.text}"
+            )
+        if shape != announced:
+            raise self._mismatch(
+                f"its batch gives {shape.describe()}",
+                f"the leader's gives {announced.describe()}",
+                fix="split and loss_weight must give the same on every worker: let them look at "
+                "nothing but the batch.",
             )
         if ticket.generator and (
             torch.default_generator.get_state().numpy().tobytes() != ticket.generator
@@ -300,28 +355,28 @@ class Feed:
             raise self._mismatch(
                 "its random generator is in another state", "the batches are equal"
             )
-        return arguments
+        return division
 
-    def _open_cursor(self) -> None:
+    def _open_cursor(self) -> _Cursor:
         """Start reading; where earlier batches of this epoch were not read here, skip them."""
         now = torch.default_generator.get_state()
         torch.default_generator.set_state(self._epoch_state)
-        self._cursor = _Cursor(self._loader, has_loss_fn=self._has_loss_fn)
-        for _ in range(self._step):
+        self._cursor = self._new_cursor()
+        for _ in range(self._step - self._start.step):
             self._cursor.draw()
         if self._step > 0:
             torch.default_generator.set_state(now)
+        return self._cursor
 
     def _end(self, ticket: StepTicket) -> None:
         if self._next is not None:
             raise self._mismatch("its loader has a further batch", "the leader's has ended")
         self._take_over_generator(ticket)
 
-    def _mismatch(self, mine: str, leaders: str) -> LoaderMismatchError:
+    def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(
             f"the loaders of workers {self._leader} and {self._job.rank} disagree at "
             f"{self._mode.value} step {self._step} of the epoch\n"
             f"  worker {self._job.rank}: {mine}\n  worker {self._leader}: {leaders}\n"
-            f"  Fix: give all workers the same data, order and seed; a script that draws random "
-            f"numbers must draw them on every worker."
+            f"  Fix: {fix}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,9 @@ from graphsplit.errors import StateError
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import plain_classes
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.train.checkpoint.group import ControlGroup, read_message
+from graphsplit.train.checkpoint.layout import meta_from_json, meta_to_json, plain_meta
+from graphsplit.train.checkpoint.values import decode, encode, to_text
 from graphsplit.train.planner import Task, named_state
 
 
@@ -21,6 +23,7 @@ class StateGatherer:
     def __init__(self, task: Task, job: Job, owners: Mapping[str, int]) -> None:
         self._task = task
         self._job = job
+        self._group = ControlGroup(job.control, _no_tick)
         self._owner_of = {
             id(tensor): owners[name]
             for name, tensor in named_state(task.network, task.loss_fn).items()
@@ -72,9 +75,8 @@ class StateGatherer:
                 if self._owner_of.get(id(tensor), self._job.rank) == self._job.rank:
                     tensor.copy_(state[key])
 
-    def gather_optimizer(self) -> dict[str, Any]:
-        """The optimizer's state dictionary, in PyTorch's own form."""
-        optimizer = self._optimizer()
+    def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """An optimizer's state dictionary, in PyTorch's own form."""
         gathered = optimizer.state_dict()
         gathered["state"] = {}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -87,33 +89,25 @@ class StateGatherer:
                 gathered["state"][index] = state
         return gathered
 
-    def _gather_entries(self, state: Mapping[str, Any], owner: int) -> dict[str, Any]:
+    def _gather_entries(self, state: Mapping[str, Any], owner: int) -> Any:
         """One parameter's entries: first their description, then every tensor."""
-        described = json.dumps({k: _describe(k, v) for k, v in state.items()})
-        described = self._broadcast_text(described, owner)
-        entries: dict[str, Any] = {}
-        for key, (kind, content) in json.loads(described).items():
-            if kind == "plain":
-                entries[key] = content
-                continue
-            dtype, shape = content
-            meta = TensorMeta(getattr(torch, dtype), tuple(shape), contiguous_strides(shape))
-            value = self._job.control.broadcast(state.get(key), meta, source=owner)
-            entries[key] = value.detach().clone() if owner == self._job.rank else value
-        return entries
+        is_owner = owner == self._job.rank
+        mine: dict[str, torch.Tensor] = {}
+        described = ""
+        if is_owner:
+            entries = encode(dict(state), mine, path="the state of a parameter")
+            metas = {name: meta_to_json(plain_meta(tensor)) for name, tensor in mine.items()}
+            described = to_text({"entries": entries, "tensors": metas})
+        found = read_message(self._group.share(described, source=owner))
+        tensors: dict[str, torch.Tensor] = {}
+        for name, node in dict(found["tensors"]).items():
+            meta = meta_from_json(node, what=name)
+            value = self._job.control.broadcast(mine.get(name), meta, source=owner)
+            tensors[name] = value.detach().clone() if is_owner else value
+        return decode(found["entries"], tensors.__getitem__)
 
-    def _broadcast_text(self, text: str, owner: int) -> str:
-        octets = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        length = torch.tensor([octets.numel()])
-        length = self._job.control.broadcast(
-            length, TensorMeta(torch.int64, (1,), (1,)), source=owner
-        )
-        meta = TensorMeta(torch.uint8, (int(length),), (1,))
-        return self._job.control.broadcast(octets, meta, source=owner).numpy().tobytes().decode()
-
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load the entries of owned parameters out of a full optimizer state."""
-        optimizer = self._optimizer()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         entries = {
             index: entry
@@ -122,17 +116,6 @@ class StateGatherer:
         }
         optimizer.load_state_dict({**state, "state": entries})
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        assert self._task.optimizer is not None
-        return self._task.optimizer
 
-
-def _describe(key: str, value: Any) -> tuple[str, Any]:
-    if isinstance(value, torch.Tensor):
-        return "tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return "plain", value
-    raise StateError(
-        f"the optimizer keeps {key!r} as a {type(value).__name__}; only tensors, numbers, strings "
-        f"and None can be gathered"
-    )
+def _no_tick() -> None:
+    """Nothing here waits for a disk."""

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch import nn
 
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.errors import ConfigurationError
-from graphsplit.partition.explain import explain_plan
-from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.errors import CheckpointError, ConfigurationError, GraphsplitError, StateError
+from graphsplit.partition.explain import Detail, explain_plan
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.placement.resolve import UnplacedRule, asked_placements
+from graphsplit.placement.written import WrittenPlacement, write_placement
+from graphsplit.program.lower import StepPart
 from graphsplit.runtime import job as jobs
-from graphsplit.train.batch import Signature, split_batch
+from graphsplit.runtime.clip import Clip
+from graphsplit.train.arguments import check_arguments
+from graphsplit.train.batch import Signature
 from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.checkpoint.position import Position
+from graphsplit.train.checkpoint.states import Loaded, PathLike, States
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import EagerEngine, Engine
+from graphsplit.train.epochs import Epochs
 from graphsplit.train.metrics import Metric
-from graphsplit.train.planner import Task, capture_graph, make_plan, module_annotations
-
-_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto")
+from graphsplit.train.microbatches import Divider, Division, LossWeight, Split
+from graphsplit.train.optimizer_size import copies_kept
+from graphsplit.train.planner import Task, capture_graph, make_plan, placement_rules
 
 
 class Model:
@@ -34,12 +45,31 @@ class Model:
         loss_fn: ``loss_fn(outputs, target)``, a scalar. None: the network returns the scalar loss,
             or an object with ``.loss``.
         optimizer: Any optimizer of ``torch.optim`` over the network's parameters that needs no
-            closure.
+            closure; or several, which are stepped one after the other.
         metrics: Metrics of ``eval``, by name.
-        microbatches: Number of microbatches of a step; 1 for now.
-        schedule: Order of microbatches; with one microbatch all are the same.
+        microbatches: Into how many microbatches training splits each batch. The gradients are those
+            of a plain loop that accumulates over them; ``docs/how-to/microbatches.md`` prints it.
+        split: How to split a batch, where not along dimension 0: ``split(batch, microbatches)``
+            gives a sequence of batches.
+        loss_weight: What the loss of a microbatch counts, where not its number of rows:
+            ``loss_weight(*inputs, target)``, or ``loss_weight(**batch)``, gives a number.
+        schedule: In which order workers compute microbatches: ``"1f1b"`` (backward as soon as it
+            can run, few microbatches under way) or ``"gpipe"`` (all forward, then all backward).
+            Results are the same. With one microbatch every name is.
         capture: ``"auto"``: ``torch.export``.
         unplaced: Where operations go that nobody placed: ``"affinity"`` or ``"worker0"``.
+        dynamic_dims: Dimensions of the batch's tensors whose sizes may change without a new plan,
+            each with the largest size it may have: ``{0: 32, 1: 512}``. Other sizes, and sizes
+            that the code of the network treats apart, are planned for once each.
+        clip: How gradients are clipped before the optimizer steps: ``gs.clip.GlobalNorm(1.0)`` or
+            ``gs.clip.Value(0.5)``, over ``net.parameters()``.
+        scaler: A ``torch.amp.GradScaler``: scales the loss, unscales the gradients before
+            clipping, and skips steps in which one is infinite or NaN, on all workers alike.
+        autocast: Run network and loss under ``torch.autocast`` with this dtype, as in
+            ``torch.bfloat16``.
+        set_to_none: What ``zero_grad`` makes of gradients before a step: None, or zeros.
+        accumulate: Over how many batches gradients are added up before the optimizer steps: a
+            plain loop's ``(loss / accumulate).backward()``. Batches are counted through all epochs.
 
     Raises:
         ConfigurationError: An argument is not as above, or ``MS_ROLE`` is set and ``gs.init()``
@@ -50,33 +80,79 @@ class Model:
         self,
         net: nn.Module,
         loss_fn: Callable[..., Any] | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         *,
         microbatches: int = 1,
+        split: Split | None = None,
+        loss_weight: LossWeight | None = None,
         schedule: str = "1f1b",
         capture: str = "auto",
         unplaced: UnplacedRule = "affinity",
+        dynamic_dims: Mapping[int, int] | None = None,
+        clip: Clip | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        autocast: torch.dtype | None = None,
+        set_to_none: bool = True,
+        accumulate: int = 1,
     ) -> None:
         self._metrics = dict(metrics or {})
-        _check_arguments(
+        check_arguments(
             net,
             optimizer,
             self._metrics,
             microbatches=microbatches,
+            split=split,
+            loss_weight=loss_weight,
             schedule=schedule,
             capture=capture,
             unplaced=unplaced,
+            dynamic_dims=dynamic_dims or {},
+            clip=clip,
+            scaler=scaler,
+            autocast=autocast,
+            accumulate=accumulate,
         )
         with_loss = any(metric.needs_loss for metric in self._metrics.values())
-        self._task = Task(net, loss_fn, optimizer, unplaced, with_loss)
+        self._task = Task(
+            net,
+            loss_fn,
+            optimizer,
+            unplaced,
+            with_loss,
+            dict(dynamic_dims or {}),
+            Divider(microbatches, split, loss_weight),
+            clip,
+            scaler,
+            set_to_none,
+            autocast,
+            accumulate,
+            schedule,
+        )
         job = jobs.current()
         self._engine: Engine = (
             EagerEngine(self._task) if job is None else ClusterEngine(self._task, job)
         )
+        self._states = States(self._task, self._engine)
 
-    def train(self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback] = ()) -> None:
+    @property
+    def network(self) -> nn.Module:
+        """The network."""
+        return self._task.network
+
+    def train(
+        self,
+        epochs: int,
+        loader: Iterable[Any],
+        callbacks: Sequence[Callback] = (),
+        *,
+        resume: bool = True,
+    ) -> None:
         """Train for some epochs.
+
+        After ``load``, of a state that was saved inside ``train``, this goes on where that stood:
+        in the same epoch, after the same step, with the same generators, as if nothing had been in
+        between. ``epochs`` is the whole number of them, as in the run that was saved.
 
         Args:
             epochs: How many times to go through the loader.
@@ -84,9 +160,11 @@ class Model:
                 mapping passed as keyword arguments. Every worker passes its own, equal one; only
                 workers that consume an input draw from it.
             callbacks: Called on every worker.
+            resume: Whether to go on where a loaded state stood; if not, epochs count from 1.
 
         Raises:
-            ConfigurationError: The Model has no optimizer, or a batch does not fit.
+            ConfigurationError: The Model has no optimizer, or a batch does not fit; or the loaded
+                state cannot go on with these arguments.
             CaptureError: The network cannot be captured.
             PlacementError: A placement cannot be honoured.
             PlanMismatchError: Workers made different plans.
@@ -98,28 +176,39 @@ class Model:
             raise ConfigurationError(f"epochs is {epochs!r}; expected an int of 0 or more")
         length = len(loader) if isinstance(loader, Sized) else None
         context = RunContext(self, jobs.get_rank(), epochs, length)
+        callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         with self._engine.guard():
+            self._engine.call_on_gradients(_listener(context, callbacks))
             try:
-                self._train(context, loader, callbacks)
+                run = Epochs(self._states, context, loader, callbacks, resume=resume)
+                with run:
+                    self._train(run, context, loader, callbacks)
             except BaseException:
                 for callback in callbacks:
                     callback.on_failure(context)
                 raise
+            finally:
+                self._engine.call_on_gradients(None)
 
     def _train(
-        self, context: RunContext, loader: Iterable[Any], callbacks: Sequence[Callback]
+        self,
+        run: Epochs,
+        context: RunContext,
+        loader: Iterable[Any],
+        callbacks: Sequence[Callback],
     ) -> None:
         for callback in callbacks:
             callback.on_train_begin(context)
-        for epoch in range(1, context.num_epochs + 1):
-            context.epoch, context.step = epoch, 0
+        for start in run:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
-            for loss in self._engine.train_epoch(loader):
-                context.step += 1
-                context.loss = loss
+            run.begin(start)
+            for loss in self._engine.train_epoch(loader, start):
+                run.count(loss)
+                context.has_updated = self._engine.progress.opens
                 for callback in callbacks:
                     callback.on_step_end(context)
+            run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
         for callback in callbacks:
@@ -138,7 +227,7 @@ class Model:
         """
         self._need_optimizer("train_step")
         with self._engine.guard():
-            return self._engine.train_step(self._arguments(batch, kwargs))
+            return self._engine.train_step(self._division(batch, kwargs))
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -166,25 +255,73 @@ class Model:
         with self._engine.guard():
             return self._engine.predict((args, kwargs))
 
-    def explain(self, *batch: Any, **kwargs: Any) -> str:
-        """Which worker runs each operation, why, and the bytes that cross each cut.
+    def explain(self, *batch: Any, detail: Detail = "modules", **kwargs: Any) -> str:
+        """Which worker runs what, why, and the bytes that cross each cut.
 
         Args:
-            batch: One batch, as ``train`` takes it. Without one, the plan that ran last is
-                explained.
+            batch: One batch, as ``train`` takes it; of several microbatches the first is explained.
+                Without one, it is the plan that ran last.
+            detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation.
             kwargs: One batch, as keyword arguments.
 
         Raises:
-            ConfigurationError: No batch was given, and nothing has run yet.
+            ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail.
         """
+        if detail not in ("modules", "operations"):
+            raise ConfigurationError(f"detail={detail!r}; expected 'modules' or 'operations'")
+        plan = self._plan(batch, kwargs, method="explain")
+        optimizers = self._task.optimizers
+        kept = copies_kept(optimizers[0]) if len(optimizers) == 1 else None
+        return explain_plan(plan, detail=detail, optimizer_copies=kept)
+
+    def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
+        """The placement that was resolved, as rules that give the same plan again.
+
+        Args:
+            batch: One batch, as for ``explain``.
+            kwargs: One batch, as keyword arguments.
+
+        Returns:
+            What ``gs.apply_placement`` takes. ``.place`` and ``gs.place`` in the code stay in force
+            beside it.
+        """
+        return self._written(batch, kwargs, method="placement").as_mapping()
+
+    def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
+        """Write the placement that was resolved to a file for ``gs.apply_placement``.
+
+        Args:
+            path: A YAML file, with a remark on every rule; JSON where the name ends in ``.json``.
+            batch: One batch, as for ``explain``.
+            kwargs: One batch, as keyword arguments.
+        """
+        self._written(batch, kwargs, method="save_placement").save(path)
+
+    def _written(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
+    ) -> WrittenPlacement:
+        plan, task = self._plan(batch, kwargs, method=method), self._task
+        rules = placement_rules(
+            task.network,
+            task.loss_fn,
+            unplaced=task.unplaced,
+            num_workers=plan.num_workers,
+            owners={},
+        )
+        return write_placement(plan.placed, rules, task.network)
+
+    def _plan(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
+    ) -> PartitionPlan:
         if not batch and not kwargs:
-            return self._explain_latest()
-        arguments = self._arguments(batch, kwargs)
+            return self._latest_plan(method)
+        division = self._division(batch, kwargs)
         task = self._task
         mode = (
             Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else (Mode.PREDICT)
         )
-        graph = capture_graph(task, mode, Signature.of(arguments))
+        signature = Signature.of(division.microbatches[0])
+        graph = capture_graph(task, mode, signature)
         owners = self._engine.planner.owners if isinstance(self._engine, ClusterEngine) else {}
         plan, _ = make_plan(
             graph,
@@ -193,109 +330,217 @@ class Model:
             unplaced=task.unplaced,
             num_workers=self._num_workers(graph),
             owners=dict(owners),
+            part=StepPart(is_microbatched=bool(division.weights)),
         )
-        return explain_plan(plan)
+        return plan
 
     def _num_workers(self, graph: CapturedGraph) -> int:
         """In one process, as many workers as the placements ask for."""
         job = jobs.current()
         if job is not None:
             return job.num_workers
-        modules = module_annotations(self._task.network, self._task.loss_fn).values()
-        operations = [n.annotation for n in graph.nodes if n.annotation is not None]
-        return max((a.rank for a in (*modules, *operations)), default=0) + 1
+        task = self._task
+        rules = placement_rules(
+            task.network, task.loss_fn, unplaced=task.unplaced, num_workers=1, owners={}
+        )
+        return max((found.rank for found in asked_placements(graph, rules).values()), default=0) + 1
 
-    def _explain_latest(self) -> str:
+    def _latest_plan(self, method: str) -> PartitionPlan:
         if isinstance(self._engine, ClusterEngine):
             for mode in Mode:
                 planned = self._engine.planner.latest(mode)
                 if planned is not None:
-                    return explain_plan(planned.plan)
+                    return planned.plan
         raise ConfigurationError(
-            "nothing has been planned yet\n  Fix: pass a batch, as in model.explain(inputs, "
-            "target), or call it after the first step."
+            f"nothing has been planned yet\n  Fix: pass a batch, as in model.{method}(inputs, "
+            f"target), or call it after the first step."
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    @overload
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @overload
+    def state_dict(self, *, to: PathLike) -> None: ...
+
+    def state_dict(self, *, to: PathLike | None = None) -> dict[str, Any] | None:
         """The network's full state with its original keys; in a cluster gathered on every worker.
 
         Collective. Holds copies in a cluster, references in one process.
+
+        Args:
+            to: Stream it into this safetensors file instead, on worker 0's disk; nobody then holds
+                more of it than what it owns and one piece.
+
+        Raises:
+            CheckpointError: The file cannot be written; the same on every worker.
         """
+        if to is not None:
+            with self._in_step():
+                self._states.save_weights(to)
+            return None
         with self._engine.guard():
             return self._engine.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
         """Load a full state of the network, however it was placed when it was saved.
 
+        Args:
+            state: A state dictionary; or a safetensors file, of which each worker reads what it
+                owns. Workers that do not see the file are sent what they own.
+
         Raises:
-            StateError: Keys or shapes do not fit (in one process: PyTorch's ``RuntimeError``).
+            StateError: Keys or shapes do not fit (for a dictionary in one process: PyTorch's
+                ``RuntimeError``).
+            CheckpointError: The file is not there, or damaged.
         """
+        if isinstance(state, (str, os.PathLike)):
+            with self._in_step():
+                self._states.load_weights(state)
+            return
         with self._engine.guard():
             self._engine.load_state_dict(state)
 
-    def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker."""
+    def optimizer_state_dict(self, *, to: PathLike | None = None) -> Any:
+        """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker.
+
+        Args:
+            to: Stream it, of all optimizers, into this safetensors file instead.
+
+        Returns:
+            The state; a list of states if the Model was given a list of optimizers.
+        """
         self._need_optimizer("optimizer_state_dict")
+        if to is not None:
+            with self._in_step():
+                self._states.save_optimizers(to)
+            return None
         with self._engine.guard():
-            return self._engine.optimizer_state_dict()
+            states = self._engine.optimizer_state_dicts()
+        return states[0] if isinstance(self._task.optimizer, torch.optim.Optimizer) else states
 
-    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a full state of the optimizer."""
+    def load_optimizer_state_dict(self, state: Any) -> None:
+        """Load a full state of the optimizer, or a list of them, as ``optimizer_state_dict`` gives.
+
+        Args:
+            state: The state, the list of them, or the file that they were streamed to.
+
+        Raises:
+            StateError: The states are more or fewer than the optimizers.
+        """
         self._need_optimizer("load_optimizer_state_dict")
+        if isinstance(state, (str, os.PathLike)):
+            with self._in_step():
+                self._states.load_optimizers(state)
+            return
+        states = [state] if isinstance(self._task.optimizer, torch.optim.Optimizer) else list(state)
+        if len(states) != len(self._task.optimizers):
+            raise StateError(
+                f"{len(states)} states were given; expected one for each of the "
+                f"{len(self._task.optimizers)} optimizers"
+            )
         with self._engine.guard():
-            self._engine.load_optimizer_state_dict(state)
+            self._engine.load_optimizer_state_dicts(states)
 
-    def _arguments(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        has_loss_fn = self._task.loss_fn is not None
-        if kwargs:
-            if batch and has_loss_fn:
+    def save(
+        self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save the whole training state into a folder, so that a run can go on from it.
+
+        Collective. Network, optimizers, scaler, generators, the position in the epoch and in the
+        loader, and the callbacks' states; inside a callback as well as between calls. Each worker
+        writes its own part. A save in the same folder is replaced once the new one is complete.
+
+        Args:
+            path: The folder.
+            gather: Let worker 0 write everything, in one file of weights and one of the rest: for
+                workers that do not share a disk.
+            extra: What else to save, by name: objects with ``state_dict`` (schedulers, an average
+                of the weights), or plain values.
+
+        Raises:
+            CheckpointError: It could not be saved; the same on every worker, and a save that was
+                there before still is.
+        """
+        with self._in_step():
+            self._states.save(path, gather=gather, extra=extra or {})
+
+    def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
+        """Load a whole training state, from any number of workers and any placement.
+
+        Collective. The next ``train`` goes on where the state was saved. Workers that do not see
+        the files are sent what they need.
+
+        Args:
+            path: The folder.
+            extra: Objects with ``load_state_dict``, by the names they were saved under.
+
+        Returns:
+            How far training had come, and what ``extra`` was saved.
+
+        Raises:
+            CheckpointError: There is no complete save there, or it is damaged.
+            StateError: It does not fit; lists all that does not. Nothing was loaded.
+        """
+        with self._in_step():
+            return self._states.load(path, extra=extra or {})
+
+    @property
+    def position(self) -> Position:
+        """How far training has come, what was before a loaded state included."""
+        return self._states.position
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Let a script catch what all workers raise alike; anything else ends the job."""
+        agreed: GraphsplitError | None = None
+        with self._engine.guard():
+            try:
+                yield
+            except (CheckpointError, StateError) as error:
+                agreed = error
+        if agreed is not None:
+            raise agreed
+
+    @property
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients before the last clipping, on every worker.
+
+        None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
+        """
+        return self._engine.last_gradient_norm
+
+    def _division(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
+        """A batch, divided into microbatches as training does."""
+        has_loss_fn, divider = self._task.loss_fn is not None, self._task.divider
+        if batch and kwargs:
+            if has_loss_fn:
                 raise ConfigurationError(
                     "a batch is given both by position and by keyword, and the Model has a loss_fn"
                 )
-            return (batch, kwargs) if batch else split_batch(kwargs, has_loss_fn=has_loss_fn)
-        if len(batch) == 1:
-            return split_batch(batch[0], has_loss_fn=has_loss_fn)
-        return split_batch(batch, has_loss_fn=has_loss_fn)
+            return divider.divide_arguments((batch, kwargs))
+        whole = kwargs or (batch[0] if len(batch) == 1 else batch)
+        return divider.divide(whole, has_loss_fn=has_loss_fn)
 
     def _need_optimizer(self, method: str) -> None:
-        if self._task.optimizer is None:
+        if not self._task.optimizers:
             raise ConfigurationError(
                 f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
                 f"net.parameters(), lr=0.01))."
             )
 
 
-def _check_arguments(
-    net: Any,
-    optimizer: Any,
-    metrics: Mapping[str, Any],
-    *,
-    microbatches: int,
-    schedule: str,
-    capture: str,
-    unplaced: str,
-) -> None:
-    problems = []
-    if not isinstance(net, nn.Module):
-        problems.append(f"net is a {type(net).__name__}; expected a torch.nn.Module")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        problems.append("LBFGS needs a closure, which several workers cannot run together yet")
-    elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        problems.append(
-            f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer"
-        )
-    problems += [
-        f"metric {name!r} is a {type(metric).__name__}; expected a graphsplit.metrics.Metric"
-        for name, metric in metrics.items()
-        if not isinstance(metric, Metric)
-    ]
-    if microbatches != 1:
-        problems.append(f"microbatches={microbatches!r}; only 1 is supported for now")
-    if schedule not in _SCHEDULES:
-        problems.append(f"schedule={schedule!r}; expected one of {', '.join(_SCHEDULES)}")
-    if capture != "auto":
-        problems.append(f"capture={capture!r}; expected 'auto'")
-    if unplaced not in ("affinity", "worker0"):
-        problems.append(f"unplaced={unplaced!r}; expected 'affinity' or 'worker0'")
-    if problems:
-        raise ConfigurationError("Model(...): " + "\n  ".join(problems))
+def _listener(context: RunContext, callbacks: Sequence[Callback]) -> Callable[[], None] | None:
+    """What shows gradients to callbacks; None if none of them looks."""
+    looking = [c for c in callbacks if type(c).on_gradients is not Callback.on_gradients]
+    if not looking:
+        return None
+
+    def show() -> None:
+        context.step += 1  # the one under way
+        try:
+            for callback in looking:
+                callback.on_gradients(context)
+        finally:
+            context.step -= 1
+
+    return show

@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
+from graphsplit.partition.in_place import keep_memory_together
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.tally import with_tally
 from graphsplit.partition.verify import verify
-from graphsplit.placement.annotations import Annotation, mark_planned, module_annotation
-from graphsplit.placement.resolve import PlacementRules, UnplacedRule, resolve
-from graphsplit.program.lower import WorkerProgram, describe_programs, lower
+from graphsplit.placement.annotations import Annotation, annotations_of, mark_planned
+from graphsplit.placement.resolve import PlacedGraph, PlacementRules, UnplacedRule, resolve
+from graphsplit.placement.rules import kept_rules
+from graphsplit.program.lower import (
+    WHOLE_STEP,
+    StepPart,
+    WorkerProgram,
+    describe_programs,
+    lower,
+)
+from graphsplit.runtime.clip import Clip
 from graphsplit.runtime.deferred_init import is_deferred, materialize, stand_ins
 from graphsplit.runtime.job import Job
-from graphsplit.runtime.optimizer import OwnedOptimizer
 from graphsplit.runtime.ownership import give_up, is_elsewhere, plain_classes, return_free_memory
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.runtime.update import Updater, UpdateRules
+from graphsplit.schedule.depths import channel_depths
+from graphsplit.schedule.policies import POLICIES
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.train import batch as batches
 from graphsplit.train.batch import Signature
+from graphsplit.train.microbatches import Divider
 
 _MAX_PLANS = 64
+_MAX_HELD = 4096
 
 
 @dataclass(frozen=True)
@@ -42,16 +54,47 @@ class Task:
     Attributes:
         network: The user's network.
         loss_fn: The loss, or None.
-        optimizer: The optimizer, or None.
+        optimizer: The optimizer, several that are stepped one after the other, or None.
         unplaced: The rule for operations that nobody placed.
         with_loss: Whether the eval graph computes the loss.
+        dynamic_dims: Dimensions of the batch that may change without a new plan, with the largest
+            size of each.
+        divider: How batches become microbatches in training.
+        clip: How gradients are clipped, or None.
+        scaler: Scales the loss, or None.
+        set_to_none: Whether gradients become None before a step, or zeros.
+        autocast: The lower dtype, if network and loss run under autocast.
+        accumulate: Over how many batches gradients are added up before the optimizers step.
+        schedule: In which order workers compute microbatches.
     """
 
     network: nn.Module
     loss_fn: Callable[..., Any] | None
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
     unplaced: UnplacedRule
     with_loss: bool
+    dynamic_dims: Mapping[int, int] = field(default_factory=dict)
+    divider: Divider = field(default_factory=Divider)
+    clip: Clip | None = None
+    scaler: torch.amp.GradScaler | None = None
+    set_to_none: bool = True
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers, in the order in which they are stepped."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return (self.optimizer,)
+        return tuple(self.optimizer or ())
+
+    @property
+    def update_rules(self) -> UpdateRules:
+        """What happens to gradients."""
+        return UpdateRules(
+            self.optimizers, self.clip, self.scaler, self.set_to_none, self.accumulate
+        )
 
 
 @dataclass(frozen=True)
@@ -64,6 +107,7 @@ class Planned:
         runner: Runs this worker's program.
         consumers: Workers that read the loader's batches, the earliest in the pipeline first.
         woken_by_values: Workers that can do nothing in a step before a value has come.
+        numbers: Numbers made of the batch's sizes, where the plan holds for several.
     """
 
     plan: PartitionPlan
@@ -71,6 +115,7 @@ class Planned:
     runner: ProgramRunner
     consumers: tuple[int, ...]
     woken_by_values: frozenset[int]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Planner:
@@ -81,31 +126,77 @@ class Planner:
         self._job = job
         self._plans: OrderedDict[tuple[Any, ...], Planned] = OrderedDict()
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._structures: dict[tuple[Any, ...], str] = {}
+        # Signatures for which a plan made for other sizes holds.
+        self._held: OrderedDict[tuple[Any, ...], tuple[tuple[Any, ...], Planned]] = OrderedDict()
         self._parameters = tuple(task.network.parameters())
-        self._optimizer = OwnedOptimizer(task.optimizer)
+        self.updater = Updater(task.update_rules, self._parameters)
+        _check_trained(task)
         self.owners: dict[str, int] = {}
+        self.on_settled: Callable[[], None] = _nothing
+        self._max_plans = _MAX_PLANS
 
-    def plan_for(self, mode: Mode, signature: Signature) -> Planned:
+    def keep_at_least(self, num_plans: int) -> None:
+        """Keep more plans than usual: all that one step needs, and as many again."""
+        self._max_plans = max(self._max_plans, num_plans)
+
+    def plan_for(
+        self, mode: Mode, signature: Signature, part: StepPart = WHOLE_STEP, *, note: str = ""
+    ) -> Planned:
         """The plan for a mode and a signature; made now if it is new.
 
         Collective where it is new. The 64 plans used last are kept.
+
+        Args:
+            mode: Train, eval or predict.
+            signature: Of the batch, or of each microbatch.
+            part: Which part of a step the plan is for.
+            note: What workers must agree on besides.
 
         Raises:
             CaptureError: The network cannot be captured.
             PlacementError: A placement cannot be honoured.
             PlanMismatchError: Workers made different plans.
         """
-        key = (mode, signature.digest, self._requires_grad())
+        key = (mode, signature.digest, self._requires_grad(), part)
         planned = self._plans.get(key)
+        if planned is None and self._task.dynamic_dims:
+            planned = self._holding(key, signature)
         if planned is None:
-            planned = self._make(key, mode, signature)
+            planned = self._make(key, signature, note)
+            self._structures[key] = signature.structure()
             self._plans[key] = planned
-            if len(self._plans) > _MAX_PLANS:
+            if len(self._plans) > self._max_plans:
                 oldest, _ = self._plans.popitem(last=False)
                 self._job.transport.close_plan(self._numbers.pop(oldest))
-        elif len(self._plans) > 1:
+        elif len(self._plans) > 1 and key in self._plans:
             self._plans.move_to_end(key)
         return planned
+
+    def _holding(self, key: tuple[Any, ...], signature: Signature) -> Planned | None:
+        """An earlier plan for other sizes that holds for these too, with the numbers they give."""
+        found = self._held.get(key)
+        if found is None or found[0] not in self._plans:
+            found = self._find_holding(key, signature)
+            if found is None:
+                return None
+            self._held[key] = found
+            if len(self._held) > _MAX_HELD:
+                self._held.popitem(last=False)
+        base, planned = found
+        self._plans.move_to_end(base)
+        return planned
+
+    def _find_holding(
+        self, key: tuple[Any, ...], signature: Signature
+    ) -> tuple[tuple[Any, ...], Planned] | None:
+        structure = signature.structure()
+        for base, planned in self._plans.items():
+            if (base[0], *base[2:]) == (key[0], *key[2:]) and self._structures[base] == structure:
+                numbers = _numbers_for(planned.plan, signature)
+                if numbers is not None:
+                    return base, replace(planned, numbers=numbers)
+        return None
 
     def latest(self, mode: Mode) -> Planned | None:
         """The plan of a mode that was used last, if there is any."""
@@ -118,12 +209,14 @@ class Planner:
         with torch._C.DisableTorchFunctionSubclass():  # stand-ins would answer slowly
             return tuple([p.requires_grad for p in self._parameters])
 
-    def _make(self, key: tuple[Any, ...], mode: Mode, signature: Signature) -> Planned:
+    def _make(self, key: tuple[Any, ...], signature: Signature, note: str) -> Planned:
+        mode, part = key[0], key[-1]
         number = self._job.next_plan_number()
         self._numbers[key] = number
-        plan, programs = self._pure_passes(mode, signature)
+        plan, programs = self._pure_passes(mode, signature, part)
         text = "\n".join(
             [
+                note,
                 describe_plan(plan),
                 describe_programs(programs),
                 _describe_optimizer(self._task),
@@ -138,18 +231,19 @@ class Planner:
                 plan=plan,
                 plan_number=number,
                 program=programs[self._job.rank],
+                depths=channel_depths(programs),
                 state=self._state_of(plan),
                 transport=self._job.transport,
-                optimizer=self._optimizer.step,
-                zero_gradients=self._optimizer.zero_gradients,
+                updater=self.updater,
                 position=self._job.member.position,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
-        return Planned(plan, programs, runner, _consumers(plan), waiting)
+        numbers = _numbers_for(plan, signature) or {}
+        return Planned(plan, programs, runner, _consumers(plan), waiting, numbers)
 
     def _pure_passes(
-        self, mode: Mode, signature: Signature
+        self, mode: Mode, signature: Signature, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """What every worker computes alike; a simulation of many workers does it once."""
         return make_plan(
@@ -159,6 +253,9 @@ class Planner:
             unplaced=self._task.unplaced,
             num_workers=self._job.num_workers,
             owners=self.owners,
+            part=part,
+            schedule=self._task.schedule,
+            update=self._task.update_rules,
         )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -167,13 +264,11 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
+        self.owners.update(_all_owners(plan.placed, self.owners, tensors, self._modules()))
         nodes, workers = plan.placed.graph.nodes, plan.placed.workers
-        for position, names in plan.placed.graph.state_names.items():
-            for name in names:
-                self.owners.setdefault(name, workers[position])
+        for position in plan.placed.graph.state_names:
             assert self.owners[nodes[position].target] == workers[position]
-        for name in tensors:  # what no operation uses: with its module, or 0
-            self.owners.setdefault(name, _owner_of_unused(name, self._modules()))
+        self.updater.settle([self.owners[n] for n, _ in self._task.network.named_parameters()])
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         for module in _stateful(self._task):
             if is_deferred(module):
@@ -181,6 +276,7 @@ class Planner:
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
                 give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
+        self.on_settled()
         return_free_memory()
 
     def _owned_names(self, module: nn.Module) -> list[str]:
@@ -201,6 +297,17 @@ class Planner:
         return {
             p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
         }
+
+
+def _numbers_for(plan: PartitionPlan, signature: Signature) -> Mapping[str, Any] | None:
+    """The numbers that a plan's graph computes of a batch's sizes; None if it does not hold."""
+    sizes = plan.placed.graph.sizes
+    symbols = sizes.bind(batches.leaves(signature.example("meta"))) if sizes is not None else None
+    return sizes.compute(symbols) if sizes is not None and symbols is not None else None
+
+
+def _nothing() -> None:
+    """Nobody waits for owners."""
 
 
 def _stateful(task: Task) -> list[nn.Module]:
@@ -231,17 +338,31 @@ def named_state(network: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
 
 def module_annotations(network: nn.Module, loss_fn: Any) -> dict[str, Annotation]:
     """The placement written on each module, by module path."""
-    found = {}
-    for path, module in network.named_modules(remove_duplicate=False):
-        annotation = module_annotation(module)
-        if annotation is not None:
-            found[path] = annotation
+    found = annotations_of(network)
     if isinstance(loss_fn, nn.Module):
-        for path, module in loss_fn.named_modules(remove_duplicate=False):
-            annotation = module_annotation(module)
-            if annotation is not None:
-                found[f"{LOSS_PATH}.{path}" if path else LOSS_PATH] = annotation
+        for path, annotation in annotations_of(loss_fn).items():
+            found[f"{LOSS_PATH}.{path}" if path else LOSS_PATH] = annotation
     return found
+
+
+def placement_rules(
+    network: nn.Module,
+    loss_fn: Any,
+    *,
+    unplaced: UnplacedRule,
+    num_workers: int,
+    owners: Mapping[str, int],
+) -> PlacementRules:
+    """All that decides where the parts of a network go, apart from its graph."""
+    kept = kept_rules(network)
+    return PlacementRules(
+        num_workers,
+        module_annotations(network, loss_fn),
+        unplaced,
+        dict(owners),
+        kept.operations,
+        kept.parameters,
+    )
 
 
 def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
@@ -262,8 +383,11 @@ def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph
                 stack.enter_context(plain_classes(module))
                 if is_deferred(module):
                     stack.enter_context(stand_ins(module))
+            run = batches.casting_to(task.autocast, run)
             return capture(
-                CaptureRequest(task.network, task.loss_fn, run, mode, loss, args, kwargs)
+                CaptureRequest(
+                    task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims
+                )
             )
     finally:
         for module, training in modes:
@@ -278,25 +402,67 @@ def make_plan(
     unplaced: UnplacedRule,
     num_workers: int,
     owners: dict[str, int],
+    part: StepPart = WHOLE_STEP,
+    schedule: str = "1f1b",
+    update: UpdateRules | None = None,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
     """All pure passes in a row: resolve, partition, lower; each result is verified."""
-    rules = PlacementRules(
-        num_workers, module_annotations(network, loss_fn), unplaced, dict(owners)
+    rules = placement_rules(
+        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
     )
-    if graph.mode is Mode.TRAIN and not graph.has_gradients:
+    placed = keep_memory_together(resolve(graph, rules))
+    if graph.mode is Mode.TRAIN and not placed.graph.has_gradients:
         raise ConfigurationError(
             "the loss depends on no parameter that requires a gradient, so there is nothing to "
             "train\n  Fix: leave requires_grad on for some parameter, and do not detach the loss."
         )
-    plan = partition(resolve(graph, rules))
+    plan = partition(placed, is_microbatched=part.is_microbatched)
+    if update is not None and part.last and graph.mode is Mode.TRAIN:
+        names = [name for name, _ in network.named_parameters()]
+        owned = _all_owners(placed, owners, names, rules.modules)
+        sizes = update.tally_sizes([owned[name] for name in names], num_workers)
+        plan = with_tally(plan, sizes) if sizes is not None else plan
     verify(plan)
-    programs = lower(plan, gpipe)
-    verify_programs(plan, programs)
+    number = part.num_microbatches
+    policy = POLICIES[schedule if number > 1 else "gpipe"]
+    programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
+    verify_programs(plan, programs, depths=channel_depths(programs))
     return plan, programs
 
 
-def _owner_of_unused(name: str, modules: dict[str, Annotation]) -> int:
-    from graphsplit.placement.resolve import nearest
+def _check_trained(task: Task) -> None:
+    """Refuse parameters that the captured graph will not know: nobody would train them."""
+    known = {id(tensor) for tensor in named_state(task.network, task.loss_fn).values()}
+    for optimizer in task.optimizers:
+        groups = optimizer.param_groups
+        unknown = [p for group in groups for p in group["params"] if id(p) not in known]
+        if unknown:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has {len(unknown)} parameter(s) that are neither in "
+                f"net nor in loss_fn, the first of shape {list(unknown[0].shape)}\n"
+                f"  Fix: make the optimizer from net.parameters(), after the last change to net; "
+                f"pass the module that has them as loss_fn, not a function around it."
+            )
+
+
+def _all_owners(
+    placed: PlacedGraph,
+    owners: Mapping[str, int],
+    names: Iterable[str],
+    modules: Mapping[str, Annotation],
+) -> dict[str, int]:
+    """The owner of every parameter and buffer; what no operation uses is with its module, or 0."""
+    found = dict(owners)
+    for position, its_names in placed.graph.state_names.items():
+        for name in its_names:
+            found.setdefault(name, placed.workers[position])
+    for name in names:
+        found.setdefault(name, _owner_of_unused(name, modules))
+    return found
+
+
+def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
+    from graphsplit.placement.whole import nearest
 
     placed = nearest(modules, name.rpartition(".")[0])
     return placed[1].rank if placed is not None else 0
@@ -316,19 +482,22 @@ def _consumers(plan: PartitionPlan) -> tuple[int, ...]:
 
 def _describe_optimizer(task: Task) -> str:
     """The optimizer's class and settings: workers whose scripts differ only there must notice."""
-    if task.optimizer is None:
-        return "no optimizer"
     names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
-    lines = [f"optimizer {type(task.optimizer).__name__}"]
-    for group in task.optimizer.param_groups:
-        settings = {k: v for k, v in group.items() if k != "params"}
-        members = [names.get(id(p), "a parameter of no module") for p in group["params"]]
-        lines.append(f"  group {settings!r}: {', '.join(members)}")
+    lines = [task.update_rules.describe()]
+    for optimizer in task.optimizers:
+        lines.append(f"optimizer {type(optimizer).__name__}")
+        for group in optimizer.param_groups:
+            settings = {k: v for k, v in group.items() if k != "params"}
+            members = [names.get(id(p), "a parameter of no module") for p in group["params"]]
+            lines.append(f"  group {settings!r}: {', '.join(members)}")
     return "\n".join(lines)
 
 
 def unflatten_outputs(
-    graph: CapturedGraph, values: dict[int, torch.Tensor], inputs: list[Any]
+    graph: CapturedGraph,
+    values: dict[int, torch.Tensor],
+    inputs: list[Any],
+    numbers: Mapping[str, Any] | None = None,
 ) -> Any:
     """The outputs of a step in the network's own structure."""
     leaves: list[Any] = []
@@ -341,6 +510,8 @@ def unflatten_outputs(
             leaves.append(inputs[int(node.target)])
         elif node.kind is NodeKind.CONSTANT:
             leaves.append(graph.constants[node.name])
+        elif node.kind is NodeKind.NUMBER:
+            leaves.append((numbers or {})[node.name])
         else:
             leaves.append(values[output.node])
-    return pytree.tree_unflatten(leaves, graph.output_spec)
+    return graph.output_spec.rebuild(leaves)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from cluster_helpers import DEADLINE_S, wait_until
 
+from graphsplit.cluster.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.member import Member, NodeIdentity
 from graphsplit.cluster.scheduler import serve
 from graphsplit.errors import (
@@ -109,6 +110,27 @@ def test_a_disagreement_shows_everyone_the_first_differing_line(start_cluster):
         assert "worker 0: conv1 on 3\n  worker 2: conv1 on 4" in str(caught.value)
     for one in joined:
         assert one.wait_aborted().kind == "disagreement"
+        one.member.close()
+    assert cluster.wait_status() == 1
+
+
+def test_a_disagreement_far_down_a_long_text_is_found_too(start_cluster):
+    cluster = start_cluster(2)
+    joined = cluster.join_all("0", "1")
+    line = "a line that is the same everywhere\n"
+    filler = line * (MAX_TEXT_BYTES // len(line) + 10)
+    futures = [
+        cluster.submit(one.member.agree, "plan 0", filler + last)
+        for one, last in zip(joined, ["conv1 on 3", "conv1 on 4"], strict=True)
+    ]
+    first = MAX_TEXT_BYTES // len(line) + 1
+    for future in futures:
+        with pytest.raises(PlanMismatchError) as caught:
+            future.result(DEADLINE_S)
+        assert f"'plan 0, from line {first}': line 11 is the first" in str(caught.value)
+        assert "worker 0: conv1 on 3\n  worker 1: conv1 on 4" in str(caught.value)
+    for one in joined:
+        one.wait_aborted()
         one.member.close()
     assert cluster.wait_status() == 1
 

@@ -14,7 +14,7 @@ from graphsplit.cluster.messages import (
     TextWanted,
 )
 from graphsplit.cluster.scheduler_state import Phase
-from graphsplit.cluster.text import cut_middle, first_difference
+from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 
 
 def barrier(name="epoch"):
@@ -163,6 +163,14 @@ def test_workers_at_the_end_wait_for_the_others_as_long_as_they_live(drive):
     scheduler.say(0, Arrive(Place.FINISH))
     scheduler.pass_time(1000, step_s=1)
     assert scheduler.state.phase is Phase.RUNNING
+
+
+def test_a_long_text_is_split_at_the_ends_of_lines():
+    assert list(split_lines(b"ab\ncd\nef", 9)) == [(b"ab\ncd\nef", True)]
+    assert list(split_lines(b"ab\ncd\nef", 7)) == [(b"ab\ncd\n", False), (b"ef", True)]
+    assert list(split_lines(b"ab\ncd\n", 3)) == [(b"ab\n", False), (b"cd\n", True)]
+    assert list(split_lines(b"abcd\nef", 3)) == [(b"abc", False), (b"d\n", False), (b"ef", True)]
+    assert list(split_lines(b"", 3)) == [(b"", True)]
 
 
 def test_the_first_difference_counts_lines_from_one_and_sees_a_shorter_text():

@@ -113,7 +113,7 @@ def test_a_failure_is_told_to_callbacks_and_raised():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"microbatches": 2}, "only 1 is supported"),
+        ({"microbatches": 0}, "expected an int of 1 or more"),
         ({"schedule": "fastest"}, "expected one of gpipe, 1f1b"),
         ({"capture": "magic"}, "expected 'auto'"),
         ({"unplaced": "nowhere"}, "'affinity' or 'worker0'"),

@@ -1,0 +1,110 @@
+"""The channels of a plan: what both ends know of each edge's messages, and one worker's ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from graphsplit.capture.graph import Node
+from graphsplit.errors import StepFailedError
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.partition.spans import gradient_spans
+from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+
+
+def channel_specs(
+    plan: PartitionPlan, plan_number: int, *, worker: int, depths: Mapping[int, int]
+) -> dict[int, ChannelSpec]:
+    """What both ends know about the messages of each edge that begins or ends on a worker.
+
+    Args:
+        plan: The plan.
+        plan_number: Its number in the job.
+        worker: The worker.
+        depths: How many messages of an edge may be under way, where 2 are too few.
+    """
+    spans = gradient_spans(plan)
+    return {
+        edge.index: _spec(
+            plan,
+            plan_number,
+            edge,
+            span_bytes=spans.get(edge.index, 0),
+            depth=depths.get(edge.index, ChannelSpec.depth),
+        )
+        for edge in plan.edges
+        if worker in (edge.source, edge.destination)
+    }
+
+
+def _spec(
+    plan: PartitionPlan, plan_number: int, edge: Edge, *, span_bytes: int, depth: int
+) -> ChannelSpec:
+    node = plan.placed.graph.nodes[edge.value]
+    what = {
+        EdgeKind.VALUE: "",
+        EdgeKind.GRADIENT: "gradient of ",
+        EdgeKind.GENERATOR: "generator state after ",
+        EdgeKind.TALLY: "tally of all gradients, beside ",
+    }[edge.kind]
+    size = max(edge.meta.size_bytes, edge.meta.span_bytes, span_bytes, 1)
+    return ChannelSpec(
+        plan=plan_number,
+        edge=edge.index,
+        source=edge.source,
+        destination=edge.destination,
+        dtype=edge.meta.dtype,
+        shape=edge.meta.static_shape,
+        max_bytes=size,
+        depth=depth,
+        label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
+        f"worker {edge.destination}",
+    )
+
+
+@dataclass
+class ChannelEnds:
+    """One worker's ends of a plan's channels, by edge.
+
+    Attributes:
+        specs: What is known of all messages that this worker sends or receives.
+        senders: Where it sends.
+        receivers: Where it receives.
+    """
+
+    specs: dict[int, ChannelSpec] = field(default_factory=dict)
+    senders: dict[int, Sender] = field(default_factory=dict)
+    receivers: dict[int, Receiver] = field(default_factory=dict)
+
+    @classmethod
+    def open(
+        cls,
+        plan: PartitionPlan,
+        plan_number: int,
+        *,
+        worker: int,
+        transport: Transport | None,
+        depths: Mapping[int, int],
+    ) -> ChannelEnds:
+        """Open all of a worker's ends, those that need not wait for a peer first."""
+        ends = cls(channel_specs(plan, plan_number, worker=worker, depths=depths))
+        if not ends.specs:
+            return ends
+        assert transport is not None
+        for index, spec in ends.specs.items():
+            if spec.source == worker:
+                ends.senders[index] = transport.open_sender(spec)
+        for index, spec in ends.specs.items():
+            if spec.destination == worker:
+                ends.receivers[index] = transport.open_receiver(spec)
+        return ends
+
+
+def sparse_gradient(node: Node, edge: Edge) -> StepFailedError:
+    """Sparse gradients stay on the worker that makes them."""
+    return StepFailedError(
+        f"the gradient of {node.target} is sparse, and would have to be sent from worker "
+        f"{edge.source} to worker {edge.destination}\n"
+        f"  Fix: place all that uses it on worker {edge.destination}, or make the embedding with "
+        f"sparse=False."
+    )

@@ -1,0 +1,28 @@
+"""Where the random numbers of a microbatch come from."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def microbatch_rng_state(seed: int, step: int, microbatch: int) -> torch.Tensor:
+    """The state in which the generator starts for one microbatch of a training step.
+
+    It depends on nothing but the three numbers: not on a placement, nor on what was drawn before.
+    It is the state of a generator whose seed is the first eight bytes, lowest first, of the SHA-256
+    of ``"seed step microbatch"`` in decimal digits.
+
+    Args:
+        seed: ``torch.initial_seed()`` where training starts.
+        step: How many training steps the Model has done before.
+        microbatch: Number of the microbatch in its step.
+
+    Returns:
+        A state for ``torch.default_generator.set_state``.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {microbatch}".encode()).digest()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    return generator.get_state()

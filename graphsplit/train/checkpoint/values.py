@@ -1,0 +1,197 @@
+"""Nested Python values as JSON and named tensors, and back.
+
+None, booleans, integers, finite floats, strings, lists, and dictionaries with string keys are
+written as JSON has them. The rest is tagged, by a dictionary with one key that begins with ``$``::
+
+    tensor             {"$tensor": "extra/ema/weight"}     and "strides" where they are not plain
+    tuple              {"$tuple": [...]}
+    inf, -inf, nan     {"$float": "inf"}
+    other keys         {"$map": [[key, value], ...]}
+    Counter            {"$counter": [[key, count], ...]}
+
+A tensor is named by the way to it, so that a person who opens the file knows what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from graphsplit.errors import CheckpointError, StateError
+from graphsplit.tensor_meta import contiguous_strides
+
+_PAIRS = ("$map", "$counter")
+_TOO_DEEP = "it is nested too deeply, or contains itself"
+
+
+def encode(value: Any, tensors: MutableMapping[str, torch.Tensor], *, path: str) -> Any:
+    """A value as JSON.
+
+    Args:
+        value: What to encode.
+        tensors: The tensors in it are added here, by name; they are not copied.
+        path: The way to the value, for names and errors: ``"extra/scheduler"``.
+
+    Raises:
+        StateError: Something in it can be written neither as JSON nor as a tensor; names it.
+    """
+    try:
+        return _encode(value, tensors, path)
+    except RecursionError:
+        raise StateError(f"{path} cannot be saved: {_TOO_DEEP}") from None
+
+
+def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, tensors, path)
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, path)
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    raise StateError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__} and cannot be saved; "
+        f"expected tensors, numbers, strings, None, and lists, tuples or mappings of them\n"
+        f"  Fix: leave it out of the state, or turn it into one of these."
+    )
+
+
+def _encode_tensor(
+    value: torch.Tensor, tensors: MutableMapping[str, torch.Tensor], path: str
+) -> Any:
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise StateError(
+            f"{path} is a {value.layout} tensor on {value.device} and cannot be saved; expected a "
+            f"dense one\n  Fix: leave it out of the state, or save value.to_dense()."
+        )
+    name = path
+    while name in tensors:
+        name += "'"
+    tensors[name] = value.detach()
+    node: dict[str, Any] = {"$tensor": name}
+    strides = tuple(value.stride())
+    if strides != contiguous_strides(value.shape) and _is_dense(value.shape, list(strides)):
+        node["strides"] = list(strides)
+    return node
+
+
+def _encode_mapping(
+    value: Mapping[Any, Any], tensors: MutableMapping[str, torch.Tensor], path: str
+) -> Any:
+    is_plain = all(isinstance(key, str) for key in value)
+    is_counter = isinstance(value, Counter)
+    items = {key: _encode(item, tensors, _below(path, key)) for key, item in value.items()}
+    if is_plain and not is_counter and not any(key.startswith("$") for key in items):
+        return {str(key): item for key, item in items.items()}
+    tag = "$counter" if is_counter else "$map"
+    return {tag: [[_encode(key, tensors, path), item] for key, item in items.items()]}
+
+
+def _below(path: str, key: Any) -> str:
+    return f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
+
+
+def decode(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """The value that was encoded.
+
+    Args:
+        node: JSON, from a file or from another worker.
+        tensor: Gives the tensor of a name, contiguous.
+
+    Raises:
+        CheckpointError: The JSON is not what ``encode`` makes.
+    """
+    if isinstance(node, list):
+        return [decode(item, tensor) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tag = next((key for key in node if key.startswith("$")), None)
+    if tag is None:
+        return {key: decode(item, tensor) for key, item in node.items()}
+    content = node[tag]
+    if tag == "$tensor" and isinstance(content, str):
+        return _with_strides(tensor(content), node.get("strides"))
+    if tag == "$float" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if tag == "$tuple" and isinstance(content, list):
+        return tuple(decode(item, tensor) for item in content)
+    if tag in _PAIRS and isinstance(content, list):
+        return _decode_pairs(tag, content, tensor)
+    raise CheckpointError(f"a saved value is marked {tag!r}, which nobody writes")
+
+
+def _decode_pairs(tag: str, content: list[Any], tensor: Callable[[str], torch.Tensor]) -> Any:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+        raise CheckpointError(f"a saved value is marked {tag!r}, but is no list of pairs")
+    try:
+        found = {decode(key, tensor): decode(item, tensor) for key, item in content}
+    except TypeError as error:
+        raise CheckpointError(f"a saved mapping has a key that cannot be one: {error}") from None
+    return Counter(found) if tag == "$counter" else found
+
+
+def _with_strides(value: torch.Tensor, strides: Any) -> torch.Tensor:
+    if strides is None:
+        return value
+    if not isinstance(strides, list) or not _is_dense(value.shape, strides):
+        raise CheckpointError(f"a saved tensor of shape {list(value.shape)} has strides {strides}")
+    laid_out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return laid_out.copy_(value)
+
+
+def _is_dense(shape: Sequence[int], strides: list[Any]) -> bool:
+    """Whether strides, from wherever they came, lay a tensor out without gaps or overlap."""
+    if len(strides) != len(shape) or not all(type(s) is int and 0 <= s < 1 << 62 for s in strides):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def tensor_names(node: Any) -> list[str]:
+    """The names of all tensors that an encoded value refers to, in order."""
+    if isinstance(node, list):
+        return [name for item in node for name in tensor_names(item)]
+    if not isinstance(node, dict):
+        return []
+    if isinstance(node.get("$tensor"), str):
+        return [node["$tensor"]]
+    return [name for item in node.values() for name in tensor_names(item)]
+
+
+def to_text(node: Any) -> str:
+    """Encoded values as one line of JSON."""
+    return json.dumps(node, separators=(",", ":"), allow_nan=False)
+
+
+def from_text(text: str, *, what: str) -> dict[str, Any]:
+    """Read a JSON object that a file or another worker gave.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not readable: {str(error) or _TOO_DEEP}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is a {type(found).__name__}; expected an object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,130 @@
+"""The epochs of one call of ``Model.train``: from the first, or from where a loaded state stood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch
+from graphsplit.train.checkpoint.states import Resumption, States
+
+
+class Epochs:
+    """Counts epochs and steps, and remembers what a save in the middle of them needs.
+
+    Use as a context: what is saved outside of it belongs to no running ``train``.
+
+    Args:
+        states: Saves and loads the Model's state.
+        context: What callbacks see; epoch and step are kept here.
+        loader: The loader.
+        callbacks: The callbacks, in the order in which they are called.
+        resume: Whether to go on where a loaded state stood, if one was loaded.
+
+    Raises:
+        ConfigurationError: The loaded state stands behind the last epoch that is asked for.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        context: RunContext,
+        loader: Iterable[Any],
+        callbacks: Sequence[Callback],
+        *,
+        resume: bool,
+    ) -> None:
+        self._states = states
+        self._context = context
+        self._loader = loader
+        self._callbacks = callbacks
+        self._resumption = states.resumption if resume else None
+        if self._resumption is not None and self._first > context.num_epochs + 1:
+            raise ConfigurationError(
+                f"the loaded state stands in epoch {self._first}, but train({context.num_epochs}, "
+                f"...) ends before it\n  Fix: pass the whole number of epochs, as in the run that "
+                f"was saved, or train(..., resume=False) to count from 1 again."
+            )
+        states.resumption = None
+
+    @property
+    def _first(self) -> int:
+        return 1 if self._resumption is None else self._resumption.position.epoch
+
+    def __enter__(self) -> Epochs:
+        context, states = self._context, self._states
+        states.callbacks, states.epoch, states.step = self._callbacks, self._first, 0
+        states.watch = LoaderWatch(self._loader)
+        if self._resumption is not None:
+            context.epoch, context.step = self._first, self._resumption.position.step
+            context.loss, states.step = self._resumption.loss, context.step
+            states.loss = context.loss
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        states = self._states
+        states.callbacks, states.epoch, states.step = (), 0, 0
+        states.watch = LoaderWatch()
+
+    def __iter__(self) -> Iterator[EpochStart]:
+        """Each epoch, once callbacks may be told that it begins."""
+        start = FROM_THE_START
+        if self._resumption is not None:
+            start = self._go_on(self._resumption)
+        for epoch in range(self._first, self._context.num_epochs + 1):
+            self._context.epoch, self._context.step = epoch, start.step
+            self._states.epoch, self._states.step = epoch, start.step
+            yield start
+            self._states.epoch, self._states.step = epoch + 1, 0
+            start = FROM_THE_START
+
+    def _go_on(self, resumption: Resumption) -> EpochStart:
+        _load_callbacks(self._callbacks, resumption.callbacks)
+        start = resumption.start
+        if start.step == 0 and start.now is not None:
+            # Between two epochs: what callbacks draw now belongs to the epoch that begins.
+            torch.default_generator.set_state(start.now)
+            start = EpochStart(loader=start.loader)
+        return start
+
+    def begin(self, start: EpochStart) -> None:
+        """The loader will be asked for a batch next."""
+        self._states.watch.begin_epoch(self._loader, start)
+
+    def count(self, loss: torch.Tensor) -> None:
+        """A step is done."""
+        self._context.step += 1
+        self._context.loss = self._states.loss = loss
+        self._states.step = self._context.step
+
+    def end(self) -> None:
+        """The loader has no more batches; what is saved from now on stands before the next."""
+        self._states.watch.end_epoch()
+        self._states.num_epochs += 1
+        self._states.epoch, self._states.step = self._context.epoch + 1, 0
+
+
+def _load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> None:
+    """Give every saved state to the next callback of its class."""
+    left = list(callbacks)
+    for name, state in saved:
+        found = next((c for c in left if type(c).__qualname__ == name), None)
+        if found is None:
+            raise ConfigurationError(
+                f"the loaded state has that of a {name}, but train was given no such callback "
+                f"({', '.join(type(c).__qualname__ for c in callbacks) or 'none at all'})\n"
+                f"  Fix: pass the callbacks of the run that was saved, or train(..., "
+                f"resume=False)."
+            )
+        left.remove(found)
+        found.load_state_dict(state)

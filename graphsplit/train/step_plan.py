@@ -1,0 +1,195 @@
+"""The plans of one training step: one for each run of microbatches that look alike.
+
+A batch of 10 in 4 microbatches is 3, 3, 2 and 2 rows. That takes two plans, run one after the
+other; only the first sets gradients to None, only the last steps the optimizer::
+
+    plan of 3 rows   ZERO_GRADIENTS  F0 F1  B0 B1
+    plan of 2 rows                                 F0 F1  B0 B1  OPTIMIZER
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.program.lower import StepPart
+from graphsplit.runtime.randomness import microbatch_rng_state
+from graphsplit.runtime.step_state import Microbatches
+from graphsplit.train.batch import leaves
+from graphsplit.train.microbatches import Divider, Division, Shape, own_views
+from graphsplit.train.planner import Planned, Planner
+
+
+@dataclass
+class Progress:
+    """How far a Model's training is: what the random numbers of its microbatches follow from.
+
+    Attributes:
+        num_steps: How many training steps are done.
+        seed: ``torch.initial_seed()`` where training started; None before.
+        accumulate: Over how many batches gradients are added up before the optimizer steps.
+    """
+
+    num_steps: int = 0
+    seed: int | None = None
+    accumulate: int = 1
+
+    @property
+    def opens(self) -> bool:
+        """Whether gradients are set to None before the next batch."""
+        return self.num_steps % self.accumulate == 0
+
+    @property
+    def closes(self) -> bool:
+        """Whether the optimizer steps after the next batch."""
+        return (self.num_steps + 1) % self.accumulate == 0
+
+    def begin(self) -> None:
+        """Note the seed, if training starts here."""
+        if self.seed is None:
+            self.seed = torch.initial_seed()
+
+    def rng_state(self, microbatch: int) -> torch.Tensor:
+        """The state in which the generator starts for a microbatch of the current step."""
+        assert self.seed is not None
+        return microbatch_rng_state(self.seed, self.num_steps, microbatch)
+
+    def agreement(self, divider: Divider) -> str:
+        """What workers must agree on, as a line of text."""
+        ways = [
+            f"{name}=fn" for name in ("split", "loss_weight") if getattr(divider, name) is not None
+        ]
+        text = " ".join([f"microbatches {divider.num_microbatches}", *ways])
+        return text if divider.num_microbatches == 1 else f"{text}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One plan of a step, with what it works on.
+
+    Attributes:
+        planned: The plan.
+        start: Number of its first microbatch in the step.
+        inputs: For each of its microbatches the graph's inputs, None where they are not here.
+        weights: What the losses are multiplied by; empty where the batch is whole.
+    """
+
+    planned: Planned
+    start: int
+    inputs: Sequence[Sequence[Any]]
+    weights: Sequence[float]
+
+    def microbatches(self, progress: Progress) -> Microbatches | None:
+        """What its microbatches do not have in common; None where the batch is whole."""
+        if not self.weights:
+            return None
+        return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The plans of a step.
+
+    Attributes:
+        plans: One for each run of microbatches with one signature, in order.
+        sizes: How many microbatches each runs.
+        weights: What the loss of each microbatch is multiplied by; empty where the batch is whole.
+    """
+
+    plans: tuple[Planned, ...]
+    sizes: tuple[int, ...] = (1,)
+    weights: tuple[float, ...] = ()
+
+    @property
+    def first(self) -> Planned:
+        """The plan that runs first."""
+        return self.plans[0]
+
+    @property
+    def consumers(self) -> tuple[int, ...]:
+        """Workers that read the loader's batches, the earliest in the pipeline first."""
+        if len(self.plans) == 1:
+            return self.plans[0].consumers
+        return tuple(dict.fromkeys(itertools.chain(*(plan.consumers for plan in self.plans))))
+
+    def phases(self, division: Division | None) -> Iterator[Phase]:
+        """The plans with what each works on.
+
+        Args:
+            division: The batch; None on workers that do not have it.
+        """
+        start = 0
+        for plan, size in zip(self.plans, self.sizes, strict=True):
+            part = slice(start, start + size)
+            yield Phase(plan, start, _inputs(plan, size, division, part), self.weights[part])
+            start += size
+
+    def loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of the step, from those of its microbatches in order."""
+        return total_loss(losses, self.weights) if self.weights else losses[0]
+
+
+def total_loss(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """``sum(loss * weight)`` in the order of the microbatches, as Python's ``sum`` adds."""
+    total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _inputs(
+    plan: Planned, size: int, division: Division | None, part: slice
+) -> Sequence[Sequence[Any]]:
+    if division is None:
+        nodes = plan.plan.placed.graph.nodes
+        return [[None] * sum(node.kind is NodeKind.INPUT for node in nodes)] * size
+    if not division.weights:
+        return [leaves(division.arguments)]
+    return [own_views(microbatch) for microbatch in division.microbatches[part]]
+
+
+def plan_step(
+    planner: Planner,
+    mode: Mode,
+    shape: Shape,
+    *,
+    note: str = "",
+    progress: Progress | None = None,
+) -> PlannedStep:
+    """The plans for a batch of a shape; made now where they are new.
+
+    Args:
+        planner: Makes and keeps plans.
+        mode: Train, eval or predict.
+        shape: The batch and its microbatches.
+        note: What workers must agree on besides the plans.
+        progress: How far training is, for a training step.
+
+    Raises:
+        CaptureError, PlacementError, PlanMismatchError: As ``Planner.plan_for``.
+    """
+    opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
+    if not shape.parts:
+        part = StepPart(first=opens, last=closes)
+        return PlannedStep((planner.plan_for(mode, shape.whole, part, note=note),))
+    planner.keep_at_least(2 * len(shape.parts))
+    last = len(shape.parts) - 1
+    plans = tuple(
+        planner.plan_for(
+            mode,
+            signature,
+            StepPart(
+                count,
+                first=opens and index == 0,
+                last=closes and index == last,
+                is_microbatched=True,
+            ),
+            note=note,
+        )
+        for index, (signature, count) in enumerate(shape.parts)
+    )
+    return PlannedStep(plans, tuple(count for _, count in shape.parts), shape.weights)

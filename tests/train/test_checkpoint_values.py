@@ -1,0 +1,186 @@
+"""Nested values become JSON and named tensors, and come back bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from graphsplit.errors import CheckpointError, StateError
+from graphsplit.testing.compare import difference
+from graphsplit.train.checkpoint.values import (
+    decode,
+    encode,
+    from_text,
+    tensor_names,
+    to_text,
+)
+
+
+def there_and_back(value: Any) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    text = to_text(encode(value, tensors, path="extra"))
+    node = from_text(f'{{"value":{text}}}', what="a test")["value"]
+    assert sorted(tensor_names(node)) == sorted(tensors)
+    return decode(node, lambda name: tensors[name].contiguous())
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=5),
+)
+KEYS = st.one_of(st.text(max_size=5), st.integers(-5, 5), st.just("$tensor"), st.just("a/b"))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(VALUES)
+def test_any_nested_value_comes_back(value: Any) -> None:
+    # NaN equals nothing, so the texts are compared; they tell types and signs of zeros apart.
+    assert repr(there_and_back(value)) == repr(value)
+
+
+def test_tensors_come_back_with_every_bit_and_their_strides() -> None:
+    value = {
+        "plain": torch.randn(3, 4),
+        "turned": torch.randn(4, 3).t(),
+        "image": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "part": torch.randn(6)[::2],
+        "spread": torch.randn(1, 3).expand(4, 3),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(float("nan")),
+        "half": [torch.randn(3).bfloat16(), (torch.tensor([True, False]),)],
+    }
+    found = there_and_back(value)
+    assert difference(value, found) is None
+    assert found["turned"].stride() == value["turned"].stride()
+    assert found["image"].stride() == value["image"].stride()
+
+
+def test_tensors_whose_paths_look_alike_keep_apart() -> None:
+    value = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, 1: torch.ones(2), "1": torch.ones(3)}
+    assert difference(value, there_and_back(value)) is None
+
+
+def test_counters_stay_counters_and_ordered_dictionaries_keep_their_order() -> None:
+    found = there_and_back({"milestones": Counter({30: 1, 80: 2}), "o": OrderedDict(b=1, a=2)})
+    assert isinstance(found["milestones"], Counter)
+    assert sorted(found["milestones"].elements()) == [30, 80, 80]
+    assert list(found["o"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"scheduler": {"fn": math.sqrt}}, r"extra/scheduler/fn is a builtins\.builtin_function"),
+        ({"seen": [1, {2, 3}]}, r"extra/seen/1 is a builtins\.set"),
+        ({"w": torch.ones(2).to_sparse()}, r"extra/w is a torch\.sparse_coo tensor"),
+        (b"bytes", r"extra is a builtins\.bytes"),
+    ],
+)
+def test_what_cannot_be_written_is_named(value: Any, message: str) -> None:
+    with pytest.raises(StateError, match=message):
+        encode(value, {}, path="extra")
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(StateError, match="extra cannot be saved: it is nested too deeply"):
+        encode(value, {}, path="extra")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"$pickle": "gASVBQ"},
+        {"$tensor": 3},
+        {"$float": "1e3"},
+        {"$map": [[1, 2, 3]]},
+        {"$map": [[{"$map": []}, 2]]},
+        {"$tuple": "ab"},
+        {"$tensor": "t", "strides": [1]},
+        {"$tensor": "t", "strides": [1, 1 << 40]},
+        {"$tensor": "t", "strides": [-3, 1]},
+        {"$tensor": "t", "strides": ["3", 1]},
+    ],
+)
+def test_json_that_nobody_writes_is_refused(node: Any) -> None:
+    with pytest.raises(CheckpointError):
+        decode(node, lambda name: torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"a": NaN}', "[" * 100_000, '{"a": ' + "9" * 5000 + "}"]
+)
+def test_a_text_that_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="the manifest is"):
+        from_text(text, what="the manifest")
+
+
+LR = torch.optim.lr_scheduler
+SCHEDULERS = {
+    "step": lambda o: LR.StepLR(o, 2, 0.5),
+    "multi step": lambda o: LR.MultiStepLR(o, [2, 3], 0.5),
+    "exponential": lambda o: LR.ExponentialLR(o, 0.9),
+    "cosine": lambda o: LR.CosineAnnealingLR(o, 5),
+    "cosine with restarts": lambda o: LR.CosineAnnealingWarmRestarts(o, 3, 2),
+    "one cycle": lambda o: LR.OneCycleLR(o, 0.3, total_steps=20),
+    "cyclic": lambda o: LR.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "constant": lambda o: LR.ConstantLR(o, 0.5, 3),
+    "linear": lambda o: LR.LinearLR(o, 0.5, total_iters=3),
+    "polynomial": lambda o: LR.PolynomialLR(o, 5),
+    "lambda": lambda o: LR.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "multiplicative": lambda o: LR.MultiplicativeLR(o, lambda epoch: 0.9),
+    "sequential": lambda o: LR.SequentialLR(
+        o, [LR.ConstantLR(o, 0.1, 2), LR.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+    "chained": lambda o: LR.ChainedScheduler([LR.ConstantLR(o, 0.1, 2), LR.ExponentialLR(o, 0.9)]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_goes_on_after_its_state_was_written(name: str) -> None:
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        return optimizer, SCHEDULERS[name](optimizer)
+
+    def steps(optimizer: torch.optim.Optimizer, scheduler: Any, number: int) -> list[float]:
+        seen = []
+        for _ in range(number):
+            optimizer.step()
+            scheduler.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        return seen
+
+    optimizer, scheduler = made()
+    steps(optimizer, scheduler, 2)
+    resumed_optimizer, resumed = made()
+    resumed_optimizer.load_state_dict(there_and_back(optimizer.state_dict()))
+    resumed.load_state_dict(there_and_back(scheduler.state_dict()))
+    resumed_optimizer._step_count = 1  # or PyTorch warns that no step was done
+    assert steps(resumed_optimizer, resumed, 5) == steps(optimizer, scheduler, 5)
+
+
+def test_reduce_on_plateau_goes_on_with_an_infinite_best_value() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    state = LR.ReduceLROnPlateau(optimizer).state_dict()
+    assert there_and_back(state)["best"] == math.inf
+    assert repr(there_and_back(state)) == repr(state)

@@ -1,0 +1,114 @@
+"""Tickets: what workers without the batch learn of its microbatches, and what is not believed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from graphsplit._proto.step_pb2 import StepTicket
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import FrameError, LoaderMismatchError
+from graphsplit.train.batch import Signature
+from graphsplit.train.feed import Feed, Tickets, _padded
+from graphsplit.train.microbatches import Divider, Shape
+
+
+class Wire:
+    """The control channels of two workers: what one sends, the other receives."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+
+    def send_ticket(self, data: bytes, *, quiet: Any = ()) -> None:
+        self.messages.append(data)
+
+    def receive_ticket(self, source: int) -> bytes:
+        return self.messages.pop(0)
+
+
+def job(wire: Wire, rank: int) -> Any:
+    return cast(Any, SimpleNamespace(rank=rank, control=wire))
+
+
+def shape(rows: int, number: int = 4) -> Shape:
+    batch = (torch.zeros(rows, 3), torch.zeros(rows))
+    return Divider(number).divide(batch, has_loss_fn=True).shape()
+
+
+def test_followers_learn_signatures_once_and_weights_every_time() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    sizes = []
+    for rows in (10, 8, 10, 10):
+        leader.send(shape(rows), generator=None)
+        sizes.append(len(wire.messages[0]))
+        assert follower.shape(follower.receive(0)) == shape(rows)
+    assert sizes[2] == sizes[3] < sizes[0]
+
+
+def test_a_batch_that_is_not_split_announces_no_microbatches() -> None:
+    wire = Wire()
+    Tickets(job(wire, 0)).send(shape(10, number=1), generator=None)
+    follower = Tickets(job(wire, 1))
+    found = follower.shape(follower.receive(0))
+    assert (found.parts, found.weights) == ((), ())
+
+
+def ticket(counts: Sequence[int], weights: Sequence[float]) -> bytes:
+    signature = Signature.of(((torch.zeros(2),), {}))
+    made = StepTicket(signature_digest=signature.digest, signature_text=signature.text)
+    for count in counts:
+        made.microbatches.add(signature_digest=signature.digest, count=count)
+    made.loss_weights.extend(weights)
+    return _padded(made.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights"),
+    [([2], [0.5]), ([], [1.0]), ([0, 1], [1.0]), ([1], [float("nan")]), ([2], [1.0, float("inf")])],
+)
+def test_microbatches_without_a_finite_weight_each_are_not_believed(counts, weights) -> None:
+    wire = Wire()
+    wire.messages.append(ticket(counts, weights))
+    with pytest.raises(FrameError, match=r"worker 3 announces .* a finite weight for each"):
+        Tickets(job(wire, 1)).receive(3)
+
+
+def test_the_signature_of_a_microbatch_must_be_the_announced_one() -> None:
+    made = StepTicket(loss_weights=[1.0])
+    made.microbatches.add(signature_digest="0" * 16, signature_text="[]", count=1)
+    wire = Wire()
+    wire.messages.append(_padded(made.SerializeToString()))
+    with pytest.raises(FrameError, match="worker 0 sent a signature that is not the announced one"):
+        Tickets(job(wire, 1)).receive(0)
+
+
+def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
+    wire, batch = Wire(), (torch.zeros(4, 3), torch.zeros(4))
+    theirs = Divider(2, None, lambda inputs, target: 1).divide(batch, has_loss_fn=True)
+    counts = iter([3, 1])
+    mine = Divider(2, None, lambda inputs, target: next(counts))
+    Tickets(job(wire, 0)).send(theirs.shape(), generator=None)
+    planned = SimpleNamespace(consumers=(0, 1))
+    planner = SimpleNamespace(plan_for=lambda *a, **k: planned, keep_at_least=lambda number: None)
+    feed = Feed(
+        job(wire, 1),
+        cast(Any, planner),
+        Tickets(job(wire, 1)),
+        mode=Mode.TRAIN,
+        leader=0,
+        loader=[batch],
+        divider=mine,
+        has_loss_fn=True,
+    )
+    with pytest.raises(LoaderMismatchError) as caught:
+        next(iter(feed))
+    text = str(caught.value)
+    assert "the loaders of workers 0 and 1 disagree at train step 0 of the epoch" in text
+    assert "worker 1: its batch gives microbatches 2 of {" in text
+    assert "with weights [0.75, 0.25]" in text and "with weights [0.5, 0.5]" in text
+    assert "split and loss_weight must give the same on every worker" in text
