@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
@@ -72,8 +74,8 @@ def test_a_difference_is_named_with_step_parameter_and_worker(
 ) -> None:
     step = SimulatedCluster.train_step
 
-    def nudged(self: SimulatedCluster, given: Arguments) -> list[torch.Tensor]:
-        losses = step(self, given)
+    def nudged(self: SimulatedCluster, given: Arguments, **options: Any) -> list[torch.Tensor]:
+        losses = step(self, given, **options)
         with torch.no_grad():
             self.workers[1].task.network.second.bias[3] += 1e-3  # type: ignore[index, union-attr]
         return losses

@@ -53,6 +53,9 @@ class Scenario:
     batch: int = 8
     readers: set[int] | None = None
     deferred: bool = False
+    microbatches: int = 1
+    max_norm: float | None = None
+    scaled: bool = False
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         default=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     )
@@ -68,6 +71,15 @@ class State:
     network: dict[str, torch.Tensor]
     optimizer: dict[str, Any]
     generator: torch.Tensor
+    norm: torch.Tensor | None
+    scale: float
+
+
+def scaler_of(scenario: Scenario) -> torch.amp.GradScaler:
+    """Scales the loss; if it is switched off it does nothing."""
+    return torch.amp.GradScaler(
+        "cpu", init_scale=2.0**10, growth_interval=2, enabled=scenario.scaled
+    )
 
 
 def loader(scenario: Scenario) -> tuple[DataLoader, Counted]:
@@ -81,16 +93,23 @@ def plain(scenario: Scenario) -> State:
     net = scenario.make()
     optimizer, loss_fn = scenario.optimizer(net.parameters()), nn.CrossEntropyLoss()
     batches, _ = loader(scenario)
-    losses = []
+    losses, norms, scaler = [], [], scaler_of(scenario)
 
     def train() -> None:
         net.train()
         for inputs, target in batches:
             optimizer.zero_grad()
-            loss = loss_fn(net(inputs), target)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+            if scenario.microbatches > 1:
+                losses.append(accumulated(scenario, net, inputs, target, len(losses)))
+            else:
+                loss = loss_fn(net(inputs), target)
+                scaler.scale(loss).backward()
+                losses.append(loss.detach())
+            scaler.unscale_(optimizer)
+            if scenario.max_norm is not None:
+                norms.append(nn.utils.clip_grad_norm_(net.parameters(), scenario.max_norm))
+            scaler.step(optimizer)
+            scaler.update()
 
     train()
     net.eval()
@@ -101,8 +120,31 @@ def plain(scenario: Scenario) -> State:
             total += target.numel()
         output = net(torch.ones(3, *scenario.shape))
     train()
-    return State(losses, correct / total, output, net.state_dict(), optimizer.state_dict(),
-                 torch.get_rng_state())  # fmt: skip
+    return State(
+        losses,
+        correct / total,
+        output,
+        net.state_dict(),
+        optimizer.state_dict(),
+        torch.get_rng_state(),
+        norms[-1] if norms else None,
+        scaler.get_scale(),
+    )
+
+
+def accumulated(
+    scenario: Scenario, net: nn.Module, inputs: torch.Tensor, target: torch.Tensor, step: int
+) -> torch.Tensor:
+    """The loop that the documents print for several microbatches."""
+    before, losses = torch.get_rng_state(), []
+    microbatches = gs.split_microbatches((inputs, target), scenario.microbatches)
+    for m, ((some_inputs, some_target), weight) in enumerate(microbatches):
+        torch.set_rng_state(gs.microbatch_rng_state(3, step, m))
+        loss = nn.functional.cross_entropy(net(some_inputs), some_target)
+        (loss * weight).backward()
+        losses.append(loss.detach() * weight)
+    torch.set_rng_state(before)
+    return sum(losses)
 
 
 class Losses(gs.callbacks.Callback):
@@ -125,8 +167,12 @@ def split(scenario: Scenario) -> tuple[State, int]:
         net = scenario.make()
     for name, rank in scenario.placement.items():
         net.get_submodule(name).place("MS_WORKER", rank)
+    scaler = scaler_of(scenario)
+    clip = None if scenario.max_norm is None else gs.clip.GlobalNorm(scenario.max_norm)
     model = gs.Model(net, nn.CrossEntropyLoss(), scenario.optimizer(net.parameters()),
-                     {"Accuracy": gs.metrics.Accuracy()}, unplaced=scenario.unplaced)  # fmt: skip
+                     {"Accuracy": gs.metrics.Accuracy()}, unplaced=scenario.unplaced,
+                     microbatches=scenario.microbatches, scaler=scaler,
+                     clip=clip)  # fmt: skip
     batches, data = loader(scenario)
     keep = Losses()
     model.train(1, batches, [keep])
@@ -136,7 +182,8 @@ def split(scenario: Scenario) -> tuple[State, int]:
     model.train(1, batches, [keep])
     network = model.state_dict()
     optimizer = model.optimizer_state_dict()
-    return State(keep.seen, accuracy, output, network, optimizer, torch.get_rng_state()), decoded
+    return State(keep.seen, accuracy, output, network, optimizer, torch.get_rng_state(),
+                 model.last_gradient_norm, scaler.get_scale()), decoded  # fmt: skip
 
 
 def equal(name: str, mine: Any, reference: Any) -> None:
@@ -188,6 +235,11 @@ def scenarios() -> list[Scenario]:
         Scenario("the same, unplaced to worker 0", Fan,
                  {"stem": 4, "left": 1, "middle": 2, "right": 3, "back": 0, "head": 4}, (12,),
                  unplaced="worker0"),
+        Scenario("LeNet in 4 microbatches", LeNet, MAIN, image, readers={2, 3}, microbatches=4),
+        Scenario("dropout and the rest in 4 microbatches, the last batch ragged", Fan,
+                 {"stem": 0, "left": 1, "middle": 2, "right": 3, "back": 0, "head": 4}, (12,),
+                 size=34, batch=12, microbatches=4),
+        Scenario("LeNet, clipped and scaled", LeNet, MAIN, image, max_norm=0.5, scaled=True),
         Scenario("a value of 64 MiB", Wide, {"spread": 1, "gather": 3}, (16,), size=8, batch=8),
     ]  # fmt: skip
     permutations = list(itertools.permutations(range(5)))

@@ -1,0 +1,141 @@
+"""Code that takes another way while it is exported takes here the way of eager mode."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import assert_same_wherever_placed, batches_of
+from torch import nn
+
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("question", ["is_exporting", "is_compiling", "is_dynamo_compiling"])
+def test_networks_are_told_that_nothing_is_compiled(question: str) -> None:
+    # transformers made attention masks that it leaves out in eager mode; gradients had other bits.
+    class Asking(Layer):
+        def forward(self, x):
+            h = self.linear(x)
+            return h * 3 if getattr(torch.compiler, question)() else h * 2
+
+    assert_same_wherever_placed(Asking, batches_of(4, 8), placements=range(3))
+
+
+def masked(*masks: torch.Tensor) -> list[Any]:
+    x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+    return [(x, mask, torch.arange(3.0)) for mask in masks]
+
+
+def test_a_branch_on_a_mask_of_ones_is_taken() -> None:
+    class Branching(Layer):
+        def forward(self, x, mask):
+            h = self.linear(x)
+            if mask.sum() == mask.numel() and not (mask == 0).any():
+                return h.sum((1, 2))
+            return (h * mask[..., None]).mean((1, 2))
+
+    ones = torch.ones(3, 5, dtype=torch.int64)
+    assert_same_bits(
+        Branching,
+        masked(ones, ones.clone()),
+        num_workers=2,
+        place=lambda net: net.linear.place("MS_WORKER", 1),
+        loss_fn=F.mse_loss,
+    )
+
+
+def test_masks_of_ones_and_others_are_two_plans() -> None:
+    class Multiplied(Layer):
+        def forward(self, x, mask):
+            return (self.linear(x) * mask[..., None]).mean((1, 2))
+
+    ones = torch.ones(3, 5, dtype=torch.int64)
+    padded = ones.clone()
+    padded[1, 3:] = 0
+    captures = Captures()
+    assert_same_bits(
+        Multiplied,
+        masked(ones, padded, ones, padded),
+        num_workers=2,
+        place=lambda net: net.linear.place("MS_WORKER", 1),
+        loss_fn=F.mse_loss,
+        evaluate_after=(),
+        captures=captures,
+    )
+    assert len(captures._graphs) == 2
+
+
+def test_a_branch_on_what_follows_from_shapes_is_taken() -> None:
+    class Positions(Layer):
+        def forward(self, x):
+            positions = torch.arange(x.shape[1]).unsqueeze(0)
+            packed = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+            h = self.linear(x)
+            return h * 2 if (packed[:, -1] == 0).all() else h * 3
+
+    assert_same_wherever_placed(Positions, batches_of(3, 5, 8), placements=range(3))
+
+
+def test_what_was_written_into_is_known_no_longer() -> None:
+    class Written(Layer):
+        def forward(self, x):
+            positions = torch.arange(8)
+            view = positions[2:]
+            positions[3] = (x.sum() * 0).long()
+            # A question about `view` has no answer now; the branch is left to torch.where.
+            return torch.where(view.min() > 1, 2.0, 3.0) * self.linear(x)
+
+    assert_same_bits(Written, batches_of(4, 8), num_workers=1, loss_fn=lambda o, t: o.sum())
+
+
+def test_functions_that_keep_their_results_keep_no_fake_ones() -> None:
+    # The second capture was handed a tensor of the first.
+    @functools.lru_cache(maxsize=4)
+    def frequencies(size: int) -> torch.Tensor:
+        return torch.arange(float(size)) * 0.1
+
+    class Cached(Layer):
+        def forward(self, x):
+            return self.linear(x) * frequencies(x.shape[-1])
+
+    assert_same_wherever_placed(Cached, batches_of(4, 8), placements=range(3))
+    assert type(frequencies(8)) is torch.Tensor
+
+
+def test_a_module_that_has_its_dtype_already_is_left_alone() -> None:
+    # The router of Switch Transformers does so; its parameters could not be replaced.
+    class Converted(Layer):
+        def forward(self, x):
+            self.linear = self.linear.to(torch.float32)
+            return self.linear.float()(x)
+
+    assert_same_wherever_placed(Converted, batches_of(4, 8), placements=range(2))
+
+
+def test_a_mixture_of_experts_is_captured_with_its_grouped_product() -> None:
+    # The function that tells the shape of the product knew bfloat16 alone, as on CUDA.
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 3)
+            self.weights = nn.Parameter(torch.randn(3, 8, 8) * 0.3)
+
+        def forward(self, x):
+            chosen = self.gate(x).argmax(-1)
+            order = chosen.argsort()
+            ends = F.one_hot(chosen, 3).sum(0).cumsum(0).to(torch.int32)
+            found = F.grouped_mm(x[order], self.weights, offs=ends)
+            return found * self.gate(x)[order].softmax(-1).amax(-1, keepdim=True)
+
+    assert_same_wherever_placed(Experts, batches_of(6, 8), placements=range(4))

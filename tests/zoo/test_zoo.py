@@ -1,0 +1,74 @@
+"""Models of transformers under every kind of placement, byte for byte.
+
+Three AdamW steps, then an eval and a predict, for each model; see ``zoo_placements.py``.
+
+    make test-zoo                                       all of it, about twenty minutes
+    make test-zoo PYTEST_ARGS="-k llama"                some models
+    make pytest PYTEST_ARGS="tests/zoo"                 the sample that `make test` runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from zoo_batches import batches_by
+from zoo_models import MODELS, REFUSED, ZooModel
+from zoo_placements import KINDS, placements
+
+from graphsplit.errors import CaptureError
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+SIZES = {"one": (1,), "layers": (2, 3, 5), "modules": (2, 3, 5), "operations": (2, 3, 5)}
+
+
+def adamw(network: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(network.parameters(), lr=0.01)
+
+
+def check(model: ZooModel, captures: Captures, kind: str, sizes: tuple[int, ...]) -> None:
+    batches = batches_by(model.batch)
+    for name, num_workers, options in placements(captures, kind, sizes):
+        try:
+            assert_same_bits(
+                model.make, batches, num_workers=num_workers, make_optimizer=adamw, **options
+            )
+        except Exception as error:
+            raise AssertionError(f"{model.name}, {name}: {error}") from error
+
+
+@pytest.fixture(scope="module")
+def captures_of() -> Iterator[dict[str, Captures]]:
+    """Graphs by model: one model is captured once for all its placements."""
+    kept: dict[str, Captures] = {}
+    yield kept
+    kept.clear()
+
+
+@pytest.mark.zoo
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_keeps_its_bits(name: str, kind: str, captures_of: dict[str, Captures]) -> None:
+    if name not in captures_of:
+        captures_of.clear()  # the models before it are done
+        captures_of[name] = Captures()
+    check(MODELS[name], captures_of[name], kind, SIZES[kind])
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_branches_on_values_is_refused(name: str) -> None:
+    model = REFUSED[name]
+    with pytest.raises(CaptureError, match="the code that runs depends on the values of a tensor"):
+        assert_same_bits(model.make, batches_by(model.batch), num_workers=1, make_optimizer=adamw)
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.quick])
+def test_a_sample_of_the_zoo_keeps_its_bits(name: str) -> None:
+    captures = Captures()
+    check(MODELS[name], captures, "layers", (3,))
+    check(MODELS[name], captures, "operations", (2,))
