@@ -41,8 +41,12 @@ types: $(STAMP) ## mypy --strict on the library and the examples
 contracts: $(STAMP) ## imports run one way only
 	$(BIN)/lint-imports
 
+# Tests that start processes have bounds on time, so they run alone; the others share the cores.
 pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@set -e; run() { echo "$(BIN)/python -m pytest $$*"; \
+		$(BIN)/python -m pytest "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ]; }; \
+	run -n auto --dist loadfile -m "not real_processes and not zoo"; \
+	run -m "real_processes and not zoo"
 
 test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
 	$(BIN)/python -m pytest tests/zoo -m zoo $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.known_values import answers_known_values, is_all_ones
 from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.recipes import Question
 from graphsplit.capture.record_program import record_program
 from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
 from graphsplit.capture.sizes import DynamicSizes, dynamic_shapes
@@ -44,6 +45,7 @@ class _Step(nn.Module):
         network: nn.Module,
         loss_fn: Any,
         note_structure: Callable[[Structure], None],
+        note_questions: Callable[[list[Question]], None],
         is_ones: Sequence[bool],
     ) -> None:
         super().__init__()
@@ -52,14 +54,22 @@ class _Step(nn.Module):
         self._run = run
         self._keeps_casts = torch.is_autocast_cache_enabled()
         self._note_structure = note_structure
+        self._note_questions = note_questions
         self._is_ones = is_ones
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         blocks = blocks_as_in_eager_mode(keeps_casts=self._keeps_casts)
         inputs = zip(flatten_inputs(args, kwargs), self._is_ones, strict=True)
         answering = answers_known_values([value for value, is_ones in inputs if is_ones])
-        with AssignedBuffers() as buffers, as_in_eager_mode(), blocks, DataIsDetached(), answering:
+        with (
+            AssignedBuffers() as buffers,
+            as_in_eager_mode(),
+            blocks,
+            DataIsDetached(),
+            answering as questions,
+        ):
             found = self._run(self.network, self.loss_fn, *args, **kwargs)
+        self._note_questions(questions)
         leaves, structure = take_apart(found)
         self._note_structure(structure)
         return buffers.copy_in(leaves)
@@ -102,12 +112,20 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     """
     structures: list[Structure] = []
     is_ones = [is_all_ones(leaf) for leaf in flatten_inputs(request.args, request.kwargs)]
-    step = _Step(request.run, request.network, request.loss_fn, structures.append, is_ones)
+    questions: list[list[Question]] = []
+    step = _Step(
+        request.run,
+        request.network,
+        request.loss_fn,
+        structures.append,
+        questions.append,
+        is_ones,
+    )
     step.training = request.network.training
     state = _state_tensors(step)
     with _only_recording(request):
         program = record_program(step, request.network, lambda: _export(step, request))
-    sizes = DynamicSizes.of(program)
+    sizes = DynamicSizes.of(program, questions[-1])
     graph_module = program.graph_module
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
     remove_identities(graph_module.graph)

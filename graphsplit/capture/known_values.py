@@ -10,21 +10,27 @@ kinds of values are known all the same, and what is computed from them alone:
 transformers leaves a mask out where it masks nothing, and other kernels with other bits run; but it
 does not ask a tensor that looks fake. So those whose value is known do not look fake to it.
 
-Not for dynamic sizes: there, one graph serves many shapes, and an answer may hold for one alone.
+With dynamic sizes one graph serves many shapes, and an answer may hold for one alone. The values
+are those for the sizes of the example then, and what was asked is noted, to be asked again for
+other sizes.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphsplit.capture.recipes import Question, Recipe
 
 _MOST_ELEMENTS = 1 << 18
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -48,6 +54,7 @@ _FUNCTIONS = {
 _WRITING = {
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    "add_", "sub_", "mul_", "clamp_", "fill_", "zero_", "masked_fill_", "copy_",
 }  # fmt: skip
 _QUESTIONS = ("__bool__", "__int__", "__index__", "item", "tolist")
 
@@ -67,12 +74,14 @@ class KnownValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._real: Any = WeakTensorKeyDictionary()
+        self._recipes: Any = WeakTensorKeyDictionary()
+        self.questions: list[Question] = []
 
     def note_ones(self, tensor: torch.Tensor) -> None:
         """Note that a tensor is nothing but ones."""
-        if _has_plain_shape(tensor):
-            with _disable_current_modes():
-                self._real[tensor] = torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
+        args, kwargs = (tuple(tensor.shape),), {"dtype": tensor.dtype}
+        self._real[tensor] = self._run_on_values(torch.ones, args, kwargs)
+        self._recipes[tensor] = Recipe.of(torch.ones, args, kwargs, recipes=self._recipes)
 
     def knows(self, tensor: Any) -> bool:
         """Whether the value of a tensor is known."""
@@ -89,22 +98,37 @@ class KnownValues(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in _QUESTIONS and args and self.knows(args[0]):
-            with _disable_current_modes():
-                return function(self._real[args[0]], *args[1:], **kwargs)
+            return self._answer(function, args, kwargs)
         given = pytree.tree_leaves((args, kwargs))
         if name in _FUNCTIONS or name in _FACTORIES:
             if self._are_known(given, name):
                 return self._follow(function, args, kwargs)
         elif any(self.knows(value) for value in given) and _may_write(function, name, kwargs):
-            if "out" in kwargs or not (name in _WRITING and self._are_known(given, name)):
+            if "out" in kwargs or not (name in _WRITING and self._may_be_run(given, name)):
                 self._forget_memory_of(given)
             else:
                 self._run_on_values(function, args, kwargs)
         return function(*args, **kwargs)
 
+    def _answer(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        answer = self._run_on_values(function, args, kwargs)
+        recipe = self._recipes[args[0]]
+        if recipe.is_dynamic:
+            self.questions.append(Question(recipe, function, (args[1:], kwargs), answer))
+        return answer
+
+    def _may_be_run(self, given: Sequence[Any], name: str) -> bool:
+        """Whether to follow what is written into known values; recipes do not know of writes."""
+        is_dynamic = any(self._recipes[v].is_dynamic for v in given if self.knows(v))
+        return not is_dynamic and self._are_known(given, name)
+
     def _are_known(self, given: Sequence[Any], name: str) -> bool:
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
-        if any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in given):
+        if any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in given):
+            return False
+        if any(_hint(value) is None for value in given if isinstance(value, torch.SymInt)):
             return False
         if not tensors:
             return name in _FACTORIES
@@ -119,18 +143,23 @@ class KnownValues(TorchFunctionMode):
             return found
         real = self._run_on_values(function, args, kwargs)
         reals = [r for r in pytree.tree_leaves(real) if isinstance(r, torch.Tensor)]
-        for result, value in zip(results, reals, strict=True):
+        for index, (result, value) in enumerate(zip(results, reals, strict=True)):
             self._real[result] = value
+            self._recipes[result] = Recipe.of(
+                function, args, kwargs, recipes=self._recipes, index=index
+            )
         return found
 
     def _run_on_values(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        real_args, real_kwargs = pytree.tree_map(self._value, (args, kwargs))
+        real_args, real_kwargs = map_aggregate((args, kwargs), self._value)
         with _disable_current_modes():
             return function(*real_args, **real_kwargs)
 
     def _value(self, given: Any) -> Any:
+        if isinstance(given, torch.SymInt):
+            return _hint(given)
         return self._real[given] if isinstance(given, torch.Tensor) else given
 
     def _forget_memory_of(self, given: Sequence[Any]) -> None:
@@ -138,7 +167,7 @@ class KnownValues(TorchFunctionMode):
         touched = {self._real[v].untyped_storage()._cdata for v in given if self.knows(v)}
         for tensor, value in list(self._real.items()):
             if value.untyped_storage()._cdata in touched:
-                del self._real[tensor]
+                del self._real[tensor], self._recipes[tensor]
 
 
 def _may_write(function: Any, name: str, kwargs: dict[str, Any]) -> bool:
@@ -148,26 +177,33 @@ def _may_write(function: Any, name: str, kwargs: dict[str, Any]) -> bool:
     return "out" in kwargs or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
-def _has_plain_shape(tensor: torch.Tensor) -> bool:
-    return not any(isinstance(size, torch.SymInt) for size in tensor.shape)
+def _hint(size: torch.SymInt) -> int | None:
+    """The size in the example; None if it depends on values."""
+    hint = size.node.hint
+    return None if hint is None else int(hint)
 
 
 def _is_small(result: torch.Tensor) -> bool:
-    return _has_plain_shape(result) and result.numel() <= _MOST_ELEMENTS
+    sizes: list[Any] = list(result.shape)
+    numbers: list[Any] = [_hint(s) if isinstance(s, torch.SymInt) else s for s in sizes]
+    return None not in numbers and math.prod(numbers) <= _MOST_ELEMENTS
 
 
 @contextmanager
-def answers_known_values(ones: Sequence[torch.Tensor]) -> Iterator[None]:
+def answers_known_values(ones: Sequence[torch.Tensor]) -> Iterator[list[Question]]:
     """Answer questions about known values inside.
 
     Args:
         ones: The inputs of the capture that stand for masks of nothing but ones.
+
+    Yields:
+        The questions whose answers other sizes may change, as they are asked.
     """
     known = KnownValues()
     for tensor in ones:
         known.note_ones(tensor)
     with known, _looks_real_to_transformers(known):
-        yield
+        yield known.questions
 
 
 @contextmanager

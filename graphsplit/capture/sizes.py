@@ -17,13 +17,11 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from graphsplit.capture.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError, ConfigurationError
 
-Symbols = dict[Any, int]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -92,6 +90,7 @@ class DynamicSizes:
             what is no tensor.
         ranges: The smallest and the largest value of every symbol.
         conditions: Expressions that must be true.
+        questions: What was asked of known values; the answers must be the same.
         numbers: Names of the number nodes in program order, each with its expression, or with the
             function and the arguments that give it.
     """
@@ -99,10 +98,11 @@ class DynamicSizes:
     inputs: tuple[tuple[Any, ...] | None, ...]
     ranges: Mapping[Any, tuple[int, int]]
     conditions: tuple[Any, ...]
+    questions: tuple[Question, ...]
     numbers: tuple[tuple[str, Any, tuple[Any, ...], dict[str, Any]], ...]
 
     @classmethod
-    def of(cls, program: ExportedProgram) -> DynamicSizes | None:
+    def of(cls, program: ExportedProgram, questions: Sequence[Question]) -> DynamicSizes | None:
         """The sizes of a freshly exported program; None if it has no dynamic one."""
         nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
         user_inputs = set(program.graph_signature.user_inputs)
@@ -113,7 +113,7 @@ class DynamicSizes:
             return None
         environment: Any = symbolic[0].node.shape_env
         inputs = tuple(
-            (*map(_expression, value.shape), *map(_expression, value.stride()))
+            (*map(expression_of, value.shape), *map(expression_of, value.stride()))
             if isinstance(value, torch.Tensor)
             else None
             for value in values
@@ -123,7 +123,7 @@ class DynamicSizes:
         bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
         ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
         numbers = tuple(_number(n) for n in program.graph.nodes if is_number(n))
-        return cls(inputs, ranges, tuple(conditions), numbers)
+        return cls(inputs, ranges, tuple(conditions), tuple(questions), numbers)
 
     def bind(self, leaves: Sequence[Any]) -> Symbols | None:
         """The symbols' values for a batch; None if the graph does not hold for it.
@@ -144,9 +144,12 @@ class DynamicSizes:
         for symbol, (low, high) in self.ranges.items():
             if symbol in symbols and not low <= symbols[symbol] <= high:
                 return None
-        if any(_evaluate(want, symbols) != size for want, size in compound):
+        if any(evaluate(want, symbols) != size for want, size in compound):
             return None
-        if not all(_evaluate(condition, symbols) for condition in self.conditions):
+        if not all(evaluate(condition, symbols) for condition in self.conditions):
+            return None
+        made: dict[Recipe, torch.Tensor] = {}
+        if not all(question.holds(symbols, made) for question in self.questions):
             return None
         return symbols
 
@@ -158,7 +161,7 @@ class DynamicSizes:
                 given = pytree.tree_map_only(_Of, lambda ref: found[ref.name], (args, kwargs))
                 found[name] = how(*given[0], **given[1])
             else:
-                found[name] = _evaluate(how, symbols)
+                found[name] = evaluate(how, symbols)
         return found
 
 
@@ -171,10 +174,6 @@ class _Of:
 
 def _is_plain(node: FxNode) -> bool:
     return not isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
 
 
 def _symbols(size: Any) -> Any:
@@ -195,11 +194,3 @@ def _number(node: FxNode) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
 
 def _reference(node: FxNode) -> Any:
     return _Of(node.name)
-
-
-def _evaluate(expression: Any, symbols: Symbols) -> Any:
-    if isinstance(expression, int) or getattr(expression, "is_Integer", False):
-        return int(expression)
-    if getattr(expression, "is_Boolean", False) and not expression.free_symbols:
-        return bool(expression)
-    return sympy_interp(PythonReferenceAnalysis, symbols, expression)

@@ -149,3 +149,37 @@ def test_any_dimension_of_a_convolution_may_change(seed: int) -> None:
         dynamic_dims={0: 8, 2: 16, 3: 16},
     )
     assert _num_plans(cluster, Mode.TRAIN) == 1
+
+
+class _Masked(nn.Module):
+    """Leaves its mask out where that masks nothing, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        positions = torch.arange(ids.shape[1])
+        if int(positions.max()) >= 20:
+            x = x * 0.5
+        if not mask.all():
+            x = x * mask.unsqueeze(-1)
+        return self.head(x).square().mean()
+
+
+def test_what_was_asked_of_known_values_is_asked_again_for_other_sizes() -> None:
+    batches = [
+        {"ids": batch["ids"], "mask": torch.ones_like(batch["ids"])}
+        for batch in _batches([(3, 5), (2, 9), (3, 30), (4, 12), (2, 25)])
+    ]
+    cluster = assert_same_bits(
+        _Masked,
+        batches,
+        num_workers=2,
+        place=lambda net: net.head.place("MS_WORKER", 1),
+        evaluate_after=range(len(batches)),
+        dynamic_dims={0: 8, 1: 64},
+    )
+    assert _num_plans(cluster, Mode.TRAIN) == 2  # short and long

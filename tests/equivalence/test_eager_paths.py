@@ -99,6 +99,18 @@ def test_what_was_written_into_is_known_no_longer() -> None:
     assert_same_bits(Written, batches_of(4, 8), num_workers=1, loss_fn=lambda o, t: o.sum())
 
 
+def test_what_known_values_are_written_into_stays_known() -> None:
+    class Written(Layer):
+        def forward(self, x):
+            positions = torch.arange(8)
+            view = positions[2:]
+            positions[3] = torch.arange(20)[19]
+            view.masked_fill_(view == 4, 30)
+            return self.linear(x) * (2 if positions.max() == 30 and view[1] == 19 else 3)
+
+    assert_same_wherever_placed(Written, batches_of(4, 8), placements=range(2))
+
+
 def test_functions_that_keep_their_results_keep_no_fake_ones() -> None:
     # The second capture was handed a tensor of the first.
     @functools.lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""Modified memory stays as it is where a placement keeps it together, and else gets versions."""
+"""Modified memory stays as it is where it lies together, and gets versions where it is torn."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def normalised(net: Runs, x: torch.Tensor) -> torch.Tensor:
 
 
 def written_in_one_segment(net: Runs, x: torch.Tensor) -> torch.Tensor:
-    y = torch.zeros_like(x)
-    y[:, 0] = net.fc(x)[:, 0]
+    with place("MS_WORKER", 0):
+        y = torch.zeros_like(x)
+        y[:, 0] = net.fc(x)[:, 0]
+        total = (y * 2).sum(1)
     with place("MS_WORKER", 1):
-        return (y * 2).sum()
+        return total.sum()
 
 
 def buffer_used_on_its_worker_only(net: Runs, x: torch.Tensor) -> torch.Tensor:
@@ -69,12 +71,14 @@ def test_memory_that_lies_together_is_left_alone(function: Any) -> None:
 
 
 def written_on_two_workers(net: Runs, x: torch.Tensor) -> torch.Tensor:
-    y, kept = torch.zeros_like(x), torch.zeros_like(x)
-    y[:, 0] = net.fc(x)[:, 0]
-    kept[:, 0] = net.fc(x)[:, 1]
+    with place("MS_WORKER", 0):
+        y, kept = torch.zeros_like(x), torch.zeros_like(x)
+        y[:, 0] = net.fc(x)[:, 0]
+        kept[:, 0] = net.fc(x)[:, 1]
+        total = kept.sum()
     with place("MS_WORKER", 1):
         y[:, 1] = net.fc(x)[:, 1]
-    return (y + kept).sum()
+    return y.sum() + total
 
 
 def test_only_what_is_torn_gets_versions() -> None:

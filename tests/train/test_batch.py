@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -57,6 +61,49 @@ def test_one_and_true_and_one_point_zero_are_three_signatures():
 
 def test_zero_and_minus_zero_are_two_signatures():
     assert Signature.of(((0.0,), {})) != Signature.of(((-0.0,), {}))
+
+
+@dataclasses.dataclass
+class Record:
+    x: torch.Tensor
+    scale: float = 1.0
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+    more: object
+
+
+def test_a_signature_keeps_the_order_of_keys_and_the_classes_of_records():
+    batch = ((Record(X), Named(Y, {2: X, 1: None})), {"z": X, "a": OrderedDict(y=Y, b=1)})
+    (record, named), keywords = Signature.read(Signature.of(batch).text).example()
+    assert type(record) is Record
+    assert (type(named), list(named.more)) == (Named, [2, 1])
+    assert (list(keywords), list(keywords["a"])) == (["z", "a"], ["y", "b"])
+    assert type(keywords["a"]) is OrderedDict
+
+
+def test_a_record_whose_class_is_not_known_is_refused():
+    text = Signature.of(((Record(X),), {})).text.replace('"Record"', '"Unknown"')
+    with pytest.raises(ConfigurationError, match=r"Unknown with the fields x, scale"):
+        Signature.read(text).example()
+
+
+def test_a_signature_names_no_class_but_that_of_a_record():
+    text = Signature.of(((Record(X),), {})).text
+    text = text.replace(f'"{Record.__module__}", "Record"', '"subprocess", "Popen"')
+    with pytest.raises(ConfigurationError, match="knows no such dataclass or named tuple"):
+        Signature.read(text).example()
+
+
+def test_a_mask_of_ones_has_a_signature_of_its_own():
+    ones = torch.ones(2, 3, dtype=torch.int64)
+    padded = ones.clone()
+    padded[1, 2] = 0
+    assert Signature.of(((ones,), {})) != Signature.of(((padded,), {}))
+    assert torch.equal(Signature.of(((ones,), {})).example()[0][0], ones)
+    labels = torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    assert Signature.of(((labels[0],), {})) == Signature.of(((labels[1],), {}))
 
 
 def test_what_cannot_be_described_is_refused():

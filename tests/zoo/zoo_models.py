@@ -89,7 +89,6 @@ add(
     "gpt2",
     "GPT2LMHeadModel",
     batches.next_token,
-    quick=True,
     n_embd=32,
     n_layer=3,
     n_head=4,
