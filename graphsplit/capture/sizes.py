@@ -61,7 +61,9 @@ def dynamic_shapes(arguments: Any, largest: Mapping[int, int]) -> Any:
     def of(leaf: Any) -> dict[int, Any] | None:
         if not isinstance(leaf, torch.Tensor):
             return None
-        return {d: Dim.AUTO(max=bound) for d, bound in largest.items() if d < leaf.dim()}
+        # Sizes of 0 and 1 are planned for apart: PyTorch treats them in other ways.
+        dynamic = (d for d in largest if d < leaf.dim() and leaf.shape[d] > 1)
+        return {d: Dim.AUTO(max=largest[d]) for d in dynamic}
 
     check_sizes(pytree.tree_leaves(arguments), largest)
     return pytree.tree_map(of, arguments)

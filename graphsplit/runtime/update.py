@@ -234,17 +234,24 @@ def _code_of(dtype: torch.dtype) -> float:
     return float(_DTYPES.index(dtype))
 
 
+def _described(value: Any) -> str:
+    is_class = isinstance(value, type)
+    return f"the class {value.__name__}" if is_class else f"a {type(value).__name__}"
+
+
 def rules_problems(optimizers: Any, clip: Any, scaler: Any) -> list[str]:
     """What is wrong with the arguments of a Model, in words."""
     problems = []
     is_one = optimizers is None or isinstance(optimizers, torch.optim.Optimizer)
     if not is_one and not isinstance(optimizers, (list, tuple)):
-        return [f"optimizer is a {type(optimizers).__name__}; expected a torch.optim.Optimizer"]
+        return [f"optimizer is {_described(optimizers)}; expected a torch.optim.Optimizer"]
     several = [optimizers] if is_one and optimizers is not None else optimizers or []
     for optimizer in several:
         name = type(optimizer).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
-            problems.append(f"optimizer is a {name}; expected a torch.optim.Optimizer")
+            problems.append(
+                f"optimizer is {_described(optimizer)}; expected a torch.optim.Optimizer"
+            )
         elif isinstance(optimizer, torch.optim.LBFGS):
             problems.append(
                 "LBFGS runs the step several times by a closure, which several workers cannot do "

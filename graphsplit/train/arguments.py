@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from graphsplit.errors import ConfigurationError
 from graphsplit.runtime.update import rules_problems
 from graphsplit.schedule.policies import NAMES, POLICIES
+from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import Metric
 
 
@@ -19,7 +20,7 @@ def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -
         return [f"microbatches={microbatches!r}; expected an int of 1 or more"]
     given = {"split": split, "loss_weight": loss_weight}
     problems = [
-        f"{name} is a {type(value).__name__}; expected a function"
+        f"{name} is {described(value)}; expected a function"
         for name, value in given.items()
         if value is not None and not callable(value)
     ]
@@ -33,20 +34,82 @@ def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -
 
 
 def _problems_of_schedule(schedule: Any, microbatches: Any) -> list[str]:
-    if schedule not in NAMES:
-        return [f"schedule={schedule!r}; expected one of {', '.join(NAMES)}"]
-    if microbatches != 1 and schedule not in POLICIES:
-        return [
-            f"schedule={schedule!r} is not there yet for several microbatches; expected one of "
-            f"{', '.join(POLICIES)}"
+    if schedule in POLICIES or (schedule in NAMES and microbatches == 1):
+        return []
+    expected = f"expected one of {', '.join(POLICIES)}"
+    if schedule in NAMES:
+        return [f"schedule={schedule!r} is not there yet for several microbatches; {expected}"]
+    return [f"schedule={schedule!r}; {expected}"]
+
+
+def described(value: Any) -> str:
+    """A value that is of a wrong kind, for an error: its type, or the class that it is."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}; did you mean {value.__name__}(...)?"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def check_run(epochs: Any, loader: Any, callbacks: Any) -> None:
+    """Refuse arguments of ``train`` that are of a wrong kind.
+
+    Raises:
+        ConfigurationError: Some are; all of them are listed together.
+    """
+    problems = []
+    if not _is_count(epochs, 0):
+        shown = repr(epochs) if isinstance(epochs, int) else described(epochs)
+        problems.append(f"epochs is {shown}; expected an int of 0 or more")
+    if not isinstance(loader, Iterable):
+        problems.append(f"loader is {described(loader)}; expected something that yields batches")
+    if not isinstance(callbacks, (list, tuple)):
+        problems.append(f"callbacks is {described(callbacks)}; expected a list of callbacks")
+    else:
+        problems += [
+            f"a callback is {described(callback)}; expected a graphsplit.callbacks.Callback"
+            for callback in callbacks
+            if not isinstance(callback, Callback)
         ]
-    return []
+    if problems:
+        raise ConfigurationError("train(...): " + "\n  ".join(problems))
+
+
+def _problems_of_dynamic_dims(dynamic_dims: Any) -> list[str]:
+    if dynamic_dims is None:
+        return []
+    if not isinstance(dynamic_dims, Mapping):
+        return [
+            f"dynamic_dims is {described(dynamic_dims)}; expected a dictionary of dimensions, each "
+            f"with the largest size it may have, as in {{0: 32}}"
+        ]
+    return [
+        f"dynamic_dims has {dimension!r}: {largest!r}; expected a dimension of 0 or more, and the "
+        f"largest size it may have, 2 or more"
+        for dimension, largest in dynamic_dims.items()
+        if not (_is_count(dimension, 0) and _is_count(largest, 2))
+    ]
+
+
+def _problems_of_metrics(metrics: Any) -> list[str]:
+    if metrics is None:
+        return []
+    if not isinstance(metrics, Mapping):
+        return [
+            f"metrics is {described(metrics)}; expected a dictionary, as in "
+            f"{{'Accuracy': gs.metrics.Accuracy()}}"
+        ]
+    return [
+        f"metric {name!r} is {described(metric)}; expected a graphsplit.metrics.Metric"
+        for name, metric in metrics.items()
+        if not isinstance(metric, Metric)
+    ]
 
 
 def check_arguments(
     net: Any,
+    loss_fn: Any,
     optimizer: Any,
-    metrics: Mapping[str, Any],
+    metrics: Any,
     *,
     microbatches: int,
     split: Any,
@@ -54,7 +117,7 @@ def check_arguments(
     schedule: str,
     capture: str,
     unplaced: str,
-    dynamic_dims: Mapping[Any, Any],
+    dynamic_dims: Any,
     clip: Any,
     scaler: Any,
     autocast: Any,
@@ -65,14 +128,11 @@ def check_arguments(
     Raises:
         ConfigurationError: Some are not.
     """
-    problems = [
-        f"dynamic_dims has {dimension!r}: {largest!r}; expected a dimension of 0 or more, and the "
-        f"largest size it may have, 2 or more"
-        for dimension, largest in dynamic_dims.items()
-        if not (_is_count(dimension, 0) and _is_count(largest, 2))
-    ]
+    problems = _problems_of_dynamic_dims(dynamic_dims)
     if not isinstance(net, nn.Module):
-        problems.append(f"net is a {type(net).__name__}; expected a torch.nn.Module")
+        problems.append(f"net is {described(net)}; expected a torch.nn.Module")
+    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+        problems.append(f"loss_fn is {described(loss_fn)}; expected a function or a module")
     problems += rules_problems(optimizer, clip, scaler)
     if not _is_count(accumulate, 1):
         problems.append(f"accumulate={accumulate!r}; expected an int of 1 or more")
@@ -80,11 +140,7 @@ def check_arguments(
         isinstance(autocast, torch.dtype) and autocast.is_floating_point
     ):
         problems.append(f"autocast={autocast!r}; expected a dtype, as in torch.bfloat16")
-    problems += [
-        f"metric {name!r} is a {type(metric).__name__}; expected a graphsplit.metrics.Metric"
-        for name, metric in metrics.items()
-        if not isinstance(metric, Metric)
-    ]
+    problems += _problems_of_metrics(metrics)
     problems += _problems_of_microbatches(microbatches, split, loss_weight)
     problems += _problems_of_schedule(schedule, microbatches)
     if capture != "auto":

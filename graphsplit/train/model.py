@@ -20,7 +20,7 @@ from graphsplit.placement.written import WrittenPlacement, write_placement
 from graphsplit.program.lower import StepPart
 from graphsplit.runtime import job as jobs
 from graphsplit.runtime.clip import Clip
-from graphsplit.train.arguments import check_arguments
+from graphsplit.train.arguments import check_arguments, check_run
 from graphsplit.train.batch import Signature
 from graphsplit.train.callbacks import Callback, RunContext
 from graphsplit.train.checkpoint.position import Position
@@ -96,23 +96,24 @@ class Model:
         set_to_none: bool = True,
         accumulate: int = 1,
     ) -> None:
-        self._metrics = dict(metrics or {})
         check_arguments(
             net,
+            loss_fn,
             optimizer,
-            self._metrics,
+            metrics,
             microbatches=microbatches,
             split=split,
             loss_weight=loss_weight,
             schedule=schedule,
             capture=capture,
             unplaced=unplaced,
-            dynamic_dims=dynamic_dims or {},
+            dynamic_dims=dynamic_dims,
             clip=clip,
             scaler=scaler,
             autocast=autocast,
             accumulate=accumulate,
         )
+        self._metrics = dict(metrics or {})
         with_loss = any(metric.needs_loss for metric in self._metrics.values())
         self._task = Task(
             net,
@@ -172,8 +173,7 @@ class Model:
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
         self._need_optimizer("train")
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigurationError(f"epochs is {epochs!r}; expected an int of 0 or more")
+        check_run(epochs, loader, callbacks)
         length = len(loader) if isinstance(loader, Sized) else None
         context = RunContext(self, jobs.get_rank(), epochs, length)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)

@@ -124,6 +124,39 @@ def test_unknown_options_are_refused(options, message):
         make(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_fn": "mse"}, "loss_fn is a str; expected a function or a module"),
+        ({"loss_fn": nn.MSELoss}, r"the class MSELoss; did you mean MSELoss\(...\)\?"),
+        ({"metrics": [gs.metrics.Accuracy()]}, "metrics is a list; expected a dictionary"),
+        ({"metrics": {"A": gs.metrics.Accuracy}}, r"did you mean Accuracy\(...\)\?"),
+        ({"optimizer": torch.optim.SGD}, "optimizer is the class SGD"),
+        ({"dynamic_dims": [0, 1]}, "dynamic_dims is a list; expected a dictionary"),
+        ({"dynamic_dims": {0: 1}}, "dynamic_dims has 0: 1; expected a dimension"),
+        ({"schedule": "zero_bubble", "microbatches": 2}, "not there yet for several microbatches"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        gs.Model(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((BATCHES, 1), "epochs is a list; expected an int"),
+        ((1, None), "loader is a NoneType; expected something that yields batches"),
+        ((1, BATCHES, gs.callbacks.LossMonitor()), "callbacks is a LossMonitor; expected a list"),
+        ((1, BATCHES, [gs.callbacks.LossMonitor]), r"did you mean LossMonitor\(...\)\?"),
+    ],
+)
+def test_arguments_of_train_of_a_wrong_kind_are_refused(arguments, message):
+    _, model = make()
+    with pytest.raises(ConfigurationError, match=message):
+        model.train(*arguments)
+
+
 def test_every_schedule_name_is_accepted_with_one_microbatch():
     for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"):
         make(schedule=schedule)
