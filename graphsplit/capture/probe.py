@@ -139,9 +139,7 @@ def _is_in_parts(target: torch._ops.OpOverload | MemoryCall) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IN_PARTS)
 
 
-def _shadow(
-    operand: Node, carries_grad: bool, target: torch._ops.OpOverload | MemoryCall
-) -> Any:
+def _shadow(operand: Node, carries_grad: bool, target: torch._ops.OpOverload | MemoryCall) -> Any:
     """A fake tensor like the operand's value, with no history but the wish for a gradient."""
     if operand.op == "get_attr":
         return getattr(operand.graph.owning_module, str(operand.target))

@@ -160,9 +160,7 @@ class ClusterEngine(Engine):
         self.settle_now()
         return StateGatherer(self._task, self._job, self.planner.owners)
 
-    def _feed(
-        self, mode: Mode, loader: Iterable[Any], start: EpochStart = FROM_THE_START
-    ) -> Feed:
+    def _feed(self, mode: Mode, loader: Iterable[Any], start: EpochStart = FROM_THE_START) -> Feed:
         is_training = mode is Mode.TRAIN
         leader = self._leader(mode)
         if is_training:

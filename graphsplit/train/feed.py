@@ -277,9 +277,7 @@ class Feed:
             self._step += 1
 
     def _planned(self, shape: Shape) -> PlannedStep:
-        return plan_step(
-            self._planner, self._mode, shape, note=self._note, progress=self._progress
-        )
+        return plan_step(self._planner, self._mode, shape, note=self._note, progress=self._progress)
 
     def _new_cursor(self) -> _Cursor:
         batches = self._start.open(self._loader)
