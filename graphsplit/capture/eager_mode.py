@@ -39,7 +39,12 @@ def as_in_eager_mode() -> Iterator[None]:
     try:
         for name, truth in truths.items():
             setattr(torch.compiler, name, _for_torch_alone(truth))
-        with _truthful_to_the_compiler(truths), _fused_layers(), _conversions_to_the_same():
+        with (
+            _truthful_to_the_compiler(truths),
+            _fused_layers(),
+            _conversions_to_the_same(),
+            _checked_distributions(),
+        ):
             yield
     finally:
         for name, truth in truths.items():
@@ -76,6 +81,22 @@ def _truthful_to_the_compiler(truths: Mapping[str, Callable[[], bool]]) -> Itera
         yield
     finally:
         higher_order_ops.setup_compilation_env = original
+
+
+@contextmanager
+def _checked_distributions() -> Iterator[None]:
+    """Let ``torch.distributions`` check its arguments in the graph: it branches only to raise."""
+    original: Any = torch._is_all_true
+
+    def check(valid: torch.Tensor) -> bool:
+        torch._check(valid.all().item(), lambda: "a distribution got values that it does not allow")
+        return True
+
+    torch._is_all_true = check  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._is_all_true = original
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.known_values import answers_known_values, is_all_ones
 from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.pinned_sizes import check_pinned_sizes
 from graphsplit.capture.recipes import Question
 from graphsplit.capture.record_program import record_program
 from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
@@ -125,8 +126,9 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     state = _state_tensors(step)
     with _only_recording(request):
         program = record_program(step, request.network, lambda: _export(step, request))
-    sizes = DynamicSizes.of(program, questions[-1])
     graph_module = program.graph_module
+    check_pinned_sizes(graph_module.graph)
+    sizes = DynamicSizes.of(program, questions[-1])
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
     remove_identities(graph_module.graph)
     unite_tied(program, state)

@@ -7,6 +7,7 @@ captured graph, which worker runs each operation.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import uuid
 import weakref
@@ -38,7 +39,10 @@ INSIDE_BRANCH = "gs.place and gs.op(...).place have no part of a branch or loop 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_planned_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# For each module, the networks that it has been planned with, as long as they exist.
+_planned_with: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ def place_module(module: nn.Module, role: str, rank: int) -> nn.Module:
     name = type(module).__name__
     annotation = _check(f"{name}.place", role, rank, source)
     children = list(module.children()) if isinstance(module, _CONTAINERS) else []
-    if any(placed in _planned_modules for placed in (module, *children)):
+    if any(_has_been_planned(placed) for placed in (module, *children)):
         raise PlacementError(
             f"{name}.place({role!r}, {rank}): this module is already planned; its parameters live "
             f"on their workers\n  {source}\n  Fix: place modules before the first train, eval, "
@@ -189,13 +193,25 @@ def write_rule(module: nn.Module, annotation: Annotation | None) -> None:
 
 def is_planned(network: nn.Module) -> bool:
     """Whether a ``Model`` has planned a network, or some module of it."""
-    return any(module in _planned_modules for module in network.modules())
+    return any(_has_been_planned(module) for module in network.modules())
+
+
+def _has_been_planned(module: nn.Module) -> bool:
+    """Whether a network that still exists was planned with it.
+
+    Networks may share a module without parameters, such as one activation for all; one that is no
+    longer there decides nothing.
+    """
+    if not _planned_with.get(module):
+        return False
+    gc.collect()  # networks often lie in cycles
+    return bool(_planned_with.get(module))
 
 
 def mark_planned(network: nn.Module) -> None:
     """Refuse further placements of a network's modules from now on."""
     for module in network.modules():
-        _planned_modules.add(module)
+        _planned_with.setdefault(module, weakref.WeakSet()).add(network)
 
 
 @contextmanager

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from equivalence_helpers import assert_same_wherever_placed, batches_of
 from torch import nn
 
+from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.scattered import Scattered
 from graphsplit.testing.simulate import Captures
 
 
@@ -151,3 +153,63 @@ def test_a_mixture_of_experts_is_captured_with_its_grouped_product() -> None:
             return found * self.gate(x)[order].softmax(-1).amax(-1, keepdim=True)
 
     assert_same_wherever_placed(Experts, batches_of(6, 8), placements=range(4))
+
+
+class Images(nn.Module):
+    """Puts features in the places of one token, and checks that there are as many, as LLaVA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.features = nn.Linear(4, 4)
+
+    def forward(self, ids, features):
+        x, found = self.embedding(ids), self.features(features)
+        place = (ids == 7)[..., None].expand_as(x)
+        torch._check(x[place].numel() == found.numel(), lambda: "sizes differ")
+        torch._check((ids < 8).all().item(), lambda: "no such token")
+        return x.masked_scatter(place, found).square().sum()
+
+
+def images(num_places: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(6).repeat(2, 1)
+    ids[:, :num_places] = 7
+    return {"ids": ids, "features": torch.randn(4, 4, generator=torch.Generator().manual_seed(1))}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_checks_of_what_values_decide_are_kept(seed: int) -> None:
+    # They ended in KeyError: 'ge'.
+    captures = Scattered(Captures(), seed=seed, num_workers=3)
+    assert_same_bits(Images, [images(2)] * 2, num_workers=3, captures=captures)
+    for num_places in (1, 3):
+        # The size is checked on its worker, or where the tensor is sent to that worker.
+        with pytest.raises(GraphsplitError, match=r"xpected:? [\[(]16"):
+            cluster = assert_same_bits(Images, [images(2)], num_workers=3, captures=captures)
+            cluster.train_step(((), images(num_places)))
+
+
+def test_a_check_of_a_value_fails_for_a_batch_for_which_it_does_not_hold() -> None:
+    class Positive(Layer):
+        def forward(self, x):
+            torch._check((x > 0).all().item(), lambda: "not positive")
+            return self.linear(x).sum()
+
+    cluster = assert_same_bits(Positive, [{"x": torch.ones(3, 8)}], num_workers=2)
+    with pytest.raises(StepFailedError, match="the code checks that a value is True"):
+        cluster.train_step(((), {"x": torch.zeros(3, 8)}))
+
+
+class Normal(Layer):
+    def forward(self, x):
+        mean = self.linear(x)
+        return -torch.distributions.Normal(mean, mean.exp()).log_prob(x).mean()
+
+
+def test_distributions_check_their_arguments_in_the_graph() -> None:
+    # They were refused: the check branches on values, if only to raise.
+    batches = [{"x": x} for x, _ in batches_of(4, 8)]
+    assert_same_wherever_placed(Normal, batches, loss_fn=None, placements=range(4))
+    cluster = assert_same_bits(Normal, batches, num_workers=2)
+    with pytest.raises(StepFailedError):
+        cluster.train_step(((), {"x": torch.full((4, 8), torch.inf)}))

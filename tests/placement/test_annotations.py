@@ -86,6 +86,16 @@ def test_placing_a_planned_module_is_refused() -> None:
     assert f"{__file__}:" in str(caught.value)
 
 
+def test_a_module_outlives_the_network_that_it_was_planned_with() -> None:
+    shared = nn.ReLU()
+    network = nn.Sequential(shared)
+    mark_planned(network)
+    with pytest.raises(PlacementError, match="already planned"):
+        shared.place("MS_WORKER", 1)
+    del network
+    shared.place("MS_WORKER", 1)
+
+
 def test_an_operation_that_is_not_placed_is_the_function_itself() -> None:
     assert torch.equal(gs.op(torch.add)(torch.ones(1), torch.ones(1)), torch.full((1,), 2.0))
 
