@@ -224,7 +224,7 @@ def test_one_microbatch_is_the_plain_loop_whose_generator_runs_on():
         ({"microbatches": 0}, "microbatches=0; expected an int of 1 or more"),
         ({"microbatches": "4"}, "microbatches='4'; expected an int"),
         ({"microbatches": True}, "microbatches=True; expected an int"),
-        ({"microbatches": 2, "split": 3}, "split is a int; expected a function"),
+        ({"microbatches": 2, "split": 3}, "split is an int; expected a function"),
         ({"microbatches": 2, "loss_weight": [1]}, "loss_weight is a list; expected a function"),
         ({"loss_weight": len}, "loss_weight is given, but microbatches=1"),
         ({"split": len}, "split is given, but microbatches=1"),
