@@ -42,6 +42,8 @@ def check_pinned_sizes(graph: Graph) -> None:
 def _is_known(node: Node) -> bool:
     """Whether a number read from a tensor, and all sizes of that tensor, are plain numbers."""
     tensor: Any = node.args[0]
+    if node.meta.get("val") is None:  # asked, and answered otherwise: nothing reads it
+        return False
     numbers = (node.meta["val"], *tensor.meta["val"].shape)
     return all(not getattr(n, "node", None) or not n.node.expr.free_symbols for n in numbers)
 
