@@ -49,7 +49,7 @@ pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
 	run -m "real_processes and not zoo"
 
 test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
-	$(BIN)/python -m pytest tests/zoo -m zoo $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto tests/zoo -m zoo $(PYTEST_ARGS)
 
 proto: $(STAMP) ## generate graphsplit/_proto from proto/
 	$(PROTOC) --python_out=. --pyi_out=. $(addprefix graphsplit/_proto/,$(PROTOS))
