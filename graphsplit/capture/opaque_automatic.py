@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.opaque_record import Recorder, Whole
+from graphsplit.capture.replaced import replaced
 from graphsplit.capture.users_line import users_line_now
 from graphsplit.errors import CaptureError
 
@@ -39,16 +40,6 @@ def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def _recorded(recorder: Recorder, owner: Any, name: str, label: str) -> Any:
     original = getattr(owner, name)
 
@@ -57,7 +48,7 @@ def _recorded(recorder: Recorder, owner: Any, name: str, label: str) -> Any:
             return original(*args, **kwargs)
         return recorder.record(Whole(original, label), args, kwargs)
 
-    return _replaced(owner, name, call)
+    return replaced(owner, name, call)
 
 
 def _vjp_refused(recorder: Recorder) -> Any:
@@ -73,7 +64,7 @@ def _vjp_refused(recorder: Recorder) -> Any:
             f"  Fix: keep the function around it whole, with gs.opaque."
         )
 
-    return _replaced(owner, "_vjp_with_argnums", refuse)
+    return replaced(owner, "_vjp_with_argnums", refuse)
 
 
 @contextmanager
@@ -81,7 +72,7 @@ def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
     kinds: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
     with ExitStack() as stack:
         for kind in kinds:
-            stack.enter_context(_replaced(kind, "__call__", _scripted(recorder, kind.__call__)))
+            stack.enter_context(replaced(kind, "__call__", _scripted(recorder, kind.__call__)))
         yield
 
 

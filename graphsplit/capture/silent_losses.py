@@ -19,6 +19,7 @@ from torch.utils import checkpoint
 
 from graphsplit.capture.observe import is_tracked, reachable_values
 from graphsplit.capture.opaque_record import Recorder, Whole
+from graphsplit.capture.replaced import replaced
 from graphsplit.capture.users_line import users_line_now, users_line_of_trace
 from graphsplit.errors import CaptureError
 
@@ -63,28 +64,16 @@ def silent_losses_refused(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, what, way_out in _REFUSED:
             original = getattr(owner, name)
-            stack.enter_context(
-                _replaced(owner, name, _refusing(recorder, original, what, way_out))
-            )
+            stack.enter_context(replaced(owner, name, _refusing(recorder, original, what, way_out)))
         autograd: Any = torch.autograd
-        stack.enter_context(_replaced(autograd, "grad", _differentiating(recorder, autograd.grad)))
+        stack.enter_context(replaced(autograd, "grad", _differentiating(recorder, autograd.grad)))
         hooks: Any = torch.autograd.graph.saved_tensors_hooks
-        stack.enter_context(_replaced(hooks, "__enter__", _entering(recorder, hooks.__enter__)))
+        stack.enter_context(replaced(hooks, "__enter__", _entering(recorder, hooks.__enter__)))
         tensor: Any = torch.Tensor
         stack.enter_context(
-            _replaced(tensor, "register_hook", _hooking(recorder, tensor.register_hook))
+            replaced(tensor, "register_hook", _hooking(recorder, tensor.register_hook))
         )
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _refusing(

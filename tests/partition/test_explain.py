@@ -86,7 +86,8 @@ def test_a_model_that_repeats_is_explained_once_per_worker(golden: Golden) -> No
 
 def llama_plan(num_layers: int, num_workers: int) -> PartitionPlan:
     """A Llama whose layers are spread evenly over the workers; nothing else is placed."""
-    transformers = pytest.importorskip("transformers")
+    import transformers  # only where it is needed: it takes seconds
+
     config = transformers.LlamaConfig(
         vocab_size=32,
         hidden_size=16,

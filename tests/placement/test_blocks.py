@@ -286,7 +286,8 @@ def test_operations_placed_each_by_a_block_keep_the_bits() -> None:
 
 
 def test_a_transformers_model_placed_operation_by_operation_keeps_the_bits() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers  # only where it is needed: it takes seconds
+
     config = transformers.LlamaConfig(
         vocab_size=32,
         hidden_size=16,
