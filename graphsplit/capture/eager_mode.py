@@ -11,8 +11,6 @@ dtype is that one already; what stands for a parameter during capture could not 
 
 from __future__ import annotations
 
-import functools
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +21,6 @@ import torch._higher_order_ops.utils as higher_order_ops
 import torch.compiler
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import activation
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphsplit.capture.function_modes import OURS, without_modes
@@ -145,18 +142,3 @@ def _conversions_to_the_same() -> Iterator[None]:
         yield
     finally:
         module_class._apply = convert
-
-
-def forget_fake_tensors() -> None:
-    """Clear every ``functools.lru_cache`` that a capture has filled with fake tensors.
-
-    A function that keeps its results would hand them to the next capture, or to the user.
-    """
-    for found in gc.get_objects():
-        if type(found) is functools._lru_cache_wrapper and _holds_fake(found):
-            found.cache_clear()
-
-
-def _holds_fake(cached: Any) -> bool:
-    results = gc.get_referents(cached)  # the function, and everything it has kept
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(results))

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from graphsplit.capture.assigned_buffers import AssignedBuffers
 from graphsplit.capture.casts import keep_casts
 from graphsplit.capture.data_attribute import DataIsDetached
-from graphsplit.capture.eager_mode import as_in_eager_mode, forget_fake_tensors
+from graphsplit.capture.eager_mode import as_in_eager_mode
+from graphsplit.capture.fake_caches import forget_fake_tensors
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.identities import remove_identities
 from graphsplit.capture.inplace import make_in_place_explicit

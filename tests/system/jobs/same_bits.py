@@ -225,11 +225,11 @@ def scenarios() -> list[Scenario]:
     found = [
         Scenario("LeNet as in the example", LeNet, MAIN, image, readers={2, 3}),
         Scenario("LeNet, unplaced to worker 0", LeNet, MAIN, image, unplaced="worker0"),
-        Scenario("LeNet, built deferred", LeNet, MAIN, image, deferred=True),
-        Scenario("LeNet by Adam", LeNet, MAIN, image,
+        Scenario("LeNet, built deferred", LeNet, MAIN, image, deferred=True, size=16),
+        Scenario("LeNet by Adam", LeNet, MAIN, image, size=16,
                  optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)),
-        Scenario("LeNet on one worker of five", LeNet, {"": 2}, image, readers={2}),
-        Scenario("nothing placed", LeNet, {}, image),
+        Scenario("LeNet on one worker of five", LeNet, {"": 2}, image, size=16, readers={2}),
+        Scenario("nothing placed", LeNet, {}, image, size=16),
         Scenario("residual, fan-out, back and forth, late input, dropout", Fan,
                  {"stem": 0, "left": 1, "middle": 2, "right": 3, "back": 0, "head": 4}, (12,)),
         Scenario("the same, unplaced to worker 0", Fan,
@@ -246,10 +246,12 @@ def scenarios() -> list[Scenario]:
     for number, ranks in enumerate(permutations[7::41]):
         unplaced = ("affinity", "worker0")[number % 2]
         placement = dict(zip(LAYERS, ranks, strict=True))
-        found.append(Scenario(f"LeNet {ranks} {unplaced}", LeNet, placement, image, unplaced))
+        found.append(
+            Scenario(f"LeNet {ranks} {unplaced}", LeNet, placement, image, unplaced, size=16)
+        )
     for ranks in ((0, 1, 0, 1, 0), (2, 2, 1, 2, 1), (4, 0, 4, 0, 4)):
         placement = dict(zip(LAYERS, ranks, strict=True))
-        found.append(Scenario(f"LeNet back and forth {ranks}", LeNet, placement, image))
+        found.append(Scenario(f"LeNet back and forth {ranks}", LeNet, placement, image, size=16))
     return found
 
 
