@@ -6,6 +6,7 @@ from graphsplit.placement import annotations as _annotations
 from graphsplit.placement.annotations import op, place
 from graphsplit.placement.rules import apply_placement
 from graphsplit.runtime import clip
+from graphsplit.runtime import job as _jobs
 from graphsplit.runtime.deferred_init import deferred_init
 from graphsplit.runtime.job import (
     barrier,
@@ -21,8 +22,10 @@ from graphsplit.train import callbacks, metrics
 from graphsplit.train.checkpoint.series import latest_checkpoint
 from graphsplit.train.microbatches import split_microbatches
 from graphsplit.train.model import Model
+from graphsplit.train.recovery.install import install as _install_recovery
 
 _annotations.install()
+_jobs.on_joined.append(_install_recovery)
 
 __all__ = [
     "Model",

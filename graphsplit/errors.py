@@ -72,6 +72,25 @@ class JobFailedError(ClusterError):
     """The job was ended by a failure somewhere; the message names worker, step and root cause."""
 
 
+class MembershipChangedError(ClusterError):
+    """A worker was lost, and the job recovers: every wait of this generation ends with this.
+
+    No ``JobFailedError``: the job goes on. Whoever catches it gives up what it was doing, calls
+    ``Job.recover()``, and begins again from a state that all workers have.
+
+    Attributes:
+        generation: The generation that is over.
+    """
+
+    def __init__(self, message: str, *, generation: int) -> None:
+        super().__init__(message)
+        self.generation = generation
+
+
+class JournalError(ClusterError):
+    """The scheduler's journal cannot be read or written, or is damaged. Names file and place."""
+
+
 class TransportError(GraphsplitError, RuntimeError):
     """A value could not be moved between two workers."""
 

@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphsplit.errors import JobFailedError
+from graphsplit.errors import JobFailedError, MembershipChangedError
+
+RETRYABLE_KINDS = frozenset({"lost", "scheduler_lost", "timeout"})
+"""Kinds of failure that say nothing against the script: another attempt may well succeed."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class FailureCause:
     position: str = ""
     traceback: str = ""
 
+    @property
+    def is_retryable(self) -> bool:
+        """Whether another attempt may succeed: a process or a link was lost, nothing raised."""
+        return self.kind in RETRYABLE_KINDS
+
     def describe(self) -> str:
         """The cause as a person should read it: one summary line, then position and traceback."""
         who = f"worker {self.rank}" if self.rank >= 0 else "the scheduler"
@@ -48,22 +56,37 @@ class FailureCause:
 
 
 class AbortSignal:
-    """One flag per process that ends every wait. Thread-safe; the first cause set wins.
+    """One flag per process and generation that ends every wait. Thread-safe.
+
+    It is set when the generation is over: for good, or because the job recovers and a next
+    generation will be formed. The first cause set wins, but that the job failed for good
+    supersedes that it recovers.
 
     Whoever waits (for a value, a barrier, the scheduler) either polls ``cause`` or registers a
     waker that is called, from the thread that sets the signal, right after the cause is set.
+
+    Attributes:
+        generation: The generation whose waits this ends.
+        was_raised: Whether some wait has ended with it already.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, generation: int = 1) -> None:
         self._cause: FailureCause | None = None
+        self._recovers = False
         self._lock = threading.Lock()
         self._wakers: list[Callable[[], None]] = []
+        self.generation = generation
         self.was_raised = False
 
     @property
     def cause(self) -> FailureCause | None:
         """The root cause, or None while the job is healthy."""
         return self._cause
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the generation is over, and the job goes on with a next one."""
+        return self._recovers
 
     def add_waker(self, waker: Callable[[], None]) -> None:
         """Call ``waker`` once the signal is set; at once if it is set already."""
@@ -73,25 +96,39 @@ class AbortSignal:
         if is_set:
             waker()
 
-    def set(self, cause: FailureCause) -> bool:
+    def set(self, cause: FailureCause, *, recovers: bool = False) -> bool:
         """Set the cause and wake every waiter. Returns False if another cause was first."""
         with self._lock:
-            if self._cause is not None:
+            is_superseding = self._recovers and not recovers
+            if self._cause is not None and not is_superseding:
                 return False
-            self._cause = cause
+            self._cause, self._recovers = cause, recovers
             wakers = list(self._wakers)
         for waker in wakers:
             waker()
         return True
 
-    def error(self) -> JobFailedError | None:
+    def error(self) -> JobFailedError | MembershipChangedError | None:
         """The error that carries the root cause, or None while the job is healthy."""
-        if self._cause is None:
+        with self._lock:
+            cause, recovers = self._cause, self._recovers
+        if cause is None:
             return None
-        return JobFailedError("the job was ended by " + self._cause.describe())
+        if recovers:
+            return MembershipChangedError(
+                f"generation {self.generation} is over and the job is recovering from "
+                + cause.describe(),
+                generation=self.generation,
+            )
+        return JobFailedError("the job was ended by " + cause.describe())
 
     def raise_if_set(self) -> None:
-        """Raise ``JobFailedError`` with the root cause if the job was aborted."""
+        """Raise the error that carries the root cause if this generation is over.
+
+        Raises:
+            JobFailedError: The job failed for good.
+            MembershipChangedError: The job recovers.
+        """
         error = self.error()
         if error is not None:
             self.was_raised = True

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.security.options import SecurityOptions, read_options
 
 SCHEDULER_ROLE = "MS_SCHED"
 WORKER_ROLE = "MS_WORKER"
-TRANSPORTS = ("auto", "shm", "grpc")
+TRANSPORTS = ("auto", "shm", "gloo", "nccl", "grpc")
+FAIL_FAST, WAIT_REJOIN, RESTART = RECOVERY_POLICIES = ("fail_fast", "wait_rejoin", "restart")
 MAX_WORKERS = 1024
 MAX_NODE_ID_CHARS = 128
 
@@ -42,8 +44,14 @@ class ClusterSettings:
         receive_timeout_s: How long a wait may last without a message and without progress.
         retry_lower_s: Shortest pause between two attempts to reach the scheduler.
         retry_upper_s: Longest pause between two attempts to reach the scheduler.
-        recovery_path: Where a recoverable job would keep its state; not used yet.
-        transport: ``"auto"``, ``"shm"`` or ``"grpc"``.
+        recovery: What the job does about a lost worker: ``"fail_fast"``, ``"wait_rejoin"`` or
+            ``"restart"``.
+        snapshot_every: Training steps from one snapshot to the next.
+        snapshot_disk_every: Training steps from one snapshot on disk to the next.
+        recovery_path: The folder of the scheduler's journal; empty: it keeps none.
+        transport: ``"auto"``, ``"shm"``, ``"grpc"``, ``"gloo"`` or ``"nccl"``.
+        trace: The folder for a trace of the first training steps; empty for none.
+        security: Certificates, the job's token, and what the user allowed to go without.
     """
 
     role: str
@@ -58,8 +66,13 @@ class ClusterSettings:
     receive_timeout_s: float = 300.0
     retry_lower_s: float = 3.0
     retry_upper_s: float = 5.0
+    recovery: str = FAIL_FAST
     recovery_path: str = ""
+    snapshot_every: int = 10
+    snapshot_disk_every: int = 100
     transport: str = "auto"
+    trace: str = ""
+    security: SecurityOptions = field(default_factory=SecurityOptions)
 
     @property
     def is_scheduler(self) -> bool:
@@ -93,12 +106,6 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
             f"at least MS_RETRY_INTERVAL_LOWER ({lower_s:g})",
             "swap the two, or leave both unset (3 and 5)",
         )
-    if reader.flag("MS_ENABLE_RECOVERY"):
-        reader.problem(
-            "MS_ENABLE_RECOVERY",
-            "0, or unset: recovery of a failed job is not there yet",
-            "unset it; save checkpoints and start again from the last one",
-        )
     return ClusterSettings(
         role=role,
         num_workers=num_workers,
@@ -112,9 +119,26 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         receive_timeout_s=reader.seconds("MS_RECEIVE_MSG_TIMEOUT", default=300.0),
         retry_lower_s=lower_s,
         retry_upper_s=upper_s,
+        recovery=_read_recovery(reader),
         recovery_path=reader.text("MS_RECOVERY_PATH"),
+        snapshot_every=reader.steps("GS_SNAPSHOT_EVERY", default=10),
+        snapshot_disk_every=reader.steps("GS_SNAPSHOT_DISK_EVERY", default=100),
         transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
+        trace=reader.text("GS_TRACE"),
+        security=read_options(reader),
     )
+
+
+def recovery_policy(environ: Mapping[str, str]) -> str:
+    """What the variables say about a lost worker; the default where they are malformed."""
+    return _read_recovery(_Reader(environ))
+
+
+def _read_recovery(reader: _Reader) -> str:
+    """``GS_RECOVERY`` wins; ``MS_ENABLE_RECOVERY`` alone means that lost workers come back."""
+    is_enabled = reader.flag("MS_ENABLE_RECOVERY")
+    default = WAIT_REJOIN if is_enabled else FAIL_FAST
+    return reader.choice("GS_RECOVERY", RECOVERY_POLICIES, default=default)
 
 
 def _read_node_id(reader: _Reader, *, role: str, num_workers: int) -> tuple[str, int | None]:
@@ -148,9 +172,10 @@ class _Reader:
     def text(self, name: str) -> str:
         return self._environ.get(name, "").strip()
 
-    def problem(self, name: str, expected: str, fix: str) -> None:
+    def problem(self, name: str, expected: str, fix: str, *, is_secret: bool = False) -> None:
         raw = self._environ.get(name)
-        found = f"{name} is not set" if raw is None else f"{name}={_shown(raw)}"
+        shown = "(not shown)" if is_secret else _shown(raw or "")
+        found = f"{name} is not set" if raw is None else f"{name}={shown}"
         self._problems.append(f"{found}\n    expected: {expected}\n    Fix: {fix}")
 
     def raise_if_any(self) -> None:
@@ -177,6 +202,17 @@ class _Reader:
         fix = f"set {name} to the same number in every process of the job"
         self.problem(name, f"a whole number from {lowest} to {highest}", fix)
         return 0
+
+    def steps(self, name: str, *, default: int) -> int:
+        """A number of training steps."""
+        value = self.text(name)
+        if not value:
+            return default
+        if re.fullmatch(r"[0-9]{1,9}", value) and int(value) >= 1:
+            return int(value)
+        fix = f"unset it for the default, {default}"
+        self.problem(name, "a number of training steps, 1 or more", fix)
+        return default
 
     def seconds(self, name: str, *, default: float) -> float:
         value = self.text(name)

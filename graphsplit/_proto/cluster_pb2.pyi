@@ -19,23 +19,29 @@ PLACE_AGREEMENT: Place
 PLACE_FINISH: Place
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("register", "heartbeat", "arrive", "text", "failed", "leave")
+    __slots__ = ("register", "heartbeat", "arrive", "text", "failed", "leave", "ready", "rejoin", "fence")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     ARRIVE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    REJOIN_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     register: Register
     heartbeat: Heartbeat
     arrive: Arrive
     text: Text
     failed: Cause
     leave: Leave
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., text: _Optional[_Union[Text, _Mapping]] = ..., failed: _Optional[_Union[Cause, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    ready: Ready
+    rejoin: Rejoin
+    fence: Fence
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., text: _Optional[_Union[Text, _Mapping]] = ..., failed: _Optional[_Union[Cause, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., rejoin: _Optional[_Union[Rejoin, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("accepted", "refused", "formed", "progress", "departed", "text_wanted", "failure_noted", "abort")
+    __slots__ = ("accepted", "refused", "formed", "progress", "departed", "text_wanted", "failure_noted", "abort", "started", "recovering", "fence")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FORMED_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +50,9 @@ class SchedulerMessage(_message.Message):
     TEXT_WANTED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_NOTED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     refused: Refused
     formed: Formed
@@ -52,10 +61,37 @@ class SchedulerMessage(_message.Message):
     text_wanted: TextWanted
     failure_noted: FailureNoted
     abort: Cause
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., formed: _Optional[_Union[Formed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., departed: _Optional[_Union[Departed, _Mapping]] = ..., text_wanted: _Optional[_Union[TextWanted, _Mapping]] = ..., failure_noted: _Optional[_Union[FailureNoted, _Mapping]] = ..., abort: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+    started: Started
+    recovering: Recovering
+    fence: Fence
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., formed: _Optional[_Union[Formed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., departed: _Optional[_Union[Departed, _Mapping]] = ..., text_wanted: _Optional[_Union[TextWanted, _Mapping]] = ..., failure_noted: _Optional[_Union[FailureNoted, _Mapping]] = ..., abort: _Optional[_Union[Cause, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., recovering: _Optional[_Union[Recovering, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
+
+class Fence(_message.Message):
+    __slots__ = ("job", "generation", "incarnation", "number")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    generation: int
+    incarnation: str
+    number: int
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., incarnation: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("job", "generation", "rank", "num_departed")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_DEPARTED_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    generation: int
+    rank: int
+    num_departed: int
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., num_departed: _Optional[int] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "num_workers", "wished_rank", "host", "pid", "endpoints", "versions", "script_digest", "num_threads", "cpu_capability", "seed")
+    __slots__ = ("node_id", "incarnation", "role", "num_workers", "wished_rank", "host", "pid", "endpoints", "versions", "script_digest", "num_threads", "cpu_capability", "seed", "recovery", "resume")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +119,8 @@ class Register(_message.Message):
     NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
     CPU_CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: str
@@ -96,25 +134,52 @@ class Register(_message.Message):
     num_threads: int
     cpu_capability: str
     seed: int
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    recovery: str
+    resume: Resume
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ..., recovery: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("progress", "position")
+    __slots__ = ("progress", "position", "watched")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    WATCHED_FIELD_NUMBER: _ClassVar[int]
     progress: int
     position: str
-    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ...) -> None: ...
+    watched: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Arrive(_message.Message):
-    __slots__ = ("place", "name", "digest")
+    __slots__ = ("place", "name", "digest", "number")
     PLACE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     place: Place
     name: str
     digest: str
-    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class Ready(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class Rejoin(_message.Message):
+    __slots__ = ("generation", "endpoints")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    endpoints: _containers.ScalarMap[str, str]
+    def __init__(self, generation: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Text(_message.Message):
     __slots__ = ("name", "chunk", "last")
@@ -131,8 +196,14 @@ class Leave(_message.Message):
     def __init__(self) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("job", "recovery", "keeps_journal")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_JOURNAL_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    recovery: str
+    keeps_journal: bool
+    def __init__(self, job: _Optional[str] = ..., recovery: _Optional[str] = ..., keeps_journal: _Optional[bool] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason",)
@@ -179,19 +250,42 @@ class Formed(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, rank: _Optional[int] = ..., job: _Optional[str] = ..., generation: _Optional[int] = ..., seed: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Started(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
+
+class Recovering(_message.Message):
+    __slots__ = ("generation", "cause")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    cause: Cause
+    def __init__(self, generation: _Optional[int] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
+
 class Progress(_message.Message):
     __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     VALUES_FIELD_NUMBER: _ClassVar[int]
-    values: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
+    values: _containers.ScalarMap[int, int]
+    def __init__(self, values: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Departed(_message.Message):
-    __slots__ = ("place", "name")
+    __slots__ = ("place", "name", "number")
     PLACE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     place: Place
     name: str
-    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ...) -> None: ...
+    number: int
+    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class TextWanted(_message.Message):
     __slots__ = ("name",)

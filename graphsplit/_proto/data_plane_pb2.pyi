@@ -1,34 +1,40 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("job", "generation", "source", "destination", "token")
+    __slots__ = ("job", "generation", "source", "destination")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     job: str
     generation: int
     source: int
     destination: int
-    token: str
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("plan", "edge", "header", "payload")
+    __slots__ = ("plan", "edge", "header", "payload", "proof", "credits", "waits")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EDGE_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    CREDITS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     plan: int
     edge: int
     header: bytes
     payload: bytes
-    def __init__(self, plan: _Optional[int] = ..., edge: _Optional[int] = ..., header: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    proof: bytes
+    credits: _containers.RepeatedCompositeFieldContainer[Credit]
+    waits: bool
+    def __init__(self, plan: _Optional[int] = ..., edge: _Optional[int] = ..., header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., waits: _Optional[bool] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("plan", "edge", "messages")

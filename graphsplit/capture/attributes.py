@@ -1,17 +1,20 @@
 """What forward leaves behind in the network's attributes, apart from parameters and buffers.
 
-A captured graph computes values; it does not run the Python code again. So an attribute that
-forward sets keeps the value it was given last::
+A captured graph computes values; it does not run the Python code again. So what forward leaves is
+found out when it is captured, and put back as it was::
 
-    self.last = h                 a tensor: put back as it was, since nobody will compute it
-    self.length = x.shape[1]      settles: the same after every forward, and kept
-    self.calls += 1               changes every time: refused
+    self.last = h                 a tensor: nobody will compute it, so forward must not read it
+    self.length = x.shape[1]      a plain value: left again at every step, on every worker
+    self.is_scaled = True         the same; and if forward reads it, the next step has another graph
+    self.calls += 1               never settles: refused
 """
 
 from __future__ import annotations
 
+import copy
+import enum
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +37,22 @@ _NOT_THE_USERS = frozenset(
         "_call_impl",
     )
 )
-_PLAIN = (bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 _CONTAINERS = (list, dict, set)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MAX_LEAVES = 1000
+
+Key = tuple[str, str]  # (path of a module, name of its attribute)
+
+
+class _Missing:
+    """Stands for an attribute that is not there."""
+
+    def __repr__(self) -> str:
+        return "(nothing)"
+
+
+MISSING = _Missing()
 
 
 @dataclass(frozen=True)
@@ -43,22 +60,42 @@ class Change:
     """A plain attribute that forward has changed.
 
     Attributes:
-        module: Whose it is.
-        name: Its name there.
-        label: Its name as the user knows it.
-        old: Its value before.
-        new: Its value after.
+        key: Whose it is, and its name.
+        old: Its value before; ``MISSING`` where there was none.
+        new: Its value after; ``MISSING`` where it was deleted.
     """
 
-    module: nn.Module
-    name: str
-    label: str
+    key: Key
     old: Any
     new: Any
 
-    def make(self) -> None:
-        """Give the attribute its new value."""
-        vars(self.module)[self.name] = self.new
+    def __str__(self) -> str:
+        return f"{label_of(self.key)} from {self.old!r} to {self.new!r}"
+
+
+def label_of(key: Key) -> str:
+    """An attribute's name as the user knows it: what is captured holds the network inside."""
+    path = key[0].partition(".")[2]
+    return f"{path}.{key[1]}" if path else key[1]
+
+
+def value_at(root: nn.Module, key: Key) -> Any:
+    """An attribute's present value."""
+    return vars(root.get_submodule(key[0])).get(key[1], MISSING)
+
+
+def set_value(root: nn.Module, key: Key, value: Any) -> None:
+    """Give an attribute a value."""
+    held = vars(root.get_submodule(key[0]))
+    if value is MISSING:
+        held.pop(key[1], None)
+    else:
+        held[key[1]] = copy.deepcopy(value)
+
+
+def state_after(before: Mapping[Key, Any], changes: Collection[Change]) -> dict[Key, Any]:
+    """The values of attributes once some of them have changed."""
+    return {**before, **{change.key: change.new for change in changes}}
 
 
 class Attributes:
@@ -76,7 +113,7 @@ class Attributes:
         self._whole = frozenset(inside)
         self._after: dict[nn.Module, dict[str, Any]] = {}
         self._before = {m: _attributes(m) for m in root.modules()}
-        self._paths = {m: path.partition(".")[2] for path, m in root.named_modules()}
+        self._paths = {m: path for path, m in root.named_modules()}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -92,11 +129,12 @@ class Attributes:
             handle.remove()
 
     def put_back(self) -> None:
-        """Take away what was left: tensors that have no values, and numbers."""
+        """Take away what was left: tensors that have no values, and plain values."""
         for module, before in self._before.items():
             for name in {**before, **_attributes(module)}:
                 new = vars(module).get(name)
-                if module in self._whole or _holds_fake(new) or name in before:
+                was_made = name not in before and not _is_plain(new)
+                if module in self._whole or _holds_fake(new) or not was_made:
                     _restore(module, name, before)
 
     def changed(self, constants: Collection[Any]) -> list[Change]:
@@ -113,37 +151,89 @@ class Attributes:
         for module, after in self._after.items():
             if module in self._whole:
                 continue
-            for name, new in after.items():
-                old = self._before[module].get(name)
+            before = self._before[module]
+            for name in {**before, **after}:
+                old, new = before.get(name, MISSING), after.get(name, MISSING)
                 if isinstance(new, FakeTensor) and _is_among(old, read):
                     raise self._replaced_tensor(module, name)
-                if type(old) in _PLAIN and type(old) is type(new) and old != new:
-                    found.append(Change(module, name, self._name(module, name), old, new))
+                if _is_plain(old) and _is_plain(new) and not is_same(old, new):
+                    found.append(Change((self._paths[module], name), old, new))
         return found
 
-    def _name(self, module: nn.Module, name: str) -> str:
-        path = self._paths.get(module, "")
-        return f"{path}.{name}" if path else name
+    def left_tensors(self) -> dict[Key, Any]:
+        """Attributes in which forward leaves tensors where there were none before.
+
+        Each with tensors of zeros in their place: what the next forward would see, but for values.
+        """
+        return {
+            (self._paths[module], name): pytree.tree_map(_with_values, new)
+            for module, after in self._after.items()
+            if module not in self._whole
+            for name, new in after.items()
+            if _holds_fake(new) and _is_plain(self._before[module].get(name, MISSING))
+        }
 
     def _replaced_tensor(self, module: nn.Module, name: str) -> CaptureError:
         return CaptureError(
             f"{type(module).__name__} assigns a new tensor to its attribute "
-            f"{self._name(module, name)!r} in forward; the captured graph would read the old one "
-            f"at every step\n"
+            f"{label_of((self._paths[module], name))!r} in forward; the captured graph "
+            f"would read the old one at every step\n"
             f"  Fix: register it with register_buffer, and change it in place, as in "
             f"self.{name}.copy_(new); or keep the module whole with gs.opaque."
         )
 
 
+def _with_values(leaf: Any) -> Any:
+    if isinstance(leaf, FakeTensor):
+        sizes = [_with_values(size) for size in leaf.shape]
+        return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device)
+    return leaf.node.hint if isinstance(leaf, _SYMBOLIC) else leaf
+
+
+def kept_tensors(keys: Collection[Key]) -> CaptureError:
+    """What to say of tensors that one forward leaves in attributes and the next one reads."""
+    return CaptureError(
+        f"forward keeps tensors in attributes of the network and reads them when it is called "
+        f"again: {', '.join(map(label_of, keys))}; the captured graph would not see them\n"
+        f"  Fix: register a buffer of that shape and change it in place, as in "
+        f"self.state.copy_(new); hand the tensor in and out of forward; or keep the module whole "
+        f"with gs.opaque."
+    )
+
+
 def changing_attributes(changes: Collection[Change]) -> CaptureError:
     """What to say of attributes that every forward changes."""
-    listed = ", ".join(f"{c.label} from {c.old!r} to {c.new!r}" for c in changes)
     return CaptureError(
-        f"forward changes attributes of the network, and the captured graph would compute with "
-        f"what they were when it was captured:\n  {listed}\n"
+        f"forward changes attributes of the network at every call, and the captured graph would "
+        f"compute with what they were when it was captured:\n  {', '.join(map(str, changes))}\n"
         f"  Fix: count in a buffer that is changed in place, in a callback, or keep the module "
         f"whole with gs.opaque."
     )
+
+
+def plain_attributes(root: nn.Module) -> str:
+    """All plain attributes of a network, as text."""
+    found = (
+        (path, name, value)
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+        if _is_users(name) and _is_plain(value)
+    )
+    return repr(list(found))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two plain values are the same."""
+    return type(one) is type(other) and (one == other or repr(one) == repr(other))
+
+
+def _is_plain(value: Any) -> bool:
+    if value is MISSING or isinstance(value, _PLAIN):
+        return True
+    if not isinstance(value, (list, tuple, dict, set, frozenset)):
+        return False
+    inside: Any = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+    return len(inside) <= _MAX_LEAVES and all(map(_is_plain, inside))
 
 
 def _is_among(value: Any, storages: Collection[int]) -> bool:
@@ -159,7 +249,9 @@ def _is_users(name: str) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    return type(value)(value) if type(value) in _CONTAINERS else value
+    if type(value) not in _CONTAINERS:
+        return value
+    return copy.deepcopy(value) if _is_plain(value) else type(value)(value)
 
 
 def _restore(module: nn.Module, name: str, before: dict[str, Any]) -> None:
@@ -177,11 +269,12 @@ def _restore(module: nn.Module, name: str, before: dict[str, Any]) -> None:
 
 
 def _holds_fake(value: Any) -> bool:
-    return any(isinstance(leaf, FakeTensor) for leaf in itertools.islice(_leaves(value), 1000))
+    found = itertools.islice(_leaves(value), _MAX_LEAVES)
+    return any(isinstance(leaf, (FakeTensor, *_SYMBOLIC)) for leaf in found)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, *_SYMBOLIC)):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         yield from pytree.tree_leaves(value)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from graphsplit.capture.memory_calls import KeepVersion, MemoryCall, ViewAgain
+from graphsplit.capture.memory_calls import KeepVersion, MemoryCall
 from graphsplit.capture.opaque import opaque_call, operands_at
 
 # Operators whose schema does not say that they write to their running statistics:
@@ -133,7 +133,7 @@ def aliased_operands(node: Node) -> tuple[Node, ...]:
     if call is not None:
         return operands_at(node, call.traits.aliased)
     if isinstance(node.target, MemoryCall):
-        return tuple(node.all_input_nodes[:1]) if isinstance(node.target, ViewAgain) else ()
+        return tuple(node.target.aliased(node.args))
     schema = _schema(node)
     if schema is None:  # getitem and other Python functions; higher-order operations
         return tuple(n for n in node.all_input_nodes if n.op != "get_attr")

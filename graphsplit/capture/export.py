@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphsplit.capture.assigned_buffers import AssignedBuffers
+from graphsplit.capture.branches import name_modules_inside
 from graphsplit.capture.casts import keep_casts
 from graphsplit.capture.data_attribute import DataIsDetached
 from graphsplit.capture.eager_mode import as_in_eager_mode
@@ -29,9 +31,10 @@ from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.known_values import answers_known_values, is_all_ones
 from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.own_errors import raises_by_itself
 from graphsplit.capture.pinned_sizes import check_pinned_sizes
 from graphsplit.capture.recipes import Question
-from graphsplit.capture.record_program import record_program
+from graphsplit.capture.record_program import Export, record_program
 from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
 from graphsplit.capture.sizes import DynamicSizes, dynamic_shapes
 from graphsplit.capture.structure import Structure, take_apart
@@ -107,7 +110,8 @@ class CaptureRequest:
 def capture(request: CaptureRequest) -> CapturedGraph:
     """Capture one step of a network as a graph.
 
-    Draws nothing from the default generator and changes neither parameters nor buffers.
+    Draws nothing from the default generator, and changes neither parameters, buffers nor other
+    attributes.
 
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
@@ -126,8 +130,10 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     step.training = request.network.training
     state = _state_tensors(step)
     with _only_recording(request):
-        program = record_program(step, request.network, lambda: _export(step, request))
+        recorded = record_program(step, request.network, _how_to_export(step, request))
+    program = recorded.program
     graph_module = program.graph_module
+    name_modules_inside(graph_module, step)
     check_pinned_sizes(graph_module.graph)
     sizes = DynamicSizes.of(program, questions[-1])
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
@@ -150,6 +156,17 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         loss=request.loss,
         state_names=state_names,
         sizes=sizes,
+        changes=recorded.changes,
+        is_other_after=recorded.is_other_after,
+    )
+
+
+def _how_to_export(step: _Step, request: CaptureRequest) -> Export:
+    run = partial(request.run, request.network, request.loss_fn)
+    arguments = request.args, request.kwargs
+    return Export(
+        lambda: _export(step, request),
+        lambda error: raises_by_itself(step, run, arguments, error),
     )
 
 

@@ -42,16 +42,29 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         f"register_buffer, or {_OPAQUE}",
     ),
 )
-_LOGGERS = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = (
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+)
 
 
-def explain(network: nn.Module, error: BaseException) -> CaptureError:
-    """What to tell the user of an error that came out of ``torch.export``."""
+def explain(network: nn.Module, error: BaseException, *, is_own: bool = False) -> CaptureError:
+    """What to tell the user of an error that came out of ``torch.export``.
+
+    Args:
+        network: The network.
+        error: The error.
+        is_own: Whether it comes in plain PyTorch too.
+    """
     text = f"{type(error).__name__}: {error}"
     reason, fix = (
         "torch.export does not support something this code does",
         f"write the code named above with torch operations, or {_OPAQUE}",
     )
+    if is_own:
+        reason = "the network itself raises this error, in plain PyTorch too"
+        fix = "look at the shapes and dtypes of the batch, and mend the line named above"
     for pattern, why, way_out in _REASONS:
         if re.search(pattern, text):
             reason, fix = why, way_out

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.attributes import Change
 from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.capture.sizes import DynamicSizes
 from graphsplit.capture.structure import Structure
@@ -56,6 +57,8 @@ class Node:
         is_random: Whether it draws from the default generator.
         with_producer: Whether it must run where its (single) operand is made: an element taken
             out of a tuple.
+        stays: Whether it runs where its (last) operand is, whatever is placed around it: it costs
+            nothing, and would only be a detour.
         changes_inputs: Whether it modifies an operand in place.
         shares_modified: Nodes whose memory it shares after somebody modified it in place, each
             with whether that memory is a parameter or buffer. Values of others must lie in the
@@ -79,6 +82,7 @@ class Node:
     annotation: Annotation | None = None
     is_random: bool = False
     with_producer: bool = False
+    stays: bool = False
     changes_inputs: bool = False
     shares_modified: tuple[tuple[int, bool], ...] = ()
     requires_grad: bool = False
@@ -130,6 +134,8 @@ class CapturedGraph:
         state_names: For every state node (by position), all qualified names of that tensor:
             tied parameters have several.
         sizes: For which sizes of its inputs it holds, where it holds for several.
+        changes: What forward leaves in attributes of the network.
+        is_other_after: Whether the next step has another graph, because of these.
     """
 
     mode: Mode
@@ -142,6 +148,8 @@ class CapturedGraph:
     loss: int | None
     state_names: dict[int, tuple[str, ...]]
     sizes: DynamicSizes | None = None
+    changes: tuple[Change, ...] = ()
+    is_other_after: bool = False
 
     @property
     def loss_node(self) -> int | None:
@@ -206,6 +214,7 @@ class CapturedGraph:
             )
         for name in sorted(self.constants):
             lines.append(f"  constant {name}: {_digest(self.constants[name])}")
+        lines += [f"  leaves {change}" for change in self.changes]
         outputs = ", ".join(
             repr(out.constant) if out.node is None else f"%{out.node}" for out in self.outputs
         )

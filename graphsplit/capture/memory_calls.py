@@ -148,6 +148,14 @@ class MemoryCall:
         """Run it."""
         raise NotImplementedError
 
+    def as_taken(self, *operands: Any) -> Any:
+        """Run it, but in a branch as if that were taken: for asking, on tensors without values."""
+        return self(*operands)
+
+    def aliased(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments whose memory its results may share."""
+        return ()
+
 
 class ViewAgain(MemoryCall):
     """Takes a view of a new version: ``(memory, *operands of the view) -> view``."""
@@ -160,6 +168,10 @@ class ViewAgain(MemoryCall):
         """Take the view."""
         base, *others = operands
         return _view(base, self._steps, others)
+
+    def aliased(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The memory."""
+        return args[:1]
 
 
 class WriteToCopy(MemoryCall):

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node as FxNode
 
+from graphsplit.capture.branch_calls import EnterBranches, Guarded
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
 from graphsplit.capture.memory_calls import MemoryCall
@@ -175,6 +176,7 @@ class NodeBuilder:
             annotation=_annotation(fx_node),
             is_random=is_random(fx_node),
             with_producer=is_element and any(self.nodes[r].meta is None for r in reads),
+            stays=isinstance(fx_node.target, EnterBranches),
             changes_inputs=bool(written),
             shares_modified=shares_modified,
             requires_grad=requires_grad,
@@ -324,6 +326,8 @@ def _arguments(fx_node: FxNode, position: dict[FxNode, int]) -> str:
     call = opaque_call(fx_node)
     if call is not None and call.text:
         parts.append(call.text)
+    if isinstance(fx_node.target, Guarded):
+        parts.append(fx_node.target.text())
     return ", ".join(parts)
 
 

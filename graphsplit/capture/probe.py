@@ -122,7 +122,8 @@ def _run(
                 shadows[operand] = _shadow(operand, carries_grad.get(operand, False), target)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), shadows.__getitem__)
             with in_region(region, grad_enabled=grad_enabled):
-                results = target(*args, **kwargs)
+                run = target.as_taken if isinstance(target, MemoryCall) else target
+                results = run(*args, **kwargs)
     except Exception:  # what cannot be run on fake tensors alone is judged by its operands
         return None
     leaves = pytree.tree_leaves(results)

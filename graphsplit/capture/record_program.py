@@ -7,15 +7,28 @@ and the network recorded again. So one placed module more is one operation, on i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
 
-from graphsplit.capture.attributes import Attributes, Change, changing_attributes
+from graphsplit.capture.attributes import (
+    Attributes,
+    Change,
+    Key,
+    changing_attributes,
+    is_same,
+    kept_tensors,
+    set_value,
+    state_after,
+    value_at,
+)
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, quiet_export
 from graphsplit.capture.opaque import put_in_place
@@ -31,16 +44,45 @@ from graphsplit.capture.silent_losses import (
 from graphsplit.capture.sizes import check_known
 from graphsplit.errors import CaptureError, GraphsplitError
 
-Export = Callable[[], ExportedProgram]
+# How many values attributes may take in turn, from one call of forward to the next.
+_MAX_STATES = 4
 
 
-def record_program(root: nn.Module, network: nn.Module, export: Export) -> ExportedProgram:
+@dataclass(frozen=True)
+class Export:
+    """How to record a step.
+
+    Attributes:
+        record: Calls ``torch.export``.
+        raises_by_itself: Whether an error comes in plain PyTorch too.
+    """
+
+    record: Callable[[], ExportedProgram]
+    raises_by_itself: Callable[[Exception], bool]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step.
+
+    Attributes:
+        program: What ``torch.export`` made of it.
+        changes: What forward leaves in attributes of the network.
+        is_other_after: Whether another program would be recorded once that is made.
+    """
+
+    program: ExportedProgram
+    changes: tuple[Change, ...] = ()
+    is_other_after: bool = False
+
+
+def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recorded:
     """Record a step.
 
     Args:
         root: What is exported: holds the network and the loss.
         network: The user's network.
-        export: Calls ``torch.export``.
+        export: How to record it.
 
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
@@ -72,22 +114,83 @@ class _CannotBeTakenApartError(Exception):
         self.module = module
 
 
-def _settled(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> ExportedProgram:
-    """Record until no attribute of the network changes; more than twice is too often."""
-    program, changes = _record(root, export, whole)
+def _settled(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
+    """Record, and find out what comes of the attributes that forward changes.
+
+    Raises:
+        CaptureError: They are others after every call.
+    """
+    program, changes, tensors = _record(root, export, whole)
+    if tensors:
+        _check_not_read(root, export, whole, program, tensors)
     if not changes:
-        return program
-    for change in changes:
-        change.make()
-    again, changes_again = _record(root, export, whole)
-    if changes_again or program.graph_module.code != again.graph_module.code:
-        raise changing_attributes(changes)
-    return again
+        return Recorded(program)
+    start = {change.key: value_at(root, change.key) for change in changes}
+    state, following, states = dict(start), changes, [dict(start)]
+    differs = False
+    try:
+        while following:
+            state = state_after(state, following)
+            for key, value in state.items():
+                start.setdefault(key, value_at(root, key))
+                set_value(root, key, value)
+            if any(_is_same_state(state, known, start) for known in states):
+                break
+            if len(states) == _MAX_STATES:
+                moving = {change.key for change in following}
+                first = [change for change in changes if change.key in moving]
+                raise changing_attributes(first or following)
+            states.append(state)
+            again, following, _ = _record(root, export, whole)
+            differs |= _text(again) != _text(program)
+    finally:
+        for key, value in start.items():
+            set_value(root, key, value)
+    return Recorded(program, tuple(changes), differs or bool(following) or len(states) > 2)
+
+
+def _check_not_read(
+    root: nn.Module,
+    export: Export,
+    whole: Collection[nn.Module],
+    program: ExportedProgram,
+    tensors: Mapping[Key, Any],
+) -> None:
+    """Record again with what was left, and see that it makes no difference."""
+    start = {key: value_at(root, key) for key in tensors}
+    try:
+        for key, value in tensors.items():
+            set_value(root, key, value)
+        again, _, _ = _record(root, export, whole)
+    except (CaptureError, _CannotBeTakenApartError):
+        raise kept_tensors(tensors) from None
+    finally:
+        for key, value in start.items():
+            set_value(root, key, value)
+    if _text(again) != _text(program):
+        raise kept_tensors(tensors)
+
+
+def _is_same_state(
+    one: Mapping[Key, Any], other: Mapping[Key, Any], start: Mapping[Key, Any]
+) -> bool:
+    return all(is_same(one.get(key, old), other.get(key, old)) for key, old in start.items())
+
+
+def _text(program: ExportedProgram) -> str:
+    """All of a program in which another one may differ."""
+    modules = program.graph_module.modules()
+    code = [module.code for module in modules if isinstance(module, GraphModule)]
+    constants = [
+        f"{name} {value.tolist() if isinstance(value, torch.Tensor) else value!r}"
+        for name, value in program.constants.items()
+    ]
+    return "\n".join([*code, *constants])
 
 
 def _record(
     root: nn.Module, export: Export, whole: Collection[nn.Module]
-) -> tuple[ExportedProgram, list[Change]]:
+) -> tuple[ExportedProgram, list[Change], dict[Key, Any]]:
     attributes = Attributes(root, [*marked_ones(root), *whole])
     recorder = Recorder(root)
     network = getattr(root, "network", root)
@@ -100,17 +203,20 @@ def _record(
     put_in_place(program.graph_module, recorder.calls)
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
-    return program, attributes.changed(program.constants.values())
+    changed = attributes.changed(program.constants.values())
+    return program, changed, attributes.left_tensors()
 
 
 def _exported(export: Export, network: nn.Module) -> ExportedProgram:
     try:
-        return export()
+        return export.record()
     except GraphsplitError:
         raise
     except Exception as error:
+        module = failing_module(error)
+        is_own = module is None and export.raises_by_itself(error)
         # torch's own frames, a hundred of them, would hide the user's line.
-        raise _CannotBeTakenApartError(explain(network, error), failing_module(error)) from None
+        raise _CannotBeTakenApartError(explain(network, error, is_own=is_own), module) from None
 
 
 @contextmanager

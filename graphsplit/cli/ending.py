@@ -7,6 +7,7 @@ first decides the status; the others get a moment to name the cause and leave by
 running --first failure--> grace 5 s --> SIGTERM --2 s--> SIGKILL
 running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL
 running --last worker----> the scheduler has 30 s --> SIGTERM --2 s--> SIGKILL
+running --killed, and it may be started again--> running
 ```
 """
 
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field
+
+EX_TEMPFAIL = 75
+"""The status of a process that asks to be started again."""
 
 GRACE_S = 5.0
 TERMINATE_S = 2.0
@@ -30,22 +34,43 @@ class JobEnding:
         running: Names of the processes that have not ended.
         status: The exit status of the job: that of the first failure or interruption, else 0.
         reason: One line that says who failed first; empty while all is well.
+        restarts: How many processes may still be started again, one by one.
+        restarts_scheduler: Whether the scheduler may be, too: it keeps a journal.
+        asks_for_another_try: Whether some process ended so that all should be started again.
     """
 
     running: set[str]
+    restarts: int = 0
+    restarts_scheduler: bool = False
+    asks_for_another_try: bool = False
     status: int = 0
     reason: str = ""
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
     _is_interrupted: bool = False
 
-    def exited(self, name: str, *, returncode: int, now_s: float) -> None:
-        """A process ended; ``returncode`` is ``-N`` if signal N ended it."""
+    def exited(self, name: str, *, returncode: int, now_s: float) -> bool:
+        """A process ended; ``returncode`` is ``-N`` if signal N ended it.
+
+        Returns:
+            Whether to start it again. Then it counts as running.
+        """
+        if self._may_start_again(name, returncode):
+            self.restarts -= 1
+            return True
         self.running.discard(name)
+        self.asks_for_another_try |= returncode == EX_TEMPFAIL
         if returncode != 0 and self.status == 0:
             self._blame(exit_status(returncode), f"{name} {describe(returncode)}")
             self._end_from(now_s + GRACE_S)
         elif self.running == {SCHEDULER}:
             self._end_from(now_s + SCHEDULER_LINGER_S)
+        return False
+
+    def _may_start_again(self, name: str, returncode: int) -> bool:
+        """Killed, or asking for it: an error of the script would only be made again."""
+        was_lost = returncode < 0 or returncode == EX_TEMPFAIL
+        may_be = name != SCHEDULER or self.restarts_scheduler
+        return was_lost and may_be and self.restarts > 0 and self.status == 0
 
     def interrupted(self, signum: signal.Signals, *, now_s: float) -> None:
         """The user asked for the end; every further request skips one wait."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from graphsplit.cli.ending import SCHEDULER
 
@@ -22,7 +24,7 @@ class ChildSpec:
     """
 
     name: str
-    variables: Mapping[str, str]
+    variables: Mapping[str, str] = field(repr=False)
 
     @property
     def file_stem(self) -> str:
@@ -31,10 +33,28 @@ class ChildSpec:
 
 
 def job_children(
-    base: Mapping[str, str], *, num_workers: int, host: str, port: int
+    base: Mapping[str, str],
+    *,
+    num_workers: int,
+    host: str,
+    port: int,
+    certificates: Path | None = None,
 ) -> tuple[ChildSpec, ...]:
-    """Return the scheduler and the workers, ``base`` being the environment they start from."""
+    """Return the scheduler and the workers.
+
+    Where ``base`` has no secret for the job, they get one that nobody else knows.
+
+    Args:
+        base: The environment they start from.
+        num_workers: How many workers there are.
+        host: Where the scheduler listens.
+        port: Its port.
+        certificates: A folder with a certificate for each of them, for mutual TLS.
+    """
     shared = {**_defaults(), **base}
+    if not (base.get("GS_JOB_TOKEN") or base.get("GS_JOB_TOKEN_FILE")):
+        # In the environment, which only this user can read; never in an argument.
+        shared["GS_JOB_TOKEN"] = secrets.token_urlsafe(32)
     shared |= {
         "MS_WORKER_NUM": str(num_workers),
         "MS_SCHED_HOST": host,
@@ -42,12 +62,21 @@ def job_children(
     }
     # One that the shell left behind must not become the rank of every process.
     shared.pop("MS_NODE_ID", None)
-    scheduler = ChildSpec(SCHEDULER, {**shared, "MS_ROLE": "MS_SCHED"})
-    workers = (
-        ChildSpec(f"worker {rank}", {**shared, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)})
-        for rank in range(num_workers)
-    )
-    return (scheduler, *workers)
+    own = {"MS_ROLE": "MS_SCHED", **_tls(certificates, "scheduler")}
+    children = [ChildSpec(SCHEDULER, {**shared, **own})]
+    for rank in range(num_workers):
+        own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
+        own |= _tls(certificates, f"worker-{rank}")
+        children.append(ChildSpec(f"worker {rank}", {**shared, **own}))
+    return tuple(children)
+
+
+def _tls(folder: Path | None, name: str) -> dict[str, str]:
+    """The files of one process in a folder that ``graphsplit certs`` filled."""
+    if folder is None:
+        return {}
+    files = {"GS_TLS_CA": "ca.pem", "GS_TLS_CERT": f"{name}.pem", "GS_TLS_KEY": f"{name}.key"}
+    return {variable: str((folder / file).absolute()) for variable, file in files.items()}
 
 
 def _defaults() -> dict[str, str]:

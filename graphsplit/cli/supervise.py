@@ -20,7 +20,7 @@ from typing import IO, BinaryIO
 
 from graphsplit.cli.children import collect_if_ended, signal_group, start_child
 from graphsplit.cli.console import Console
-from graphsplit.cli.ending import JobEnding
+from graphsplit.cli.ending import JobEnding, describe
 from graphsplit.cli.environment import ChildSpec
 from graphsplit.cli.lines import LineCutter
 
@@ -40,19 +40,60 @@ class _Output:
     cutter: LineCutter = field(default_factory=LineCutter)
 
 
+@dataclass(frozen=True)
+class Restarts:
+    """What is started again when it was lost.
+
+    Attributes:
+        processes: How many processes may be started again while the others wait for them.
+        jobs: How often all of them are started again, when the job asks for another try.
+        with_scheduler: Whether the scheduler is one of those processes: it keeps a journal.
+    """
+
+    processes: int = 0
+    jobs: int = 0
+    with_scheduler: bool = False
+
+
+NO_RESTARTS = Restarts()
+
+
 def supervise(
-    specs: Sequence[ChildSpec], command: Sequence[str], *, console: Console, log_dir: Path | None
+    specs: Sequence[ChildSpec],
+    command: Sequence[str],
+    *,
+    console: Console,
+    log_dir: Path | None,
+    restarts: Restarts = NO_RESTARTS,
 ) -> int:
     """Start ``command`` once for each of ``specs`` and return the job's exit status."""
+    for tries_left in range(restarts.jobs, -1, -1):
+        ending = _run_once(specs, command, console=console, log_dir=log_dir, restarts=restarts)
+        if ending.reason:
+            console.say(f"graphsplit: {ending.reason}")
+        if not (ending.asks_for_another_try and tries_left):
+            break
+        console.say(f"graphsplit: starting the job again; {tries_left - 1} more tries after this")
+    return ending.status
+
+
+def _run_once(
+    specs: Sequence[ChildSpec],
+    command: Sequence[str],
+    *,
+    console: Console,
+    log_dir: Path | None,
+    restarts: Restarts,
+) -> JobEnding:
     with contextlib.ExitStack() as stack:
         wakeup, received = stack.enter_context(_catching_signals())
         job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack)
+        job.ending.restarts = restarts.processes
+        job.ending.restarts_scheduler = restarts.with_scheduler
         stack.callback(job.kill_all)
         job.start()
         job.run(wakeup, received)
-    if job.ending.reason:
-        console.say(f"graphsplit: {job.ending.reason}")
-    return job.ending.status
+    return job.ending
 
 
 class _Job:
@@ -74,6 +115,7 @@ class _Job:
         self._log_dir = log_dir
         self._stack = stack
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, BinaryIO] = {}
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._num_open = 0
 
@@ -82,15 +124,17 @@ class _Job:
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         for spec in self._specs:
-            child = start_child(spec, self._command)
-            self._children[spec.name] = child
-            log = self._open_log(spec)
-            for channel, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
-                assert pipe is not None
-                self._stack.callback(pipe.close)
-                output = _Output(spec.name, channel, pipe, log)
-                self._selector.register(pipe, selectors.EVENT_READ, output)
-                self._num_open += 1
+            self._start(spec, self._open_log(spec))
+
+    def _start(self, spec: ChildSpec, log: BinaryIO | None) -> None:
+        child = start_child(spec, self._command)
+        self._children[spec.name] = child
+        for channel, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
+            assert pipe is not None
+            self._stack.callback(pipe.close)
+            output = _Output(spec.name, channel, pipe, log)
+            self._selector.register(pipe, selectors.EVENT_READ, output)
+            self._num_open += 1
 
     def run(self, wakeup: socket.socket, received: list[signal.Signals]) -> None:
         """Serve output, exits and signals until nothing is left to wait for."""
@@ -120,8 +164,17 @@ class _Job:
             if name not in self.ending.running:
                 continue
             returncode = collect_if_ended(self._children[name])
-            if returncode is not None:
-                self.ending.exited(name, returncode=returncode, now_s=time.monotonic())
+            if returncode is None:
+                continue
+            if self.ending.exited(name, returncode=returncode, now_s=time.monotonic()):
+                self._start_again(name, returncode)
+
+    def _start_again(self, name: str, returncode: int) -> None:
+        self._console.say(
+            f"graphsplit: {name} {describe(returncode)}; starting it again "
+            f"({self.ending.restarts} restarts left)"
+        )
+        self._start(next(spec for spec in self._specs if spec.name == name), self._logs.get(name))
 
     def _signal_running(self, signum: signal.Signals) -> None:
         for name in self.ending.running:
@@ -156,7 +209,8 @@ class _Job:
         if self._log_dir is None:
             return None
         path = self._log_dir / f"{spec.file_stem}.log"
-        return self._stack.enter_context(path.open("wb", buffering=0))
+        log = self._logs[spec.name] = self._stack.enter_context(path.open("wb", buffering=0))
+        return log
 
 
 @contextlib.contextmanager

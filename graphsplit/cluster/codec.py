@@ -6,7 +6,7 @@ does not know, or breaks a bound of ``limits``. Nothing is cut to fit, and nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -21,20 +21,27 @@ from graphsplit.cluster.messages import (
     Departed,
     Failed,
     FailureNoted,
+    Fence,
     Formed,
     Heartbeat,
     Leave,
     Peer,
     Place,
     Progress,
+    Ready,
+    Recovering,
     Refused,
     Register,
+    Rejoin,
+    Resume,
     SchedulerMessage,
+    Started,
     Text,
     TextWanted,
     WorkerMessage,
 )
 from graphsplit.failure import FailureCause
+from graphsplit.settings import RECOVERY_POLICIES
 
 _PLACES = {
     Place.BARRIER: pb.PLACE_BARRIER,
@@ -62,11 +69,16 @@ def encode_worker(message: WorkerMessage) -> bytes:
         case Register():
             out = pb.WorkerMessage(register=_register_to_pb(message))
         case Heartbeat():
-            beat = pb.Heartbeat(progress=message.progress, position=message.position)
+            beat = pb.Heartbeat(
+                progress=message.progress, position=message.position, watched=message.watched
+            )
             out = pb.WorkerMessage(heartbeat=beat)
         case Arrive():
             arrive = pb.Arrive(
-                place=_PLACES[message.place], name=message.name, digest=message.digest
+                place=_PLACES[message.place],
+                name=message.name,
+                digest=message.digest,
+                number=message.number,
             )
             out = pb.WorkerMessage(arrive=arrive)
         case Text():
@@ -74,6 +86,11 @@ def encode_worker(message: WorkerMessage) -> bytes:
             out = pb.WorkerMessage(text=text)
         case Failed():
             out = pb.WorkerMessage(failed=_cause_to_pb(message.cause))
+        case Ready():
+            out = pb.WorkerMessage(ready=pb.Ready(generation=message.generation))
+        case Rejoin():
+            rejoin = pb.Rejoin(generation=message.generation, endpoints=message.endpoints)
+            out = pb.WorkerMessage(rejoin=rejoin)
         case Leave():
             out = pb.WorkerMessage(leave=pb.Leave())
     return out.SerializeToString()
@@ -83,15 +100,27 @@ def encode_scheduler(message: SchedulerMessage) -> bytes:
     """The bytes of a scheduler's message."""
     match message:
         case Accepted():
-            out = pb.SchedulerMessage(accepted=pb.Accepted())
+            accepted = pb.Accepted(
+                job=message.job, recovery=message.recovery, keeps_journal=message.keeps_journal
+            )
+            out = pb.SchedulerMessage(accepted=accepted)
         case Refused():
             out = pb.SchedulerMessage(refused=pb.Refused(reason=message.reason))
         case Formed():
             out = pb.SchedulerMessage(formed=_formed_to_pb(message))
+        case Started():
+            out = pb.SchedulerMessage(started=pb.Started(generation=message.generation))
+        case Recovering():
+            recovering = pb.Recovering(
+                generation=message.generation, cause=_cause_to_pb(message.cause)
+            )
+            out = pb.SchedulerMessage(recovering=recovering)
         case Progress():
             out = pb.SchedulerMessage(progress=pb.Progress(values=message.values))
         case Departed():
-            departed = pb.Departed(place=_PLACES[message.place], name=message.name)
+            departed = pb.Departed(
+                place=_PLACES[message.place], name=message.name, number=message.number
+            )
             out = pb.SchedulerMessage(departed=departed)
         case TextWanted():
             out = pb.SchedulerMessage(text_wanted=pb.TextWanted(name=message.name))
@@ -100,6 +129,38 @@ def encode_scheduler(message: SchedulerMessage) -> bytes:
         case Abort():
             out = pb.SchedulerMessage(abort=_cause_to_pb(message.cause))
     return out.SerializeToString()
+
+
+def encode_plan(peers: Sequence[Peer]) -> bytes:
+    """The part of ``Formed`` that is the same for all workers, to be put behind the rest.
+
+    A message of bytes that stand one behind the other is all of their fields together.
+    """
+    return pb.SchedulerMessage(
+        formed=pb.Formed(peers=[_peer_to_pb(peer) for peer in peers])
+    ).SerializeToString()
+
+
+def encode_worker_fence(fence: Fence) -> bytes:
+    """The fence of a worker's message: to be put behind the bytes of the message."""
+    return pb.WorkerMessage(fence=_fence_to_pb(fence)).SerializeToString()
+
+
+def encode_scheduler_fence(fence: Fence) -> bytes:
+    """The fence of a scheduler's message: to be put behind the bytes of the message.
+
+    So a message to many is encoded once.
+    """
+    return pb.SchedulerMessage(fence=_fence_to_pb(fence)).SerializeToString()
+
+
+def _fence_to_pb(fence: Fence) -> pb.Fence:
+    return pb.Fence(
+        job=fence.job,
+        generation=fence.generation,
+        incarnation=fence.incarnation,
+        number=fence.number,
+    )
 
 
 def _register_to_pb(message: Register) -> pb.Register:
@@ -117,6 +178,17 @@ def _register_to_pb(message: Register) -> pb.Register:
         num_threads=message.num_threads,
         cpu_capability=message.cpu_capability,
         seed=message.seed,
+        recovery=message.recovery,
+        resume=None if message.resume is None else _resume_to_pb(message.resume),
+    )
+
+
+def _resume_to_pb(resume: Resume) -> pb.Resume:
+    return pb.Resume(
+        job=resume.job,
+        generation=resume.generation,
+        rank=resume.rank,
+        num_departed=resume.num_departed,
     )
 
 
@@ -126,18 +198,19 @@ def _formed_to_pb(message: Formed) -> pb.Formed:
         job=message.job,
         generation=message.generation,
         seed=message.seed,
-        peers=[
-            pb.Peer(
-                rank=peer.rank,
-                node_id=peer.node_id,
-                incarnation=peer.incarnation,
-                host=peer.host,
-                pid=peer.pid,
-                endpoints=peer.endpoints,
-            )
-            for peer in message.peers
-        ],
+        peers=[_peer_to_pb(peer) for peer in message.peers],
         warnings=message.warnings,
+    )
+
+
+def _peer_to_pb(peer: Peer) -> pb.Peer:
+    return pb.Peer(
+        rank=peer.rank,
+        node_id=peer.node_id,
+        incarnation=peer.incarnation,
+        host=peer.host,
+        pid=peer.pid,
+        endpoints=peer.endpoints,
     )
 
 
@@ -157,29 +230,56 @@ def _cause_to_pb(cause: FailureCause) -> pb.Cause:
 
 
 def decode_worker(data: bytes) -> WorkerMessage:
-    """A worker's message from bytes that may come from anybody.
+    """A worker's message from bytes that may come from anybody, whatever its fence.
 
     Raises:
         MessageError: They are not a valid message.
+    """
+    return open_worker(data)[1]
+
+
+def decode_scheduler(data: bytes) -> SchedulerMessage:
+    """A scheduler's message from bytes that may come from anybody, whatever its fence.
+
+    Raises:
+        MessageError: They are not a valid message.
+    """
+    return open_scheduler(data)[1]
+
+
+def open_worker(data: bytes) -> tuple[Fence, WorkerMessage]:
+    """The fence of a worker's message, and the message.
+
+    Raises:
+        MessageError: The bytes are not a valid message.
     """
     message = _parse(pb.WorkerMessage(), data)
     kind = message.WhichOneof("kind")
     if kind is None:
         raise MessageError("the message is empty")
-    return _WORKER_DECODERS[kind](message)
+    return _fence(message.fence), _WORKER_DECODERS[kind](message)
 
 
-def decode_scheduler(data: bytes) -> SchedulerMessage:
-    """A scheduler's message from bytes that may come from anybody.
+def open_scheduler(data: bytes) -> tuple[Fence, SchedulerMessage]:
+    """The fence of a scheduler's message, and the message.
 
     Raises:
-        MessageError: They are not a valid message.
+        MessageError: The bytes are not a valid message.
     """
     message = _parse(pb.SchedulerMessage(), data)
     kind = message.WhichOneof("kind")
     if kind is None:
         raise MessageError("the message is empty")
-    return _SCHEDULER_DECODERS[kind](message)
+    return _fence(message.fence), _SCHEDULER_DECODERS[kind](message)
+
+
+def _fence(raw: pb.Fence) -> Fence:
+    return Fence(
+        job=_string(raw.job, "job", limits.MAX_NAME_CHARS),
+        generation=raw.generation,
+        incarnation=_string(raw.incarnation, "incarnation", limits.MAX_INCARNATION_CHARS),
+        number=raw.number,
+    )
 
 
 def _parse(message: _Parsed, data: bytes) -> _Parsed:
@@ -223,13 +323,44 @@ def _register(message: pb.WorkerMessage) -> Register:
         num_threads=raw.num_threads,
         cpu_capability=_string(raw.cpu_capability, "cpu_capability", limits.MAX_NAME_CHARS),
         seed=raw.seed if raw.HasField("seed") else None,
+        recovery=_recovery(raw.recovery),
+        resume=_resume(raw.resume) if raw.HasField("resume") else None,
     )
+
+
+def _recovery(name: str) -> str:
+    if name not in RECOVERY_POLICIES:
+        raise MessageError("the recovery policy is not known")
+    return name
+
+
+def _resume(raw: pb.Resume) -> Resume:
+    return Resume(
+        job=_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
+        generation=_generation(raw.generation),
+        rank=_rank(raw.rank),
+        num_departed=raw.num_departed,
+    )
+
+
+def _rank(value: int) -> int:
+    if value >= limits.MAX_WORKERS:
+        raise MessageError(f"rank is {value}, not 0 to {limits.MAX_WORKERS - 1}")
+    return value
+
+
+def _generation(value: int) -> int:
+    if value < 1:
+        raise MessageError("the generation is missing")
+    return value
 
 
 def _heartbeat(message: pb.WorkerMessage) -> Heartbeat:
     raw = message.heartbeat
     position = _string(raw.position, "position", limits.MAX_POSITION_CHARS, lines=True)
-    return Heartbeat(progress=raw.progress, position=position)
+    if len(raw.watched) > limits.MAX_WATCHED:
+        raise MessageError(f"{len(raw.watched)} ranks are watched")
+    return Heartbeat(raw.progress, position, watched=tuple(_rank(rank) for rank in raw.watched))
 
 
 def _arrive(message: pb.WorkerMessage) -> Arrive:
@@ -241,7 +372,19 @@ def _arrive(message: pb.WorkerMessage) -> Arrive:
         place=place,
         name=_string(raw.name, "name", limits.MAX_NAME_CHARS, required=place is not Place.FINISH),
         digest=_string(raw.digest, "digest", 64),
+        number=_number(raw.number),
     )
+
+
+def _number(value: int) -> int:
+    if value < 1:
+        raise MessageError("the number of the meeting is missing")
+    return value
+
+
+def _rejoin(message: pb.WorkerMessage) -> Rejoin:
+    raw = message.rejoin
+    return Rejoin(_generation(raw.generation), _endpoints(raw.endpoints))
 
 
 def _text(message: pb.WorkerMessage) -> Text:
@@ -269,7 +412,7 @@ def _formed(message: pb.SchedulerMessage) -> Formed:
     return Formed(
         rank=raw.rank,
         job=_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
-        generation=raw.generation,
+        generation=_generation(raw.generation),
         seed=raw.seed,
         peers=peers,
         warnings=tuple(
@@ -293,14 +436,32 @@ def _peer(raw: pb.Peer) -> Peer:
 
 
 def _progress(message: pb.SchedulerMessage) -> Progress:
-    if len(message.progress.values) > limits.MAX_WORKERS:
+    if len(message.progress.values) > limits.MAX_WATCHED:
         raise MessageError(f"progress of {len(message.progress.values)} workers")
-    return Progress(tuple(message.progress.values))
+    return Progress(dict(message.progress.values))
+
+
+def _accepted(message: pb.SchedulerMessage) -> Accepted:
+    raw = message.accepted
+    return Accepted(
+        job=_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
+        recovery=_recovery(raw.recovery),
+        keeps_journal=raw.keeps_journal,
+    )
+
+
+def _recovering(message: pb.SchedulerMessage) -> Recovering:
+    raw = message.recovering
+    return Recovering(_generation(raw.generation), _cause(raw.cause))
 
 
 def _departed(message: pb.SchedulerMessage) -> Departed:
     raw = message.departed
-    return Departed(_place(raw.place), _string(raw.name, "name", limits.MAX_NAME_CHARS))
+    return Departed(
+        place=_place(raw.place),
+        name=_string(raw.name, "name", limits.MAX_NAME_CHARS),
+        number=_number(raw.number),
+    )
 
 
 def _refused(message: pb.SchedulerMessage) -> Refused:
@@ -334,13 +495,17 @@ _WORKER_DECODERS: Mapping[str, Callable[[pb.WorkerMessage], WorkerMessage]] = {
     "arrive": _arrive,
     "text": _text,
     "failed": _failed,
+    "ready": lambda message: Ready(_generation(message.ready.generation)),
+    "rejoin": _rejoin,
     "leave": lambda _: Leave(),
 }
 
 _SCHEDULER_DECODERS: Mapping[str, Callable[[pb.SchedulerMessage], SchedulerMessage]] = {
-    "accepted": lambda _: Accepted(),
+    "accepted": _accepted,
     "refused": _refused,
     "formed": _formed,
+    "started": lambda message: Started(_generation(message.started.generation)),
+    "recovering": _recovering,
     "progress": _progress,
     "departed": _departed,
     "text_wanted": _text_wanted,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graphsplit.cluster.image import JobImage
 from graphsplit.cluster.messages import SchedulerMessage, WorkerMessage
 from graphsplit.failure import FailureCause
 
@@ -21,10 +22,11 @@ class Connected:
 
 @dataclass(frozen=True)
 class Received:
-    """A valid message arrived on a stream."""
+    """A valid message arrived on a stream, from a worker that lives in this generation."""
 
     node: int
     message: WorkerMessage
+    generation: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,20 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """End a node's stream without a word. A worker that is alive comes back on another one."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Write this to the journal, and be sure that it is there, before anything that follows."""
+
+    image: JobImage
+
+
+@dataclass(frozen=True)
 class Log:
     """Print a line for the person who watches."""
 
@@ -89,4 +105,4 @@ class Exit:
     cause: FailureCause | None = None
 
 
-Effect = Send | Refuse | Log | Exit
+Effect = Send | Refuse | Drop | Persist | Log | Exit

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from graphsplit.cluster.messages import Register
 from graphsplit.cluster.text import where, who
-from graphsplit.settings import WORKER_ROLE
+from graphsplit.settings import FAIL_FAST, WORKER_ROLE
 
 
 def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
@@ -22,20 +23,56 @@ def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
     return [next(free) if wish is None else wish for wish in wishes]
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """What every worker of the job must have been started with."""
+
+    num_workers: int
+    recovery: str = FAIL_FAST
+
+
 def missing_ranks(registered: Sequence[Register], num_workers: int) -> list[int]:
     """The ranks that nobody would have if all the registered workers were all there are."""
     held = set(assign_ranks([one.wished_rank for one in registered], num_workers))
     return [rank for rank in range(num_workers) if rank not in held]
 
 
-def refusal(new: Register, registered: Sequence[Register], *, num_workers: int) -> str | None:
+@dataclass(frozen=True)
+class Holders:
+    """The registered workers that a newcomer is compared with.
+
+    Attributes:
+        of_rank: Who holds the rank that it wishes.
+        of_name: Who holds its name.
+        first: Whoever registered first: all must fit each other.
+        num_registered: How many have registered.
+    """
+
+    of_rank: Register | None = None
+    of_name: Register | None = None
+    first: Register | None = None
+    num_registered: int = 0
+
+
+def misfit(new: Register, first: Register | None, *, rules: Fitting) -> str | None:
+    """Why this worker can never take part, whoever else does; None if it can."""
+    return (
+        _role_refusal(new)
+        or _size_refusal(new, rules.num_workers)
+        or _policy_refusal(new, rules.recovery)
+        or (_difference_refusal(new, first) if first is not None else None)
+    )
+
+
+def refusal(new: Register, holders: Holders, *, rules: Fitting) -> str | None:
     """Why this worker may not take part, or None. The most telling reason comes first."""
     return (
         _role_refusal(new)
-        or _size_refusal(new, num_workers)
-        or _duplicate_refusal(new, registered)
-        or _surplus_refusal(registered, num_workers)
-        or (_difference_refusal(new, registered[0]) if registered else None)
+        or _size_refusal(new, rules.num_workers)
+        or _policy_refusal(new, rules.recovery)
+        or _duplicate_refusal(new, holders)
+        or _surplus_refusal(holders.num_registered, rules.num_workers)
+        or (_difference_refusal(new, holders.first) if holders.first is not None else None)
     )
 
 
@@ -66,25 +103,33 @@ def _size_refusal(new: Register, num_workers: int) -> str | None:
     return None
 
 
-def _duplicate_refusal(new: Register, registered: Sequence[Register]) -> str | None:
-    for holder in registered:
-        if new.wished_rank is not None and new.wished_rank == holder.wished_rank:
-            return (
-                f"rank {new.wished_rank} is already held by the worker at {where(holder)}\n"
-                f"  Fix: give every worker an MS_NODE_ID of its own; if that one is left over from "
-                f"an earlier run, end it first"
-            )
-        if new.node_id == holder.node_id:
-            return (
-                f"the name {new.node_id!r} (MS_NODE_ID) is already held by the worker at "
-                f"{where(holder)}\n"
-                f"  Fix: give every worker an MS_NODE_ID of its own, or unset it everywhere"
-            )
+def _policy_refusal(new: Register, recovery: str) -> str | None:
+    if new.recovery == recovery:
+        return None
+    return (
+        f"it was started with the recovery policy {new.recovery}, the scheduler with {recovery}\n"
+        f"  Fix: set the same GS_RECOVERY (or MS_ENABLE_RECOVERY) in every process of the job"
+    )
+
+
+def _duplicate_refusal(new: Register, holders: Holders) -> str | None:
+    if holders.of_rank is not None:
+        return (
+            f"rank {new.wished_rank} is already held by the worker at {where(holders.of_rank)}\n"
+            f"  Fix: give every worker an MS_NODE_ID of its own; if that one is left over from "
+            f"an earlier run, end it first"
+        )
+    if holders.of_name is not None:
+        return (
+            f"the name {new.node_id!r} (MS_NODE_ID) is already held by the worker at "
+            f"{where(holders.of_name)}\n"
+            f"  Fix: give every worker an MS_NODE_ID of its own, or unset it everywhere"
+        )
     return None
 
 
-def _surplus_refusal(registered: Sequence[Register], num_workers: int) -> str | None:
-    if len(registered) < num_workers:
+def _surplus_refusal(num_registered: int, num_workers: int) -> str | None:
+    if num_registered < num_workers:
         return None
     return (
         f"the job has {num_workers} workers, and all of them have registered\n"

@@ -11,6 +11,7 @@ from graphsplit.cluster.text import cut_end, cut_middle, encodable
 from graphsplit.errors import (
     FrameError,
     JobFailedError,
+    MembershipChangedError,
     ReceiveTimeoutError,
     TransportError,
 )
@@ -81,7 +82,7 @@ def failure_of(
     error: BaseException, *, rank: int, host: str, pid: int, position: str
 ) -> FailureCause | None:
     """The failure that an error means, or None if it only echoes the end of the job."""
-    if isinstance(error, JobFailedError):
+    if isinstance(error, (JobFailedError, MembershipChangedError)):
         return None
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     lines = summary.splitlines() or [type(error).__name__]

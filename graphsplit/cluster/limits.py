@@ -20,6 +20,7 @@ MAX_TRACEBACK_CHARS = 64_000
 MAX_ENDPOINTS = 16
 MAX_VERSIONS = 16
 MAX_WARNINGS = 16
+MAX_WATCHED = 64
 
 # Bytes. A plan's text is sent in chunks far below gRPC's usual limit of 4 MiB, and cut at 8 MiB.
 MAX_WORKER_MESSAGE_BYTES = 4 << 20
@@ -27,10 +28,13 @@ MAX_SCHEDULER_MESSAGE_BYTES = 16 << 20
 TEXT_CHUNK_BYTES = 1 << 20
 MAX_TEXT_BYTES = 8 << 20
 
+# How often a job recovers on end though no process was lost, and no meeting took place between:
+# then a link is broken for good, and another generation will not mend it.
+MAX_UNEXPLAINED_RECOVERIES = 3
+
 # Seconds.
 FORMING_REPORT_INTERVAL_S = 10.0
 HEARTBEAT_INTERVAL_S = 1.0
-PROGRESS_PUSH_INTERVAL_S = 1.0
 # How long a lost worker waits for a better explanation: a traceback that is still under way.
 GRACE_S = 0.3
 # How long everyone may take to leave after an abort or a release.

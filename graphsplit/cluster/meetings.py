@@ -21,11 +21,18 @@ def place_name(arrival: Arrive) -> str:
 
 
 class Meeting:
-    """Who waits where. One place is open at a time."""
+    """Who waits where, in one generation. One place is open at a time.
+
+    Attributes:
+        num_departed: How many meetings are over: a worker that lost the news of its departure
+            arrives again, and is let go at once.
+        last_arrival: When somebody arrived last.
+    """
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._arrived: dict[int, Arrive] = {}
+        self.num_departed = 0
         self.last_arrival = 0.0
 
     @property
@@ -43,9 +50,18 @@ class Meeting:
         """The ranks that the open place waits for."""
         return [rank for rank in range(self._num_workers) if rank not in self._arrived]
 
-    def is_waiting(self, rank: int) -> bool:
-        """Whether this worker has arrived and was not let go yet."""
-        return rank in self._arrived
+    def waits_at(self, rank: int) -> Arrive | None:
+        """Where this worker has arrived and was not let go yet."""
+        return self._arrived.get(rank)
+
+    def leave(self, rank: int) -> None:
+        """This worker does not wait any more."""
+        self._arrived.pop(rank, None)
+
+    def catch_up(self, num_departed: int) -> list[int]:
+        """A worker was let go from so many meetings. Returns the ranks that missed the news."""
+        self.num_departed = max(self.num_departed, num_departed)
+        return [rank for rank, one in self._arrived.items() if one.number <= self.num_departed]
 
     def arrive(self, rank: int, arrival: Arrive, now: float) -> str | None:
         """Note an arrival. Returns why the workers can never meet, or None."""
@@ -73,6 +89,7 @@ class Meeting:
     def dissolve(self) -> None:
         """Let everyone go."""
         self._arrived.clear()
+        self.num_departed += 1
 
 
 class Dispute:

@@ -25,23 +25,30 @@ from graphsplit.cluster.identity import (
 )
 from graphsplit.cluster.meetings import place_name
 from graphsplit.cluster.member_state import (
+    BeginGeneration,
+    EndGeneration,
     EndJob,
     MemberEffect,
     MemberPhase,
     MemberState,
+    Reconnect,
     Say,
     ShowText,
+    Tell,
 )
 from graphsplit.cluster.messages import (
-    Arrive,
+    Accepted,
     Failed,
+    Fence,
     Formed,
     Heartbeat,
     Peer,
     Place,
+    Refused,
     Register,
     SchedulerMessage,
     Text,
+    WorkerMessage,
 )
 from graphsplit.cluster.rpc import format_address
 from graphsplit.cluster.session import Session, StreamEnd
@@ -53,6 +60,9 @@ from graphsplit.errors import (
     RegistrationRefusedError,
 )
 from graphsplit.failure import AbortSignal, FailureCause
+from graphsplit.security.grpc_ports import tls_hint
+from graphsplit.security.names import WORKER
+from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
 
 __all__ = ["Member", "NodeIdentity", "Peer", "Position"]
@@ -80,13 +90,16 @@ class Member:
     """This worker's membership in one job. Create it with ``join``.
 
     Thread-safe. ``agree``, ``barrier`` and ``finish`` wait for all workers, and every worker must
-    call them in the same order.
+    call them in the same order. When a worker is lost and the job recovers, they all raise
+    ``MembershipChangedError``; then ``recover`` leads to the next generation.
 
     Attributes:
         rank: This worker's rank.
         num_workers: How many workers there are.
         job: The job's random id, 128 bits in hexadecimal.
         generation: Fences messages of former memberships; 1 in a new job.
+        recovery: What the job does about a lost worker.
+        abort: Ends the waits of this generation; ``recover`` puts a new one here.
         seed: One random seed for all workers; the script's own if it set one.
         peers: All workers in the order of their ranks, this one included.
         position: Where this worker is; write to it while computing.
@@ -96,15 +109,25 @@ class Member:
         self, settings: ClusterSettings, abort: AbortSignal, log: Callable[[str], None]
     ) -> None:
         self._settings = settings
-        self._abort = abort
+        self._protection = load_protection(
+            settings.security, role=WORKER, rank=settings.wished_rank
+        )
+        self.abort = abort
         self._log = log
         self._address = format_address(settings.scheduler_host, settings.scheduler_port)
         self._host = cut_end(encodable(socket.gethostname() or "unknown"), limits.MAX_HOST_CHARS)
         self._pid = os.getpid()
+        self._incarnation = secrets.token_hex(16)
         self._state = MemberState(self._address)
+        self._registration: Register | None = None
         self._changed = threading.Condition()
         self._collective = threading.Lock()
         self._session: Session | None = None
+        self._answered: Session | None = None
+        self._is_reconnecting = False
+        self._has_left = False
+        self._to_report: Failed | None = None
+        self._watched: set[int] = set()
         self._texts: dict[str, bytes] = {}
         self._formed: Formed | None = None
         self.position = Position()
@@ -125,10 +148,11 @@ class Member:
             settings: Where the scheduler is, and which rank this worker wishes.
             endpoints: Where this worker's data plane can be reached, by transport.
             identity: What must fit the other workers.
-            abort: Set when the job fails, anywhere, for any reason.
+            abort: Set when the job fails, anywhere, for any reason, or recovers.
             log: Takes lines for the person who watches.
 
         Raises:
+            ConfigurationError: A certificate, key or token is not what it should be.
             ClusterError: The scheduler is not there.
             RegistrationRefusedError: The scheduler does not want this worker; says why.
             JobFailedError: The job failed while it was formed, or not all workers came in time.
@@ -138,8 +162,10 @@ class Member:
         drop_in_children(settings.scheduler_host, settings.scheduler_port)
         atexit.register(member.close)
         try:
-            member._register(member._registration(endpoints, identity))
-            member._formed = member._wait_formed()
+            member._state = MemberState(member._address, endpoints)
+            member._registration = member._first_registration(endpoints, identity)
+            member._register()
+            member._wait_running(0)
         except BaseException:
             member.close()
             raise
@@ -166,6 +192,11 @@ class Member:
         return self._job.generation
 
     @property
+    def recovery(self) -> str:
+        """What the job does about a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        return self._state.recovery
+
+    @property
     def seed(self) -> int:
         """One seed for all workers."""
         return self._job.seed
@@ -176,9 +207,13 @@ class Member:
         return self._job.peers
 
     def progress(self, rank: int) -> int:
-        """A number that grows while that worker makes progress; about a second old."""
+        """A number that grows while that worker makes progress; one or two seconds old.
+
+        Asking for it makes the next heartbeat ask the scheduler.
+        """
         if rank == self.rank:
             return self.position.progress
+        self._watched.add(rank)
         return self._state.progress(rank)
 
     def agree(self, topic: str, text: str) -> None:
@@ -190,6 +225,7 @@ class Member:
         Raises:
             PlanMismatchError: The texts differ; shows the first differing line of two workers.
             JobFailedError: The job was aborted meanwhile.
+            MembershipChangedError: A worker was lost, and the job recovers.
         """
         line, encoded = 1, text.encode("utf-8", errors="replace")
         for part, is_last in split_lines(encoded, limits.MAX_TEXT_BYTES):
@@ -201,9 +237,9 @@ class Member:
     def _agree_on(self, topic: str, text: bytes, digest: str) -> None:
         self._texts = {topic: text}
         try:
-            self._meet(Arrive(Place.AGREEMENT, _checked_name(topic), digest))
+            self._meet(Place.AGREEMENT, _checked_name(topic), digest)
         except JobFailedError:
-            cause = self._abort.cause
+            cause = self.abort.cause
             if cause is not None and cause.kind == "disagreement":
                 raise PlanMismatchError(cause.message) from None
             raise
@@ -216,7 +252,7 @@ class Member:
         Raises:
             JobFailedError: The job was aborted meanwhile.
         """
-        self._meet(Arrive(Place.BARRIER, _checked_name(name)))
+        self._meet(Place.BARRIER, _checked_name(name))
 
     def finish(self) -> None:
         """Tell that this worker is done, and wait until all are.
@@ -224,7 +260,28 @@ class Member:
         Raises:
             JobFailedError: The job was aborted meanwhile.
         """
-        self._meet(Arrive(Place.FINISH))
+        self._meet(Place.FINISH)
+
+    def recover(self, endpoints: Mapping[str, str]) -> None:
+        """Leave the generation that is over, and wait until the next one runs.
+
+        Args:
+            endpoints: Where this worker's data plane can be reached then: other places, and with
+                another secret, than before.
+
+        Raises:
+            ClusterError: No worker was lost.
+            JobFailedError: The job failed for good, or could not be completed in time.
+        """
+        with self._changed:
+            former = self.generation
+            effects = self._state.offer(endpoints)
+            self._carry_out_locked(effects)
+        if not effects and not self.abort.recovers:
+            self.abort.raise_if_set()
+            raise ClusterError("this job has nothing to recover from: no worker was lost")
+        self._carry_out(effects)
+        self._wait_running(former)
 
     def failure_of(self, error: BaseException) -> FailureCause | None:
         """What an error on this worker means for the job; None if it only echoes the job's end."""
@@ -237,18 +294,22 @@ class Member:
         )
 
     def report_failure(self, cause: FailureCause) -> None:
-        """Tell the scheduler that this worker failed, and wait up to a second for its answer.
+        """Tell the scheduler that this worker failed, and wait a moment for its answer.
 
-        Does nothing if the job has ended already: what follows an abort is not a cause.
+        Does nothing if the job has ended already: what follows an abort is not a cause. While the
+        scheduler is away, and will be back, this waits up to ``MS_NODE_TIMEOUT`` for it.
         """
         with self._changed:
-            if self._session is None or self._state.phase is not MemberPhase.RUNNING:
+            if self._session is None or self._formed is None or self._state.is_over:
                 return
-            if self._abort.cause not in (None, cause):
+            if self.abort.cause not in (None, cause) and not self.abort.recovers:
                 return
-            self._session.send(Failed(bounded(cause)))
+            self._to_report = Failed(bounded(cause))
+            self._session.send(self._to_report)
+            is_away = self._is_reconnecting
             self._changed.wait_for(
-                lambda: self._state.is_failure_noted or self._state.is_over, _REPORT_TIMEOUT_S
+                lambda: self._state.is_failure_noted or self._state.is_over,
+                self._settings.node_timeout_s if is_away else _REPORT_TIMEOUT_S,
             )
 
     def close(self) -> None:
@@ -257,6 +318,8 @@ class Member:
             return
         with self._changed:
             session, self._session = self._session, None
+            self._has_left = True
+            self._changed.notify_all()
             if not self._state.is_over:
                 # What happens to the stream from here on is our own doing.
                 self._state.phase = MemberPhase.FINISHED
@@ -271,12 +334,11 @@ class Member:
         assert self._formed is not None, "a member exists only once the cluster has formed"
         return self._formed
 
-    def _registration(self, endpoints: Mapping[str, str], identity: NodeIdentity) -> Register:
-        incarnation = secrets.token_hex(16)
-        anonymous = f"{self._host[:64]}-{self._pid}-{incarnation[:8]}"
+    def _first_registration(self, endpoints: Mapping[str, str], identity: NodeIdentity) -> Register:
+        anonymous = f"{self._host[:64]}-{self._pid}-{self._incarnation[:8]}"
         return Register(
             node_id=self._settings.node_id or anonymous,
-            incarnation=incarnation,
+            incarnation=self._incarnation,
             role=self._settings.role,
             num_workers=self._settings.num_workers,
             wished_rank=self._settings.wished_rank,
@@ -288,120 +350,197 @@ class Member:
             num_threads=identity.num_threads,
             cpu_capability=identity.cpu_capability,
             seed=identity.seed,
+            recovery=self._settings.recovery,
         )
 
-    def _register(self, registration: Register) -> None:
+    def _register(self) -> None:
         """Attempt after attempt, until the scheduler answers or ``MS_TOPO_TIMEOUT`` is over."""
+        started = time.monotonic()
+        end = self._try_until_answered(started + self._settings.topo_timeout_s)
+        self._raise_if_failed()
+        if end is not None:
+            raise self._unreachable(time.monotonic() - started, end)
+        if self._state.phase is MemberPhase.REFUSED:
+            raise self._refused()
+
+    def _reconnect(self, why: str) -> None:
+        """The stream was lost: open another one, for as long as the scheduler may be away."""
+        settings = self._settings
+        patience_s = (
+            settings.topo_timeout_s if self._state.keeps_journal else settings.node_timeout_s
+        )
+        self._log(f"lost the scheduler at {self._address} ({why}); trying to come back")
+        end = self._try_until_answered(time.monotonic() + patience_s)
+        with self._changed:
+            effects = [] if end is None else self._state.give_up(f"{why}; then: {end.detail}")
+            self._changed.notify_all()
+        self._carry_out(effects)
+
+    def _try_until_answered(self, deadline: float) -> StreamEnd | None:
+        """Open streams until one is answered. The last one's end if none was; None if one was."""
         started = time.monotonic()
         next_report = started + _FIRST_REPORT_S
         num_attempts = 0
-        while (end := self._attempt(registration, started)) is not None:
+        while True:
+            end = self._attempt(deadline)
+            if end is None or self._is_done:
+                return None
             num_attempts += 1
-            waited_s = time.monotonic() - started
-            if not end.is_retryable or waited_s >= self._settings.topo_timeout_s:
-                raise self._unreachable(waited_s, end)
+            if not end.is_retryable or time.monotonic() >= deadline:
+                return end
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 self._log(
-                    f"no scheduler at {self._address} after {waited_s:.0f} s; trying until "
-                    f"{self._settings.topo_timeout_s:g} s have passed (MS_TOPO_TIMEOUT)"
+                    f"no scheduler at {self._address} after {time.monotonic() - started:.0f} s; "
+                    f"trying for another {deadline - time.monotonic():.0f} s"
                 )
-            self._pause(num_attempts, started)
+            self._pause(num_attempts, deadline)
 
-    def _attempt(self, registration: Register, started: float) -> StreamEnd | None:
-        """Open one stream and register on it. None once the scheduler has answered."""
-        session = Session(
-            self._settings,
-            first=registration,
-            beat=self._heartbeat,
-            on_message=self._handle,
-            on_end=self._handle_end,
-        )
+    def _attempt(self, deadline: float) -> StreamEnd | None:
+        """Open one stream and say who this is on it. None once the scheduler has answered."""
         with self._changed:
-            self._session = session
-        session.start()
-        left_s = max(0.0, started + self._settings.topo_timeout_s - time.monotonic())
-        self._wait(lambda: self._has_answer or session.end is not None, timeout_s=left_s)
-        if self._state.phase is MemberPhase.REFUSED:
-            raise RegistrationRefusedError(
-                f"the scheduler at {self._address} refused this worker (host {self._host}, pid "
-                f"{self._pid}): {self._state.refusal}"
+            assert self._registration is not None
+            if self._is_done:
+                return StreamEnd("this worker has left", is_retryable=False)
+            former = self._session
+            session = self._session = Session(
+                self._settings,
+                protection=self._protection,
+                first=self._state.registration(self._registration),
+                fence=self._fence,
+                beat=self._heartbeat,
+                on_message=self._handle,
+                on_end=self._handle_end,
             )
-        if self._has_answer:
-            return None
-        end = session.end or StreamEnd("it does not answer", is_retryable=True)
+            session.start()  # here, so that whoever closes it finds it started
+        if former is not None:
+            former.close(timeout_s=0.1)
+
+        def is_decided() -> bool:
+            return self._answered is session or session.end is not None or self._is_done
+
         with self._changed:
+            self._changed.wait_for(is_decided, max(0.0, deadline - time.monotonic()))
+            if self._answered is session and (session.end is None or self._state.is_over):
+                self._is_reconnecting = False
+                return None
             self._session = None
         session.close(timeout_s=0.5)
-        return end
+        return session.end or StreamEnd("it does not answer", is_retryable=True)
 
-    @property
-    def _has_answer(self) -> bool:
-        return self._state.phase is not MemberPhase.JOINING
-
-    def _pause(self, num_attempts: int, started: float) -> None:
+    def _pause(self, num_attempts: int, deadline: float) -> None:
         settings = self._settings
         usual_s = random.uniform(settings.retry_lower_s, settings.retry_upper_s)
         pause_s = min(usual_s, _FIRST_RETRY_S * 2 ** min(num_attempts - 1, 16))
-        left_s = started + settings.topo_timeout_s - time.monotonic()
-        self._wait(lambda: False, timeout_s=max(0.0, min(pause_s, left_s)))
+        left_s = deadline - time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_done, max(0.0, min(pause_s, left_s)))
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether no stream is needed any more: this worker has left, or the job has failed."""
+        return self._has_left or (self.abort.cause is not None and not self.abort.recovers)
+
+    def _raise_if_failed(self) -> None:
+        if not self.abort.recovers:
+            self.abort.raise_if_set()
+
+    def _refused(self) -> RegistrationRefusedError:
+        return RegistrationRefusedError(
+            f"the scheduler at {self._address} refused this worker (host {self._host}, pid "
+            f"{self._pid}): {self._state.refusal}"
+        )
 
     def _unreachable(self, waited_s: float, end: StreamEnd) -> ClusterError:
         return ClusterError(
             f"no scheduler answers at {self._address} (MS_SCHED_HOST, MS_SCHED_PORT); tried for "
-            f"{waited_s:.1f} s: {end.detail}\n"
+            f"{waited_s:.1f} s: {end.detail}{tls_hint(end.detail, self._protection)}\n"
             f"  Fix: start the scheduler (MS_ROLE=MS_SCHED) with this address, or mend the address"
         )
 
-    def _wait_formed(self) -> Formed:
+    def _wait_running(self, former: int) -> None:
+        """Until a generation after the former one runs."""
         # The scheduler keeps MS_TOPO_TIMEOUT and names who is missing; this is for one that froze.
         timeout_s = self._settings.topo_timeout_s + self._settings.node_timeout_s
-        self._wait(lambda: self._state.formed is not None, timeout_s=timeout_s)
-        if self._state.formed is None:
-            raise ClusterError(
-                f"the scheduler at {self._address} accepted this worker, then said nothing for "
-                f"{timeout_s:g} s\n  Fix: look in its log, and start the job again"
-            )
-        return self._state.formed
+
+        def is_running() -> bool:
+            return self._formed is not None and self._formed.generation > former
+
+        def is_decided() -> bool:
+            is_over = self.abort.cause is not None and not self.abort.recovers
+            return is_running() or is_over or self._state.phase is MemberPhase.REFUSED
+
+        with self._changed:
+            if not self._changed.wait_for(is_decided, timeout_s):
+                raise ClusterError(
+                    f"the scheduler at {self._address} accepted this worker, then said nothing "
+                    f"for {timeout_s:g} s\n  Fix: look in its log, and start the job again"
+                )
+            if is_running():
+                return
+        if self._state.phase is MemberPhase.REFUSED:
+            raise self._refused()
+        self.abort.raise_if_set()
 
     # Waiting, and being told.
 
-    def _meet(self, arrival: Arrive) -> None:
+    def _meet(self, place: Place, name: str = "", digest: str = "") -> None:
         with self._collective:
-            self._abort.raise_if_set()
+            abort = self.abort
+            abort.raise_if_set()
+            number = 0
             with self._changed:
-                if self._session is None:
+                if self._has_left or self._state.phase is MemberPhase.FINISHED:
                     raise ClusterError("this worker has left the cluster already")
                 if self._state.waits_at is not None:
                     raise ClusterError(
                         f"this worker still waits at {place_name(self._state.waits_at)}: that "
                         f"wait was broken off, so the workers are out of step"
                     )
-                self._state.arrive(arrival)
-                self._session.send(arrival)
-            self._wait(lambda: self._state.waits_at is None)
+                if self._state.phase is MemberPhase.RUNNING:
+                    arrival = self._state.arrive(place, name, digest)
+                    number = arrival.number
+                    self._tell(arrival)
 
-    def _wait(self, is_done: Callable[[], bool], *, timeout_s: float | None = None) -> None:
-        """Until done, or the time is over. Raises ``JobFailedError`` if the job is aborted."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: is_done() or self._abort.cause is not None, timeout=timeout_s
-            )
-            if not is_done():
-                self._abort.raise_if_set()
+                # In any other phase the abort is on its way.
+                def is_let_go() -> bool:
+                    return 0 < number <= self._state.num_departed
+
+                self._changed.wait_for(lambda: abort.cause is not None or is_let_go())
+                is_over = abort.cause is not None and not is_let_go()
+            if is_over:
+                abort.raise_if_set()
+
+    def _tell(self, message: WorkerMessage) -> None:
+        """Send a message; while there is no stream, the state repeats it on the next one."""
+        if self._session is not None:
+            self._session.send(message)
+
+    def _fence(self) -> Fence:
+        return Fence(self._state.job, self._state.generation, self._incarnation)
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(progress=max(0, self.position.progress), position=self.position.text())
+        watched, self._watched = self._watched, set()
+        return Heartbeat(
+            progress=max(0, self.position.progress),
+            position=self.position.text(),
+            watched=tuple(sorted(watched)[: limits.MAX_WATCHED]),
+        )
 
-    def _handle(self, session: Session, message: SchedulerMessage) -> None:
+    def _handle(self, session: Session, message: SchedulerMessage, generation: int) -> None:
         with self._changed:
             if session is not self._session:
                 return
-            effects = self._state.handle(message)
+            effects = self._state.handle(message, generation)
+            if isinstance(message, (Accepted, Refused)):
+                self._answered = session
+                if self._to_report is not None and not self._state.is_failure_noted:
+                    session.send(self._to_report)
+            self._carry_out_locked(effects)
             self._changed.notify_all()
         self._carry_out(effects)
 
@@ -409,15 +548,41 @@ class Member:
         with self._changed:
             if session is not self._session:
                 return
-            effects = self._state.lose_stream(end.detail)
+            effects = [] if self._is_reconnecting else self._state.lose_stream(end.detail)
+            self._is_reconnecting |= any(isinstance(effect, Reconnect) for effect in effects)
             self._changed.notify_all()
         self._carry_out(effects)
+
+    def _carry_out_locked(self, effects: list[MemberEffect]) -> None:
+        """What must be done before anybody else sees the new state."""
+        for effect in effects:
+            match effect:
+                case Tell():
+                    self._tell(effect.message)
+                case BeginGeneration():
+                    self._begin(effect.generation)
+
+    def _begin(self, generation: int) -> None:
+        if self._formed is not None:
+            self.abort = AbortSignal(generation)
+            self.abort.add_waker(self._wake)
+        self.abort.generation = generation
+        self._formed = self._state.formed
 
     def _carry_out(self, effects: list[MemberEffect]) -> None:
         for effect in effects:
             match effect:
                 case EndJob():
-                    self._abort.set(effect.cause)
+                    self.abort.set(effect.cause)
+                case EndGeneration():
+                    self.abort.set(effect.cause, recovers=True)
+                case Reconnect():
+                    threading.Thread(
+                        target=self._reconnect,
+                        args=(effect.why,),
+                        name="graphsplit-reconnect",
+                        daemon=True,
+                    ).start()
                 case ShowText():
                     self._show_text(effect.name)
                 case Say():

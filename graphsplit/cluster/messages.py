@@ -32,12 +32,50 @@ class Peer:
     endpoints: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Fence:
+    """What every message carries, so that one of the past is never taken for one of the present.
+
+    Attributes:
+        job: The job's id; empty until the sender knows it.
+        generation: The generation that the sender lives in; 0 before the first.
+        incarnation: The life of the worker whose stream it is: random for every start of a process.
+        number: Counts the messages of one stream in one direction, from 1.
+    """
+
+    job: str = ""
+    generation: int = 0
+    incarnation: str = ""
+    number: int = 0
+
+
 # Worker to scheduler.
 
 
 @dataclass(frozen=True)
+class Resume:
+    """A worker that lost its stream tells where it stands.
+
+    Attributes:
+        job: The job it takes part in.
+        generation: The last generation that was planned with it.
+        rank: Its rank there.
+        num_departed: From how many meetings of that generation it was let go.
+    """
+
+    job: str
+    generation: int
+    rank: int
+    num_departed: int = 0
+
+
+@dataclass(frozen=True)
 class Register:
-    """A worker asks to take part. ``wished_rank`` None: any rank; ``seed`` None: none was set."""
+    """A worker asks to take part, or comes back on a new stream (``resume``).
+
+    ``wished_rank`` None: any rank; ``seed`` None: none was set; ``recovery``: the policy that this
+    worker was started with.
+    """
 
     node_id: str
     incarnation: str
@@ -52,23 +90,33 @@ class Register:
     num_threads: int = 0
     cpu_capability: str = ""
     seed: int | None = None
+    recovery: str = "fail_fast"
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The worker is alive, has come this far, and is here (in words)."""
+    """The worker is alive, has come this far, and is here (in words).
+
+    ``watched`` are the ranks whose progress it wants to be told: those it waits for.
+    """
 
     progress: int
     position: str = ""
+    watched: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Arrive:
-    """The worker waits at a place until all workers have arrived there."""
+    """The worker waits at a place until all workers have arrived there.
+
+    ``number`` counts the meetings of this generation, from 1.
+    """
 
     place: Place
     name: str = ""
     digest: str = ""
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -88,11 +136,26 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """The worker knows the plan of this generation, and has given up every earlier one."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """The worker has left its generation; here it can be reached in the one to be formed."""
+
+    generation: int
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Leave:
     """The worker closes its stream on purpose."""
 
 
-WorkerMessage = Register | Heartbeat | Arrive | Text | Failed | Leave
+WorkerMessage = Register | Heartbeat | Arrive | Text | Failed | Ready | Rejoin | Leave
 
 
 # Scheduler to worker.
@@ -100,7 +163,17 @@ WorkerMessage = Register | Heartbeat | Arrive | Text | Failed | Leave
 
 @dataclass(frozen=True)
 class Accepted:
-    """The registration counts; the worker waits for the others."""
+    """The registration counts; the worker waits for the others.
+
+    Attributes:
+        job: The job's random id.
+        recovery: What the job does about a lost worker.
+        keeps_journal: The scheduler comes back if it is lost.
+    """
+
+    job: str = ""
+    recovery: str = "fail_fast"
+    keeps_journal: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +185,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Formed:
-    """All workers have arrived. ``peers`` are in the order of their ranks."""
+    """All workers have arrived: the plan of a generation. ``peers`` are in the order of ranks."""
 
     rank: int
     job: str
@@ -123,10 +196,25 @@ class Formed:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """The progress numbers of all ranks, in their order."""
+class Started:
+    """All workers are ready: this generation runs."""
 
-    values: tuple[int, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class Recovering:
+    """A worker was lost. All leave their generation; ``generation`` is to be formed next."""
+
+    generation: int
+    cause: FailureCause
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress numbers of some ranks: of those that the worker's heartbeat asked for."""
+
+    values: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -135,6 +223,7 @@ class Departed:
 
     place: Place
     name: str = ""
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -157,5 +246,14 @@ class Abort:
 
 
 SchedulerMessage = (
-    Accepted | Refused | Formed | Progress | Departed | TextWanted | FailureNoted | Abort
+    Accepted
+    | Refused
+    | Formed
+    | Started
+    | Recovering
+    | Progress
+    | Departed
+    | TextWanted
+    | FailureNoted
+    | Abort
 )

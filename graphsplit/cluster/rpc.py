@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from graphsplit.cluster import limits
+from graphsplit.security.grpc_ports import server_limits
 
 SERVICE = "graphsplit.cluster.v1.Cluster"
 METHOD = "Session"
+# What a handshake under the job's token is for, on this plane.
+PURPOSE = b"control plane"
 
 Options = list[tuple[str, int]]
 
 _KEEPALIVE_INTERVAL_MS = 10_000
 _MAX_METADATA_BYTES = 8 << 10
+_MAX_PING_STRIKES = 100
 
 
 def format_address(host: str, port: int) -> str:
@@ -21,16 +25,14 @@ def format_address(host: str, port: int) -> str:
 def server_options(*, num_workers: int, node_timeout_s: float) -> Options:
     """Options of the scheduler's server."""
     return [
-        # Two schedulers on one port must not both bind and share the workers between them.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_allowed_incoming_connections", max_connections(num_workers)),
-        ("grpc.max_concurrent_streams", 1),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        *server_limits(
+            max_connections=max_connections(num_workers), max_metadata_bytes=_MAX_METADATA_BYTES
+        ),
         ("grpc.max_receive_message_length", limits.MAX_WORKER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", limits.MAX_SCHEDULER_MESSAGE_BYTES),
-        # Workers ping as often as the scheduler does; that is no attack.
+        # Workers ping as often as the scheduler does; that is no attack. Floods of pings are.
         ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_INTERVAL_MS // 2),
-        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
         *_keepalive(node_timeout_s),
     ]
 

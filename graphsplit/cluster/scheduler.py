@@ -10,37 +10,76 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from graphsplit.cluster.codec import MessageError, decode_worker, encode_scheduler
+from graphsplit.cluster.admission import Admission
+from graphsplit.cluster.codec import (
+    MessageError,
+    encode_plan,
+    encode_scheduler,
+    encode_scheduler_fence,
+    open_worker,
+)
 from graphsplit.cluster.events import (
     Connected,
     Disconnected,
+    Drop,
     Effect,
     Event,
     Exit,
     Interrupted,
     Log,
     Malformed,
+    Persist,
     Received,
     Refuse,
     Send,
     Tick,
 )
+from graphsplit.cluster.fencing import StreamGuard, Verdict
+from graphsplit.cluster.journal import Journal
 from graphsplit.cluster.limits import TICK_INTERVAL_S
-from graphsplit.cluster.messages import Refused, SchedulerMessage
+from graphsplit.cluster.messages import (
+    Fence,
+    Formed,
+    Peer,
+    Refused,
+    Register,
+    SchedulerMessage,
+)
 from graphsplit.cluster.rpc import METHOD, SERVICE, format_address, max_connections, server_options
-from graphsplit.cluster.scheduler_state import JobIdentity, JobRules, SchedulerState
+from graphsplit.cluster.rules import JobIdentity, JobRules
+from graphsplit.cluster.scheduler_state import SchedulerState
 from graphsplit.errors import ConfigurationError
+from graphsplit.security.grpc_ports import add_port
+from graphsplit.security.names import SCHEDULER
+from graphsplit.security.protection import Protection, load_protection, require_protection
 from graphsplit.settings import ClusterSettings
 
 # A worker that does not read for so long that this many messages wait for it is cut off.
 _MAX_OUTBOX = 4_096
 _STOP_GRACE_S = 0.5
+# A plan for many workers is large, and goes to all: gRPC must not hold a copy for each at once.
+_LARGE_BYTES = 64 << 10
+_MAX_LARGE_WRITES = 16
+_NO_LIMIT = contextlib.nullcontext()
+JOURNAL_NAME = "scheduler.journal"
 
 
-class _Outbox(asyncio.Queue["bytes | None"]):
-    """What waits to be written to one stream; None ends it."""
+class _Outbox(asyncio.Queue["tuple[bytes, ...] | None"]):
+    """What waits to be written to one stream; None ends it.
+
+    Attributes:
+        incarnation: The life of the worker at the other end.
+        num_sent: How many messages were put in.
+    """
+
+    def __init__(self, incarnation: str) -> None:
+        super().__init__(_MAX_OUTBOX)
+        self.incarnation = incarnation
+        self.num_sent = 0
 
 
 def print_log(line: str) -> None:
@@ -67,10 +106,12 @@ def serve(
 
     Returns:
         The exit status: 0 when all workers finished, 130 or 143 when the job was interrupted by
-        SIGINT or SIGTERM, else 1.
+        SIGINT or SIGTERM, 75 when it is to be started again (``GS_RECOVERY=restart``), else 1.
 
     Raises:
-        ConfigurationError: The address cannot be bound.
+        JournalError: The journal at ``MS_RECOVERY_PATH`` cannot be read, or is not to be trusted.
+        ConfigurationError: The address cannot be bound, or nothing protects it; or a file of the
+            protection is not what it should be.
     """
     return asyncio.run(_serve(settings, on_listening, log))
 
@@ -82,7 +123,9 @@ async def _serve(
 ) -> int:
     import grpc
 
-    sessions = _Sessions(settings, log)
+    protection = load_protection(settings.security, role=SCHEDULER)
+    require_protection(settings.scheduler_host, protection, what="the scheduler")
+    sessions = _Sessions(settings, protection, log)
     server = grpc.aio.server(
         options=server_options(
             num_workers=settings.num_workers, node_timeout_s=settings.node_timeout_s
@@ -94,7 +137,7 @@ async def _serve(
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
     )
-    port = _bind(server, settings)
+    port = _bind(server, settings, protection)
     await server.start()
     address = format_address(settings.scheduler_host, port)
     log(f"listening on {address} for {settings.num_workers} workers, pid {os.getpid()}")
@@ -109,13 +152,10 @@ async def _serve(
         await server.stop(_STOP_GRACE_S)
 
 
-def _bind(server: Any, settings: ClusterSettings) -> int:
+def _bind(server: Any, settings: ClusterSettings, protection: Protection) -> int:
     """Bind the configured address and no other; return the real port."""
     address = format_address(settings.scheduler_host, settings.scheduler_port)
-    try:
-        port = int(server.add_insecure_port(address))
-    except RuntimeError:
-        port = 0
+    port = add_port(server, address, protection)
     if port:
         return port
     raise ConfigurationError(
@@ -143,46 +183,89 @@ def _signals_to(sessions: _Sessions) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _rules_of(settings: ClusterSettings) -> JobRules:
+    return JobRules(
+        num_workers=settings.num_workers,
+        topo_timeout_s=settings.topo_timeout_s,
+        node_timeout_s=settings.node_timeout_s,
+        receive_timeout_s=settings.receive_timeout_s,
+        recovery=settings.recovery,
+        keeps_journal=bool(settings.recovery_path),
+    )
+
+
+def _first_state(
+    rules: JobRules, journal: Journal | None, log: Callable[[str], None]
+) -> SchedulerState:
+    """A new job, or the one that a lost scheduler wrote down."""
+    now = time.monotonic()
+    image = None if journal is None else journal.read(rules, log)
+    if image is not None:
+        return SchedulerState.restored(rules, image, now)
+    # 63 bits: what both torch.manual_seed and a signed 64-bit number can hold.
+    identity = JobIdentity(job=secrets.token_hex(16), seed=secrets.randbits(63))
+    return SchedulerState(rules, identity, now)
+
+
 class _Sessions:
     """All streams of one scheduler. Everything runs on one event loop, so nothing is locked."""
 
-    def __init__(self, settings: ClusterSettings, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: ClusterSettings, protection: Protection, log: Callable[[str], None]
+    ) -> None:
         self._log = log
+        self._admission = Admission(settings.num_workers, protection, log)
         self._outboxes: dict[int, _Outbox] = {}
         self._num_nodes = 0
-        rules = JobRules(
-            num_workers=settings.num_workers,
-            topo_timeout_s=settings.topo_timeout_s,
-            node_timeout_s=settings.node_timeout_s,
-            receive_timeout_s=settings.receive_timeout_s,
-        )
-        # 63 bits: what both torch.manual_seed and a signed 64-bit number can hold.
-        identity = JobIdentity(job=secrets.token_hex(16), seed=secrets.randbits(63))
-        self._state = SchedulerState(rules, identity, time.monotonic())
+        self._encoded: tuple[SchedulerMessage, bytes] | None = None
+        self._plan: tuple[tuple[Peer, ...], bytes] | None = None
+        self._large = asyncio.Semaphore(_MAX_LARGE_WRITES)
+        path = settings.recovery_path
+        self._journal = Journal(Path(path) / JOURNAL_NAME) if path else None
+        self._state = _first_state(_rules_of(settings), self._journal, log)
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        for effect in self._state.open():
+            self._carry_out(effect)
 
     async def session(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One stream, from its opening until either side ends it."""
+        first = await self._admission.admit(requests, context)
+        if first is None:
+            return
         node = self._num_nodes = self._num_nodes + 1
-        outbox = self._outboxes[node] = _Outbox(_MAX_OUTBOX)
+        outbox = self._outboxes[node] = _Outbox(first.incarnation)
         self.apply(Connected(node))
-        reader = asyncio.create_task(self._read(node, requests, outbox))
+        self.apply(Received(node, first))
+        reader = asyncio.create_task(self._read(node, requests, outbox, first))
         try:
-            while (message := await outbox.get()) is not None:
-                await context.write(message)
+            while (parts := await outbox.get()) is not None:
+                is_large = sum(len(part) for part in parts) > _LARGE_BYTES
+                async with self._large if is_large else _NO_LIMIT:
+                    await context.write(b"".join(parts))
         finally:
             # Also reached, by cancellation, when the connection breaks.
             del self._outboxes[node]
             reader.cancel()
             self.apply(Disconnected(node))
 
-    async def _read(self, node: int, requests: AsyncIterator[bytes], outbox: _Outbox) -> None:
+    async def _read(
+        self, node: int, requests: AsyncIterator[bytes], outbox: _Outbox, first: Register
+    ) -> None:
+        job = first.resume.job if first.resume is not None else ""
+        guard = StreamGuard(Fence(job, incarnation=first.incarnation, number=1))
         try:
             async for data in requests:
                 try:
-                    self.apply(Received(node, decode_worker(data)))
+                    fence, message = open_worker(data)
                 except MessageError as error:
                     self.apply(Malformed(node, str(error)))
+                    continue
+                verdict = guard.check(fence)
+                if verdict is Verdict.BREAK:
+                    self._log(f"a stream was broken off: {guard.why_broken}")
+                    return
+                if verdict is Verdict.TAKE:
+                    self.apply(Received(node, message, fence.generation))
         finally:
             _close(outbox)
 
@@ -209,6 +292,11 @@ class _Sessions:
             case Refuse():
                 self._send(effect.node, Refused(effect.reason))
                 _close(self._outboxes.get(effect.node))
+            case Drop():
+                _close(self._outboxes.get(effect.node))
+            case Persist():
+                assert self._journal is not None
+                self._journal.write(effect.image)
             case Log():
                 self._log(effect.line)
             case Exit():
@@ -222,8 +310,23 @@ class _Sessions:
             return
         if outbox.qsize() >= _MAX_OUTBOX - 1:
             _close(outbox)
-        else:
-            outbox.put_nowait(encode_scheduler(message))
+            return
+        outbox.num_sent += 1
+        fence = Fence(self._state.job, self._state.generation, outbox.incarnation, outbox.num_sent)
+        outbox.put_nowait((*self._parts_of(message), encode_scheduler_fence(fence)))
+
+    def _parts_of(self, message: SchedulerMessage) -> tuple[bytes, ...]:
+        """The message as bytes in parts: what goes to everybody is encoded, and held, once."""
+        if isinstance(message, Formed):
+            return self._plan_for(message)
+        if self._encoded is None or self._encoded[0] is not message:
+            self._encoded = (message, encode_scheduler(message))
+        return (self._encoded[1],)
+
+    def _plan_for(self, message: Formed) -> tuple[bytes, ...]:
+        if self._plan is None or self._plan[0] is not message.peers:
+            self._plan = (message.peers, encode_plan(message.peers))
+        return encode_scheduler(replace(message, peers=())), self._plan[1]
 
 
 def _close(outbox: _Outbox | None) -> None:

@@ -11,17 +11,46 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from graphsplit.cluster.codec import MessageError, decode_scheduler, encode_worker
+from graphsplit.cluster.codec import (
+    MessageError,
+    encode_worker,
+    encode_worker_fence,
+    open_scheduler,
+)
+from graphsplit.cluster.fencing import StreamGuard, Verdict
 from graphsplit.cluster.limits import HEARTBEAT_INTERVAL_S
-from graphsplit.cluster.messages import Heartbeat, Leave, SchedulerMessage, WorkerMessage
-from graphsplit.cluster.rpc import METHOD, SERVICE, channel_options, format_address
+from graphsplit.cluster.messages import (
+    Fence,
+    Heartbeat,
+    Leave,
+    Refused,
+    SchedulerMessage,
+    WorkerMessage,
+)
+from graphsplit.cluster.rpc import METHOD, PURPOSE, SERVICE, channel_options, format_address
+from graphsplit.security.grpc_ports import is_refused_by_tls, open_channel
+from graphsplit.security.handshake import PROOF_KEY, Dialer, entry_of
+from graphsplit.security.names import SCHEDULER, CertifiedName
+from graphsplit.security.protection import Protection
 from graphsplit.settings import ClusterSettings
 
 # What gRPC says when there is nobody to talk to (yet); anything else is not mended by patience.
 _RETRYABLE = frozenset({"UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED", "DEADLINE_EXCEEDED"})
+
+_UNPROVED = (
+    "it does not know this worker's job token (GS_JOB_TOKEN, GS_JOB_TOKEN_FILE), so it is the "
+    "scheduler of another job, or none"
+)
+
+
+_Outgoing = tuple[WorkerMessage, Fence]
+
+
+class _UnprovedError(Exception):
+    """The scheduler does not prove that it knows the job's token."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +75,11 @@ class Session:
         self,
         settings: ClusterSettings,
         *,
+        protection: Protection,
         first: WorkerMessage,
+        fence: Callable[[], Fence],
         beat: Callable[[], Heartbeat],
-        on_message: Callable[[Session, SchedulerMessage], None],
+        on_message: Callable[[Session, SchedulerMessage, int], None],
         on_end: Callable[[Session, StreamEnd], None],
     ) -> None:
         # A data loader's children do not use gRPC. Its handlers for those that do would pause it
@@ -57,31 +88,41 @@ class Session:
         import grpc
 
         self._grpc = grpc
+        self._fence = fence
+        self._num_sent = 0
         self._beat = beat
         self._on_message = on_message
         self._on_end = on_end
         self.end: StreamEnd | None = None
-        self._outbox: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[_Outgoing | bytes | None] = queue.SimpleQueue()
         self._writer_done = threading.Event()
-        self._outbox.put(first)
+        self._first = (first, fence())
+        self._dialer = Dialer(protection.token, PURPOSE) if protection.token else None
+        self._is_introduced = self._dialer is None
         address = format_address(settings.scheduler_host, settings.scheduler_port)
         options = channel_options(node_timeout_s=settings.node_timeout_s)
-        self._channel = grpc.insecure_channel(address, options=options)
+        expected = CertifiedName(SCHEDULER).dns
+        self._channel = open_channel(address, protection, expected=expected, options=options)
         self._call: Any = None
         self._reader = threading.Thread(target=self._read, name="graphsplit-member", daemon=True)
 
     def start(self) -> None:
         """Connect, and begin to send and to read."""
-        self._call = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")(self._outgoing())
+        metadata = None if self._dialer is None else self._dialer.metadata()
+        session = self._channel.stream_stream(f"/{SERVICE}/{METHOD}")
+        self._call = session(self._outgoing(), metadata=metadata)
+        if self._dialer is None:
+            self._outbox.put(self._first)
         self._reader.start()
 
     def send(self, message: WorkerMessage) -> None:
         """Queue a message. Returns at once; order is kept."""
-        self._outbox.put(message)
+        self._outbox.put((message, self._fence()))
 
     def close(self, *, timeout_s: float = 1.0) -> None:
         """Say goodbye, wait a little for the answer, and give back threads and socket."""
-        self._outbox.put(Leave())
+        if self._is_introduced:
+            self.send(Leave())
         self._outbox.put(None)
         self._reader.join(timeout_s)
         self._call.cancel()
@@ -90,29 +131,65 @@ class Session:
         self._writer_done.wait(timeout_s)
 
     def _outgoing(self) -> Iterator[bytes]:
-        next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
         try:
-            while True:
+            message = self._outbox.get()
+            next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
+            while message is not None:
+                yield message if isinstance(message, bytes) else self._encode(message)
                 try:
                     pause_s = max(0.0, next_beat - time.monotonic())
                     message = self._outbox.get(timeout=pause_s)
                 except queue.Empty:
-                    message = self._beat()
+                    message = (self._beat(), self._fence())
                     next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
-                if message is None:
-                    return
-                yield encode_worker(message)
         finally:
             self._writer_done.set()
 
+    def _encode(self, outgoing: _Outgoing) -> bytes:
+        message, fence = outgoing
+        self._num_sent += 1
+        return encode_worker(message) + encode_worker_fence(replace(fence, number=self._num_sent))
+
+    def _introduce(self) -> None:
+        """Prove that this worker knows the job's token, once the scheduler has proved it.
+
+        A scheduler that takes no part in that may only refuse us.
+        """
+        if self._dialer is None:
+            return
+        metadata = self._call.initial_metadata() or ()
+        answer = self._dialer.answer(metadata)
+        if answer is None and entry_of(metadata, PROOF_KEY):
+            raise _UnprovedError
+        if answer is not None:
+            self._outbox.put(answer)
+            self._outbox.put(self._first)
+            self._is_introduced = True
+
     def _read(self) -> None:
         end = StreamEnd("it closed the stream", is_retryable=True)
+        guard = StreamGuard()
         try:
+            self._introduce()
             for data in self._call:
-                self._on_message(self, decode_scheduler(data))
+                fence, message = open_scheduler(data)
+                if not (self._is_introduced or isinstance(message, Refused)):
+                    raise _UnprovedError
+                verdict = guard.check(fence)
+                if verdict is Verdict.BREAK:
+                    self._call.cancel()
+                    end = StreamEnd(f"it broke the order: {guard.why_broken}", is_retryable=True)
+                    break
+                if verdict is Verdict.TAKE:
+                    self._on_message(self, message, fence.generation)
+        except _UnprovedError:
+            self._call.cancel()
+            end = StreamEnd(_UNPROVED, is_retryable=False)
         except self._grpc.RpcError as error:
             code = error.code().name
-            end = StreamEnd(f"{code}: {error.details()}", is_retryable=code in _RETRYABLE)
+            detail = error.details() or ""
+            is_retryable = code in _RETRYABLE and not is_refused_by_tls(detail)
+            end = StreamEnd(f"{code}: {detail}", is_retryable=is_retryable)
         except MessageError as error:
             self._call.cancel()
             end = StreamEnd(f"it sent a malformed message: {error}", is_retryable=False)

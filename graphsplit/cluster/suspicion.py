@@ -7,43 +7,50 @@ first::
     strength   what is known
     3          a worker reported what it did itself: an exception, Ctrl-C; or the workers
                disagree. Final at once.
-    2          a worker's stream broke, or it fell silent.
+    2          a worker's stream broke, or it fell silent. Withdrawn if it comes back in time.
     1          a worker reported what it saw of others: a peer is gone, a deadline passed.
 """
 
 from __future__ import annotations
 
 from graphsplit.cluster.limits import GRACE_S
-from graphsplit.failure import FailureCause
+from graphsplit.failure import RETRYABLE_KINDS, FailureCause
 
-SECOND_HAND_KINDS = frozenset({"lost", "timeout", "scheduler_lost"})
+_SEEN, _LOST, _DID = 1, 2, 3
 
 
 class Suspicion:
     """Collects explanations; ``due`` hands out the root cause when the grace is over."""
 
     def __init__(self) -> None:
-        self._cause: FailureCause | None = None
-        self._strength = 0
+        self._known: list[tuple[int, FailureCause]] = []
         self._deadline = 0.0
 
     def report(self, cause: FailureCause, now: float) -> None:
         """A worker reported a failure."""
-        is_second_hand = cause.kind in SECOND_HAND_KINDS
-        self._add(cause, strength=1 if is_second_hand else 3, now=now)
+        self._add(_SEEN if cause.kind in RETRYABLE_KINDS else _DID, cause, now)
 
     def observe_loss(self, cause: FailureCause, now: float) -> None:
         """The scheduler itself saw that a worker is gone."""
-        self._add(cause, strength=2, now=now)
+        self._add(_LOST, cause, now)
 
-    def _add(self, cause: FailureCause, *, strength: int, now: float) -> None:
-        if self._cause is None:
+    def withdraw_loss(self, rank: int) -> None:
+        """That worker is back."""
+        self._known = [
+            (strength, cause)
+            for strength, cause in self._known
+            if strength != _LOST or cause.rank != rank
+        ]
+
+    def _add(self, strength: int, cause: FailureCause, now: float) -> None:
+        if not self._known:
             self._deadline = now + GRACE_S
-        if strength > self._strength:
-            self._cause, self._strength = cause, strength
-        if self._strength == 3:
+        self._known.append((strength, cause))
+        if strength == _DID:
             self._deadline = now
 
     def due(self, now: float) -> FailureCause | None:
         """The root cause, once nothing better is to be expected; else None."""
-        return self._cause if self._cause is not None and now >= self._deadline else None
+        if not self._known or now < self._deadline:
+            return None
+        return max(self._known, key=lambda known: known[0])[1]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain_modules import module_lines, unplaced_lines
 from graphsplit.partition.explain_operations import crossing_lines, operation_lines, state_lines
-from graphsplit.partition.explain_traffic import borrowed_lines, pair_lines, traffic_lines
+from graphsplit.partition.explain_traffic import (
+    borrowed_lines,
+    pair_lines,
+    route_lines,
+    traffic_lines,
+)
 from graphsplit.partition.folding import align
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import EVERYWHERE
@@ -20,7 +25,12 @@ _MAX_STOPS = 12
 
 
 def explain_plan(
-    plan: PartitionPlan, *, detail: Detail = "modules", optimizer_copies: float | None = None
+    plan: PartitionPlan,
+    *,
+    detail: Detail = "modules",
+    optimizer_copies: float | None = None,
+    routes: Mapping[tuple[int, int], tuple[str, str]] | None = None,
+    step_times: Sequence[str] = (),
 ) -> str:
     """Describe a plan to a person, in lines of at most 120 characters.
 
@@ -32,6 +42,8 @@ def explain_plan(
             inside is on one worker, and what crosses, the largest first. ``"operations"``: every
             parameter, operation and edge.
         optimizer_copies: How many numbers the optimizer keeps for each number that it trains.
+        routes: How each pair of workers is connected, and why; of a running job only.
+        step_times: What is known of the time that a step takes.
     """
     sections: list[tuple[str, list[str]]] = [("Workers, per step", _totals(plan, optimizer_copies))]
     if detail == "operations":
@@ -49,7 +61,9 @@ def explain_plan(
             ("Borrowed parameters and buffers", borrowed_lines(plan)),
         ]
     sections += [
+        ("How workers are connected", route_lines(routes or {})),
         ("Longest chain of workers that wait for each other", _longest_chain(plan)),
+        ("Step time", list(step_times)),
         ("Notes", [line for note in plan.placed.notes for line in note.splitlines()]),
     ]
     parts = [_headline(plan)]

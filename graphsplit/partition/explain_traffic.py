@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphsplit.partition.dump import human_bytes
@@ -14,6 +14,7 @@ from graphsplit.partition.plan import EdgeKind, PartitionPlan
 _MAX_VALUES = 12
 _MAX_PAIRS = 16
 _MAX_BORROWED = 8
+_MAX_ROUTES = 6
 _NUMBER = re.compile(r"\d+")
 
 
@@ -126,6 +127,22 @@ def pair_lines(plan: PartitionPlan) -> list[str]:
         size = sum(pairs[pair][1] + pairs[pair][3] for pair in largest[_MAX_PAIRS:])
         lines.append(f"... and {len(largest) - _MAX_PAIRS} more pairs, {human_bytes(size)}")
     return lines
+
+
+def route_lines(routes: Mapping[tuple[int, int], tuple[str, str]]) -> list[str]:
+    """Which transport connects which pairs, and why; pairs with the same answer in one line."""
+    alike: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for pair, route in sorted(routes.items()):
+        alike.setdefault(route, []).append(pair)
+    if not alike:
+        return []
+    rows = [("transport", "workers", "why")]
+    for (transport, reason), pairs in alike.items():
+        shown = [f"{low} and {high}" for low, high in pairs[:_MAX_ROUTES]]
+        if len(pairs) > _MAX_ROUTES:
+            shown.append(f"{len(pairs) - _MAX_ROUTES} more pairs")
+        rows.append((transport, ", ".join(shown), reason))
+    return align(rows)
 
 
 def borrowed_lines(plan: PartitionPlan) -> list[str]:

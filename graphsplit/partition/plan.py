@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from graphsplit.partition.gradients import Contribution
@@ -79,6 +80,55 @@ class SegmentIO:
 
 
 @dataclass(frozen=True, slots=True)
+class RecomputedGroup:
+    """Operations of a segment that backward runs again.
+
+    Attributes:
+        positions: The operations, in program order.
+        repeats_writes: Whether buffers are then modified once more: what a checkpoint inside the
+            network does in eager mode.
+    """
+
+    positions: tuple[int, ...]
+    repeats_writes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """An operation whose weight gradients can be computed apart from that of its activation.
+
+    Attributes:
+        position: The operation.
+        operands: Which of its operands are weights; by index among what it reads.
+        leaves: For each of them, the contribution that stands for it, or -1: the parameter itself.
+        work: Multiplications and additions that computing its weight gradients takes.
+    """
+
+    position: int
+    operands: tuple[int, ...]
+    leaves: tuple[int, ...]
+    work: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardSplit:
+    """How the backward of one segment falls into two instructions.
+
+    ``BACKWARD_INPUT`` computes all that others wait for, ``BACKWARD_WEIGHT`` the rest.
+
+    Attributes:
+        uses: What is left to ``BACKWARD_WEIGHT``.
+    """
+
+    uses: tuple[WeightUse, ...]
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Contributions that ``BACKWARD_WEIGHT`` makes."""
+        return tuple(leaf for use in self.uses for leaf in use.leaves if leaf >= 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Tally:
     """Numbers that all workers share between the last gradient and the optimizer.
 
@@ -107,6 +157,10 @@ class PartitionPlan:
         is_microbatched: Whether it runs microbatches of a step: each draws from a generator state
             of its own, so that no state is left for the end of the step.
         tally: What workers share before the optimizer steps; None if it is nothing.
+        splits: The segments whose backward may be run in two parts; see ``partition.splitting``.
+        recomputed: By segment, groups of operations that backward runs again; see
+            ``partition.recomputation``.
+        run_twice: Operations that forward runs twice, instead of once more in backward.
     """
 
     placed: PlacedGraph
@@ -119,6 +173,9 @@ class PartitionPlan:
     home: int
     is_microbatched: bool = False
     tally: Tally | None = None
+    splits: Mapping[int, BackwardSplit] = field(default_factory=dict)
+    recomputed: Mapping[int, tuple[RecomputedGroup, ...]] = field(default_factory=dict)
+    run_twice: frozenset[int] = frozenset()
 
     @property
     def segments(self) -> tuple[Segment, ...]:

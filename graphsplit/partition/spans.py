@@ -1,4 +1,7 @@
-"""How much memory a gradient may reach: a bound that both ends know before anything is sent.
+"""How much memory a value may reach: a bound that both ends know before anything is sent.
+
+A view reaches no further than what it is a view of. Its own strides are not known for certain: the
+results of some operations have others than capture was told (``batch_norm`` of a permuted tensor).
 
 A gradient has the shape of its value, but not always its strides. The backward of ``cat`` hands
 every operand a window onto one wide gradient, that of ``stack`` and ``view_as_complex`` hands out
@@ -11,7 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from graphsplit.capture.effects import aliased_operands
+from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+
+
+def value_spans(plan: PartitionPlan) -> dict[int, int]:
+    """For each forward edge whose value is a view, the most bytes that the value may reach."""
+    graph = plan.placed.graph
+    fx_nodes = graph.fx_nodes
+    reach: list[int] = []
+    views: set[int] = set()
+    for position, node in enumerate(graph.nodes):
+        own = 0 if node.meta is None else max(node.meta.size_bytes, node.meta.span_bytes)
+        if node.kind is NodeKind.OPERATION and aliased_operands(fx_nodes[node.name]):
+            views.add(position)
+            own = max([own, *(reach[operand] for operand in node.reads)])
+        reach.append(own)
+    return {
+        edge.index: reach[edge.value]
+        for edge in plan.edges
+        if edge.kind is EdgeKind.VALUE and edge.value in views
+    }
 
 
 def gradient_spans(plan: PartitionPlan) -> dict[int, int]:

@@ -2,7 +2,8 @@
 
 For every operation the first rule that applies wins:
 
-1. it must run where its operand is made (an element of a tuple),
+1. it must run where its operand is made (an element of a tuple; what hands an operand to the
+   branches of a ``torch.cond``),
 2. the innermost ``with gs.place(...)`` or ``gs.op(...).place(...)`` around it,
 3. a rule of ``gs.apply_placement`` for operations,
 4. for a branch, loop or call that is kept whole: the placed modules whose parameters it uses,
@@ -27,7 +28,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind
 from graphsplit.placement.annotations import WORKER_ROLE, Annotation, faults_found
 from graphsplit.placement.rules import OperationRule
 from graphsplit.placement.rules_match import Matched, match_rules
-from graphsplit.placement.whole import modules_inside, nearest, torn_apart
+from graphsplit.placement.whole import modules_inside, nearest, torn_apart, with_branches_apart
 
 UnplacedRule = Literal["affinity", "worker0"]
 EVERYWHERE = -1
@@ -81,6 +82,9 @@ def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
             of them are listed, with the user's lines.
     """
     matched = match_rules(graph, rules.operations)
+    opened = with_branches_apart(graph, rules.modules, matched.deciding)
+    if opened is not graph:
+        graph, matched = opened, match_rules(opened, rules.operations)
     check_annotations(graph, rules, matched)
     _warn_of_dead_rules(graph, matched)
     resolver = _Resolver(graph, rules, matched)
@@ -204,6 +208,8 @@ class _Resolver:
             if worker == EVERYWHERE:
                 return False
             return self._set(position, worker, f"element of {self.nodes[producer].name}")
+        if node.stays:
+            return self._place_beside_operand(position, node)
         if node.annotation is not None:
             where = node.annotation.source
             return self._set(position, node.annotation.rank, f"gs.place at {where}")
@@ -231,7 +237,7 @@ class _Resolver:
 
     def _place_beside_operand(self, position: int, node: Node) -> bool:
         heaviest, most = None, -1
-        for operand in node.reads:
+        for operand in node.reads[-1:] if node.stays else node.reads:
             worker = self._known_worker(operand)
             meta = self.nodes[operand].meta
             size = meta.size_bytes if meta is not None else 1 << 62  # tuples cannot be moved

@@ -1,16 +1,17 @@
 """What runs whole on one worker, though the modules inside it may be placed apart.
 
 Branches, loops and calls kept whole are one operation of the graph. The modules inside are known
-by the parameters that they bring along.
+by the parameters that they bring along. Branches whose modules are placed apart are taken apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch._ops import HigherOrderOperator
 
+from graphsplit.capture.branches import is_branching, take_branches_apart, why_together
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
 from graphsplit.capture.opaque import OpaqueCall
 from graphsplit.placement.annotations import Annotation
@@ -43,16 +44,55 @@ def modules_inside(
 
 def torn_apart(graph: CapturedGraph, position: int, inside: Mapping[str, Annotation]) -> str | None:
     """What is wrong with an operation that runs whole, if its modules are placed apart."""
-    if len({annotation.rank for annotation in inside.values()}) < 2:
+    if not _is_apart(inside):
         return None
     node = graph.nodes[position]
+    called = graph.fx_nodes.get(node.name)  # graphs made by hand have none
+    reason = ""
+    if called is not None and is_branching(called):
+        reason = f": {why_together(graph, called)}"
     where = ", ".join(f"{path or '(network)'} on {found.rank}" for path, found in inside.items())
     places = "".join(f"\n    {found.source}" for found in inside.values())
     return (
-        f"{node.target} runs whole on one worker, but the modules in and around it are placed "
-        f"apart: {where}; place them on one worker, or put gs.place around the call\n"
+        f"{node.target} runs whole on one worker{reason}, but the modules in and around it are "
+        f"placed apart: {where}; place them on one worker, or put gs.place around the call\n"
         f"    {node.source}{places}"
     )
+
+
+def _is_apart(inside: Mapping[str, Annotation]) -> bool:
+    return len({annotation.rank for annotation in inside.values()}) > 1
+
+
+def with_branches_apart(
+    graph: CapturedGraph, modules: Mapping[str, Annotation], decided: Collection[int]
+) -> CapturedGraph:
+    """Take those branches apart whose modules are placed apart, if that is possible.
+
+    Args:
+        graph: The graph.
+        modules: Annotation of every placed module, by module path.
+        decided: Positions of operations that a rule places whole.
+    """
+    names = [
+        graph.nodes[position].name
+        for position, inside in modules_inside(graph, modules).items()
+        if graph.nodes[position].annotation is None and position not in decided
+        if _is_apart(inside)
+    ]
+    called = [graph.fx_nodes[name] for name in names if name in graph.fx_nodes]
+    open_ones = [n.name for n in called if is_branching(n) and not why_together(graph, n)]
+    return take_branches_apart(graph, frozenset(open_ones))
+
+
+def branches_and_loops(graph: CapturedGraph) -> list[int]:
+    """Positions of the operations that run whole and are neither modules nor functions."""
+    return [
+        position
+        for position in _running_whole(graph)
+        if (called := graph.fx_nodes.get(graph.nodes[position].name)) is not None
+        and not isinstance(called.target, OpaqueCall)
+    ]
 
 
 def _running_whole(graph: CapturedGraph) -> list[int]:

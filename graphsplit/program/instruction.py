@@ -1,16 +1,18 @@
 """The instructions of a worker's program. Each reads back from the text it prints as.
 
-========================  ==========================================================
-``ZERO_GRADIENTS``        set the owned parameters' gradients to None
-``FORWARD mb0 seg2``      run a segment
-``BACKWARD mb0 seg2``     run a segment's backward: fold what came back, then autograd
-``ACCUMULATE mb0 v7``     fold the gradients of a parameter that several segments use
-``SEND mb0 edge3``        send the edge's value to its destination
-``RECEIVE mb0 edge3``     wait for the edge's value from its source
-``TALLY``                 unscale the owned gradients, note their norms and whether all are finite
-``CLIP``                  clip the owned gradients by what all workers have noted
-``OPTIMIZER``             step the optimizer over the owned parameters
-========================  ==========================================================
+============================  ==========================================================
+``ZERO_GRADIENTS``            set the owned parameters' gradients to None
+``FORWARD mb0 seg2``          run a segment
+``BACKWARD mb0 seg2``         run a segment's backward: fold what came back, then autograd
+``BACKWARD_INPUT mb0 seg2``   the part of it that others wait for
+``BACKWARD_WEIGHT mb0 seg2``  the rest of it: gradients of large weights
+``ACCUMULATE mb0 v7``         fold the gradients of a parameter that several segments use
+``SEND mb0 edge3``            send the edge's value to its destination
+``RECEIVE mb0 edge3``         wait for the edge's value from its source
+``TALLY``                     unscale the owned gradients; note norms, and whether all are finite
+``CLIP``                      clip the owned gradients by what all workers have noted
+``OPTIMIZER``                 step the optimizer over the owned parameters
+============================  ==========================================================
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class Opcode(Enum):
     ZERO_GRADIENTS = "ZERO_GRADIENTS"
     FORWARD = "FORWARD"
     BACKWARD = "BACKWARD"
+    BACKWARD_INPUT = "BACKWARD_INPUT"
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
     ACCUMULATE = "ACCUMULATE"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
@@ -37,6 +41,8 @@ class Opcode(Enum):
 _OPERAND = {
     Opcode.FORWARD: "seg",
     Opcode.BACKWARD: "seg",
+    Opcode.BACKWARD_INPUT: "seg",
+    Opcode.BACKWARD_WEIGHT: "seg",
     Opcode.ACCUMULATE: "v",
     Opcode.SEND: "edge",
     Opcode.RECEIVE: "edge",

@@ -17,7 +17,8 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.traffic import Traffic
 
 # A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD and
-# ACCUMULATE instructions in the order to run them.
+# ACCUMULATE instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD
+# where the plan allows it. `schedule.orders` checks what it gives.
 Policy = Callable[[PartitionPlan, int], Sequence[Sequence[Instruction]]]
 
 
@@ -127,11 +128,11 @@ class _Lowering:
         for instruction in compute:
             if instruction.opcode is Opcode.FORWARD:
                 self._forward(instruction)
-            elif instruction.opcode is Opcode.BACKWARD:
-                self._backward(instruction)
-            else:
+            elif instruction.opcode is Opcode.ACCUMULATE:
                 self._receive_terms(self.plan.folds[instruction.operand], instruction.microbatch)
                 self.out.append(instruction)
+            else:
+                self._backward(instruction)
         self._finish()
         return self.out
 
@@ -178,11 +179,13 @@ class _Lowering:
     def _backward(self, instruction: Instruction) -> None:
         segment, microbatch = instruction.operand, instruction.microbatch
         io = self.plan.io[segment]
-        sums = [self.plan.folds.get(root, ()) for root in io.roots]
-        sums += [self.plan.seeds.get(leaf, ()) for leaf in io.leaves]
-        self._receive_terms(itertools.chain.from_iterable(sums), microbatch)
+        if instruction.opcode is not Opcode.BACKWARD_WEIGHT:
+            sums = [self.plan.folds.get(root, ()) for root in io.roots]
+            sums += [self.plan.seeds.get(leaf, ()) for leaf in io.leaves]
+            self._receive_terms(itertools.chain.from_iterable(sums), microbatch)
         self.out.append(instruction)
-        carriers = [self.traffic.carrier[c] for c in io.leaves if c in self.traffic.carrier]
+        made = made_leaves(self.plan, instruction)
+        carriers = [self.traffic.carrier[c] for c in made if c in self.traffic.carrier]
         for edge in sorted(carriers, key=lambda edge: edge.index):
             message = self._message(edge, microbatch)
             self.contributed[message] += 1
@@ -219,6 +222,19 @@ class _Lowering:
         for term in terms:
             if term.edge is not None:
                 self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)
+
+
+def made_leaves(plan: PartitionPlan, instruction: Instruction) -> tuple[int, ...]:
+    """The contributions whose gradients a backward instruction makes."""
+    leaves = plan.io[instruction.operand].leaves
+    if instruction.opcode is Opcode.BACKWARD:
+        return leaves
+    later = plan.splits[instruction.operand].leaves
+    return (
+        later
+        if instruction.opcode is Opcode.BACKWARD_WEIGHT
+        else tuple(leaf for leaf in leaves if leaf not in later)
+    )
 
 
 def late_edges(plan: PartitionPlan) -> frozenset[int]:

@@ -6,34 +6,43 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 
 Gradient = torch.Tensor | None
 
 
 def gradients(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     root_gradients: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor | None],
+    *,
+    keep_graph: bool = False,
 ) -> tuple[Gradient, ...]:
     """Gradients of a segment's leaves and parameters; None where nothing flows.
+
+    An input that is None stands for a value of a branch that was not taken.
 
     The raw gradient is returned, with the strides autograd gave it: what ``.grad`` of a leaf holds
     may have been laid out anew, and other strides can mean other bits further on.
     """
-    if not roots or not inputs:
+    there = [tensor for tensor in inputs if tensor is not None]
+    if not roots or not there:
         return (None,) * len(inputs)
     # What torch.autograd.grad calls once it has checked its arguments, which takes it longer than
     # the backward of a small layer does.
     found: tuple[Gradient, ...] = Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(root_gradients),
+        keep_graph,
         False,
-        False,
-        tuple(inputs),
+        tuple(there),
         True,
         accumulate_grad=False,
     )
-    return found
+    if len(there) == len(inputs):
+        return found
+    following = iter(found)
+    return tuple([None if tensor is None else next(following) for tensor in inputs])
 
 
 def fold(terms: Sequence[Gradient]) -> Gradient:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from graphsplit.capture.graph import Node
 from graphsplit.errors import StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
-from graphsplit.partition.spans import gradient_spans
+from graphsplit.partition.spans import gradient_spans, value_spans
+from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 
 
@@ -23,7 +25,7 @@ def channel_specs(
         worker: The worker.
         depths: How many messages of an edge may be under way, where 2 are too few.
     """
-    spans = gradient_spans(plan)
+    spans = {**gradient_spans(plan), **value_spans(plan)}
     return {
         edge.index: _spec(
             plan,
@@ -59,7 +61,15 @@ def _spec(
         depth=depth,
         label=f"{what}{node.name} ({node.module_path or 'network'}): worker {edge.source} -> "
         f"worker {edge.destination}",
+        lends=_is_kept_inside(plan, edge),
     )
+
+
+def _is_kept_inside(plan: PartitionPlan, edge: Edge) -> bool:
+    """Whether an edge's values are gone when the step is: neither outputs nor ``.grad``."""
+    if edge.kind is EdgeKind.VALUE:
+        return all(output.node != edge.value for output in plan.placed.graph.outputs)
+    return edge.kind is EdgeKind.GRADIENT and not plan.placed.graph.nodes[edge.value].is_state
 
 
 @dataclass
@@ -98,6 +108,15 @@ class ChannelEnds:
             if spec.destination == worker:
                 ends.receivers[index] = transport.open_receiver(spec)
         return ends
+
+
+def held_sends(instructions: Sequence[Instruction], plan: PartitionPlan) -> Iterator[int]:
+    """Positions of sends that the next instruction follows with one to the same worker."""
+    for position, (one, following) in enumerate(itertools.pairwise(instructions)):
+        if one.opcode is Opcode.SEND and following.opcode is Opcode.SEND:
+            edges = plan.edges[one.operand], plan.edges[following.operand]
+            if edges[0].destination == edges[1].destination:
+                yield position
 
 
 def sparse_gradient(node: Node, edge: Edge) -> StepFailedError:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -18,16 +20,23 @@ import torch
 
 from graphsplit.cluster.identity import NodeIdentity
 from graphsplit.cluster.member import Member
+from graphsplit.cluster.rules import EX_TEMPFAIL
 from graphsplit.errors import (
+    ClusterError,
     ConfigurationError,
+    FrameError,
     JobFailedError,
+    MembershipChangedError,
     PlanMismatchError,
     TransportError,
 )
 from graphsplit.failure import AbortSignal
 from graphsplit.placement.annotations import WORKER_ROLE
 from graphsplit.runtime.control import ControlChannels
-from graphsplit.settings import ClusterSettings
+from graphsplit.runtime.script import Call, Script
+from graphsplit.security.names import WORKER
+from graphsplit.security.protection import load_protection
+from graphsplit.settings import RESTART, WAIT_REJOIN, ClusterSettings
 from graphsplit.transport.base import Transport
 from graphsplit.transport.hub import Hub
 from graphsplit.transport.wait import FINISHED, WaitPolicy
@@ -41,6 +50,9 @@ _GENERATOR_KEY = "generator"
 _job: Job | None = None
 _one_process = False
 
+on_joined: list[Callable[[Job], None]] = []
+"""Called with every job that this process joins, by whoever knows more of what it does."""
+
 
 class Job:
     """A joined job, as one worker sees it.
@@ -52,16 +64,82 @@ class Job:
         abort: Set when the job fails, anywhere.
         is_ending: This worker has an error of its own, or leaves; news of the job's end must not
             interrupt it any more.
+        joined_generation: The generation in which this process came: above 1 when it takes the
+            place of a lost one, and has to catch up.
+        script: The calls of the user's script that concern all workers.
+        num_barriers: How many barriers the script came to in this generation.
+        after_recovery: Called by ``finalize`` after a recovery at the end of the job, so that
+            this worker takes its part in what the others do after ``recover``.
+        at_end: Called by ``finalize``, by all workers together, while all are still there.
     """
 
-    def __init__(self, member: Member, transport: Transport, abort: AbortSignal) -> None:
+    def __init__(
+        self,
+        member: Member,
+        transport: Transport,
+        abort: AbortSignal,
+        *,
+        doors: Doors | None = None,
+        trace_folder: str = "",
+    ) -> None:
         self.member = member
         self.transport = transport
         self.abort = abort
         self.control = ControlChannels(transport, member.rank, member.num_workers)
+        self._doors = doors
+        self.script = Script()
+        self.num_barriers = 0
         self._closed = False
         self._num_plans = 0
         self.is_ending = False
+        self.joined_generation = member.generation
+        self.after_recovery: Callable[[], None] | None = None
+        self.at_end: list[Callable[[], None]] = []
+        self._trace_folder = trace_folder
+
+    def take_trace_folder(self) -> str:
+        """Where the one who asks first writes a trace; empty for all others."""
+        folder, self._trace_folder = self._trace_folder, ""
+        return folder
+
+    @property
+    def generation(self) -> int:
+        """The present generation, 1 in a new job; ``recover`` moves on to the next one."""
+        return self.member.generation
+
+    @property
+    def recovery_policy(self) -> str:
+        """What the job does about a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        return self.member.recovery
+
+    def recover(self) -> None:
+        """Wait until the next generation is formed, and become part of it.
+
+        Call it after a ``MembershipChangedError``. When it returns, ``transport``, ``control``
+        and ``abort`` are new ones, ``generation`` has grown, plan numbers begin again, and
+        nothing of the former generation can arrive any more. A worker that is lost meanwhile is
+        waited for as well.
+
+        Raises:
+            JobFailedError: The job failed for good, or the lost worker did not come back within
+                ``MS_TOPO_TIMEOUT``.
+        """
+        if not self.abort.recovers or self._doors is None:
+            self.abort.raise_if_set()
+            raise ClusterError("this job has nothing to recover from: no worker was lost")
+        self.is_ending = False
+        self.transport.close()
+        hub = self._doors.open()
+        try:
+            self.member.recover(self._doors.endpoints(hub))
+            self.abort = self.member.abort
+            self.transport = self._doors.connect(hub, self.member)
+        except BaseException:
+            hub.close()
+            raise
+        self.control = ControlChannels(self.transport, self.rank, self.num_workers)
+        self._num_plans = 0
+        self.abort.add_waker(self.interrupt_main_thread)
 
     def next_plan_number(self) -> int:
         """A number for a plan that no other plan of the job has; every worker draws alike."""
@@ -82,8 +160,8 @@ class Job:
     def reporting(self) -> Iterator[None]:
         """Report what is raised inside as this worker's failure, so that all workers end.
 
-        An error that only follows from a failure elsewhere becomes ``JobFailedError`` with the
-        root cause.
+        An error that only follows from a failure elsewhere becomes ``JobFailedError``, or
+        ``MembershipChangedError`` if the job recovers, with the root cause.
         """
         try:
             yield
@@ -93,19 +171,30 @@ class Job:
                 raise root_cause from None
             raise
 
-    def _report(self, error: BaseException) -> JobFailedError | None:
+    def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
-        self.is_ending = True
-        if isinstance(error, TransportError):
+        self.is_ending = not isinstance(error, MembershipChangedError)
+        is_about_a_link = isinstance(error, TransportError) and not isinstance(error, FrameError)
+        if is_about_a_link:
             self._wait_for_root_cause()
-        if self.abort.cause is not None:
-            if isinstance(error, (JobFailedError, PlanMismatchError)):
+        if self.abort.recovers and not is_about_a_link:
+            self._report_own(error)
+            return None
+        if self.abort.cause is None:
+            self._report_own(error)
+            if not (is_about_a_link and self.recovery_policy == WAIT_REJOIN):
                 return None
-            return self.abort.error()
+            self._wait_for_root_cause()  # the scheduler decides what the report means
+        if isinstance(error, (JobFailedError, PlanMismatchError)):
+            return None
+        self.is_ending = not self.abort.recovers
+        return self.abort.error()
+
+    def _report_own(self, error: BaseException) -> None:
+        """What the script itself did wrong ends the job, even one that recovers."""
         cause = self.member.failure_of(error)
         if cause is not None:
             self.member.report_failure(cause)
-        return None
 
     def _wait_for_root_cause(self) -> None:
         """A link that broke is rarely the cause: give the scheduler a moment to say what was."""
@@ -123,6 +212,7 @@ class Job:
         """Leave without waiting for anybody."""
         if not self._closed:
             self._closed = self.is_ending = True
+            self.script.close()
             self.transport.close()
             self.member.close()
 
@@ -157,36 +247,77 @@ def init() -> None:
 
         raise SystemExit(serve(settings))
     _job = _join(settings)
+    for action in on_joined:
+        action(_job)
     _install_endings(_job)
     _share_generator(_job)
 
 
+@dataclass(frozen=True)
+class Doors:
+    """Opens this worker's part of the data plane, anew for every generation.
+
+    A new generation has new addresses and a new secret, so that what was sent in an earlier one
+    has no way in.
+
+    Attributes:
+        settings: The cluster.
+        generator: Digest of the generator's state when this process joined.
+    """
+
+    settings: ClusterSettings
+    generator: str
+
+    def open(self) -> Hub:
+        """Listen for peers."""
+        settings = self.settings
+        return Hub(
+            bind_host=settings.worker_host,
+            mode=settings.transport,  # type: ignore[arg-type]
+            protection=load_protection(settings.security, role=WORKER, rank=settings.wished_rank),
+            num_workers=settings.num_workers,
+        )
+
+    def endpoints(self, hub: Hub) -> dict[str, str]:
+        """What to tell the peers."""
+        return {**hub.endpoints, _GENERATOR_KEY: self.generator}
+
+    def connect(self, hub: Hub, member: Member) -> Transport:
+        """Become part of the generation that runs."""
+        try:
+            policy = WaitPolicy(member.abort, self.settings.receive_timeout_s, member.progress)
+            return hub.connect(
+                rank=member.rank,
+                job=member.job,
+                generation=member.generation,
+                peers=[peer.endpoints for peer in member.peers],
+                policy=policy,
+            )
+        except BaseException as error:
+            cause = member.failure_of(error)
+            if cause is not None:
+                member.report_failure(cause)
+            raise
+
+
 def _join(settings: ClusterSettings) -> Job:
     abort = AbortSignal()
-    hub = Hub(bind_host=settings.worker_host, mode=settings.transport)  # type: ignore[arg-type]
-    endpoints = {**hub.endpoints, _GENERATOR_KEY: _generator_digest()}
+    doors = Doors(settings, _generator_digest())
+    hub = doors.open()
     try:
-        member = Member.join(settings, endpoints=endpoints, identity=_identity(), abort=abort)
+        member = Member.join(
+            settings, endpoints=doors.endpoints(hub), identity=_identity(), abort=abort
+        )
     except BaseException:
         hub.close()
         raise
     try:
-        policy = WaitPolicy(abort, settings.receive_timeout_s, member.progress)
-        transport = hub.connect(
-            rank=member.rank,
-            job=member.job,
-            generation=member.generation,
-            peers=[peer.endpoints for peer in member.peers],
-            policy=policy,
-        )
-    except BaseException as error:
-        cause = member.failure_of(error)
-        if cause is not None:
-            member.report_failure(cause)
+        transport = doors.connect(hub, member)
+    except BaseException:
         member.close()
         hub.close()
         raise
-    return Job(member, transport, abort)
+    return Job(member, transport, member.abort, doors=doors, trace_folder=settings.trace)
 
 
 def _identity() -> NodeIdentity:
@@ -231,6 +362,8 @@ def _install_endings(job: Job) -> None:
             job.close()
 
     sys.excepthook = report_and_print
+    # Handlers run in the opposite order: this one when the others are done.
+    atexit.register(_exit_for_another_try, job)
     atexit.register(_finalize_at_exit)
     if threading.current_thread() is threading.main_thread():
         _raise_on(job, _WAKE_SIGNAL)
@@ -243,7 +376,8 @@ def _raise_on(job: Job, number: signal.Signals | None) -> None:
         return
 
     def wake(signum: int, frame: FrameType | None) -> None:
-        if not job.is_ending and not job.abort.was_raised:
+        # A job that recovers interrupts nothing: the next wait will find out.
+        if not job.is_ending and not job.abort.was_raised and not job.abort.recovers:
             job.abort.raise_if_set()
 
     signal.signal(number, wake)
@@ -277,12 +411,31 @@ def finalize() -> None:
     if job is None or job._closed:
         return
     try:
-        if job.abort.cause is None:
-            with job.reporting():
-                job.member.position.progress = FINISHED
-                job.member.finish()
+        if job.abort.cause is None or job.abort.recovers:
+            _finish(job)
+            job.script.finished()
     finally:
         job.close()
+
+
+def _finish(job: Job) -> None:
+    """Come to the end with all others, however often somebody is lost on the way there."""
+    position = job.member.position
+    progress = position.progress
+    while True:
+        try:
+            if job.abort.recovers:
+                job.recover()
+                if job.after_recovery is not None:
+                    job.after_recovery()
+            with job.reporting():
+                for action in job.at_end:
+                    action()
+                progress, position.progress = position.progress, FINISHED
+                job.member.finish()
+            return
+        except MembershipChangedError:
+            position.progress = progress
 
 
 def _finalize_at_exit() -> None:
@@ -291,6 +444,20 @@ def _finalize_at_exit() -> None:
         finalize()
     except JobFailedError as error:
         print(f"graphsplit: {error}", file=sys.stderr, flush=True)
+
+
+def _exit_for_another_try(job: Job) -> None:
+    """The job failed, and is to be started again: say so by the status of this process.
+
+    At exit Python's status is 1 already, and cannot be changed in another way.
+    """
+    cause = job.abort.cause
+    if cause is None or not cause.is_retryable or job.recovery_policy != RESTART:
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EX_TEMPFAIL)
 
 
 def current() -> Job | None:
@@ -327,18 +494,18 @@ def get_role() -> str:
     return WORKER_ROLE
 
 
-_num_barriers = 0
-
-
 def barrier() -> None:
     """Wait until all workers have come here. Does nothing in one process.
 
     Raises:
         JobFailedError: The job was ended meanwhile.
     """
-    global _num_barriers
     job = current()
     if job is not None:
-        _num_barriers += 1
-        with job.reporting():
-            job.member.barrier(f"barrier {_num_barriers}")
+        job.script.run(Call("barrier", _wait_barrier, (job,)))
+
+
+def _wait_barrier(job: Job) -> None:
+    with job.reporting():
+        job.num_barriers += 1
+        job.member.barrier(f"barrier {job.num_barriers}")

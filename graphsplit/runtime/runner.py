@@ -14,25 +14,23 @@ import torch
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
-from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.liveness import Held, is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
-from graphsplit.runtime.autograd import (
-    accumulate,
-    accumulate_all,
-    fold,
-    gradients,
-    run_tensor_hooks,
-)
+from graphsplit.runtime.autograd import fold
+from graphsplit.runtime.backward import BackwardBinder
 from graphsplit.runtime.changing_state import changing_state, run_with_copies, with_own_generator
-from graphsplit.runtime.channels import ChannelEnds, sparse_gradient
+from graphsplit.runtime.channels import ChannelEnds, held_sends, sparse_gradient
+from graphsplit.runtime.compiled import Compiler
 from graphsplit.runtime.segment_code import SegmentCode, build_code
 from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
-from graphsplit.runtime.step_state import Gradient, Microbatches, StepState
+from graphsplit.runtime.step_state import Microbatches, StepState
 from graphsplit.runtime.update import Updater
 from graphsplit.transport.base import Sender, Transport
 
 Action = Callable[[StepState], None]
+_BACKWARD = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -49,6 +47,7 @@ class RunnerParts:
         transport: Moves values; None if the plan has a single worker.
         updater: What happens to the owned gradients at both ends of a step.
         position: Told of every instruction, for heartbeats.
+        compiler: Compiles segments, or None.
     """
 
     plan: PartitionPlan
@@ -59,6 +58,7 @@ class RunnerParts:
     transport: Transport | None
     updater: Updater
     position: Position = field(default_factory=Position)
+    compiler: Compiler | None = None
 
 
 def _announcing(senders: Sequence[Sender], action: Action) -> Action:
@@ -72,6 +72,23 @@ def _announcing(senders: Sequence[Sender], action: Action) -> Action:
     return announce_and_run
 
 
+def _holding(sender: Sender, action: Action) -> Action:
+    def hold_and_send(state: StepState) -> None:
+        sender.hold()
+        action(state)
+
+    return hold_and_send
+
+
+def _freeing(action: Action, held: Sequence[Held]) -> Action:
+    def run_and_free(state: StepState) -> None:
+        action(state)
+        for microbatch, value in held:
+            state.free(microbatch, value)
+
+    return run_and_free
+
+
 def first_received(program: WorkerProgram) -> int | None:
     """The edge whose value a worker needs before it can do anything in a step, if there is one."""
     for instruction in program.instructions:
@@ -80,6 +97,11 @@ def first_received(program: WorkerProgram) -> int | None:
         if instruction.opcode is not Opcode.ZERO_GRADIENTS:
             return None
     return None
+
+
+def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
+    """A leaf that asks for a gradient; None stands for a value of a branch that was not taken."""
+    return None if value is None else value.detach().requires_grad_(True)
 
 
 class ProgramRunner:
@@ -113,8 +135,19 @@ class ProgramRunner:
             depths=parts.depths,
         )
         self._senders, self._receivers = self._ends.senders, self._ends.receivers
+        self._backward = BackwardBinder(parts.plan, parts.state, parts.updater)
+        self._backward.pending = {
+            i.operand: [] for i in parts.program.instructions if i.opcode is Opcode.BACKWARD_WEIGHT
+        }
         self._actions = [self._bind(i) for i in parts.program.instructions]
+        for position, held in last_uses(parts.plan, parts.program).items():
+            self._actions[position] = _freeing(self._actions[position], held)
+        for position in held_sends(parts.program.instructions, parts.plan):
+            sender = self._senders[parts.program.instructions[position].operand]
+            if type(sender).hold is not Sender.hold:
+                self._actions[position] = _holding(sender, self._actions[position])
         self._announce_values()
+        self._bound = self._actions
         waits = [i.opcode is Opcode.RECEIVE for i in parts.program.instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
         self.position = 0
@@ -133,7 +166,7 @@ class ProgramRunner:
         late = late_edges(self._plan)
         spare = max(1, (os.cpu_count() or 1) - 1)
         for position, instruction in enumerate(instructions):
-            if instruction.opcode not in (Opcode.FORWARD, Opcode.BACKWARD):
+            if instruction.opcode is not Opcode.FORWARD and instruction.opcode not in _BACKWARD:
                 continue
             after = map(instructions.__getitem__, range(position + 1, len(instructions)))
             following = itertools.takewhile(lambda i: i.opcode is Opcode.SEND, after)
@@ -141,6 +174,26 @@ class ProgramRunner:
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
                 self._actions[position] = _announcing(senders, self._actions[position])
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The program."""
+        return self._parts.program.instructions
+
+    @property
+    def state(self) -> Mapping[int, torch.Tensor]:
+        """Parameters and buffers of this worker, by node."""
+        return self._parts.state
+
+    def watch(self, wrap: Callable[[int, Action], Action] | None) -> None:
+        """Run instructions inside what ``wrap`` makes of each, from the next step on.
+
+        Args:
+            wrap: Given an instruction's position and what it is bound to; None: as it is bound.
+        """
+        self._actions = self._bound
+        if wrap is not None:
+            self._actions = [wrap(position, action) for position, action in enumerate(self._bound)]
 
     def where(self) -> str:
         """The current position in words, for heartbeats and failures."""
@@ -161,7 +214,7 @@ class ProgramRunner:
                 f" ({edge.kind.value} of {node.name}, {node.module_path or 'network'}, "
                 f"worker {edge.source} -> worker {edge.destination})"
             )
-        if instruction.opcode in (Opcode.FORWARD, Opcode.BACKWARD):
+        if instruction.opcode is Opcode.FORWARD or instruction.opcode in _BACKWARD:
             segment = self._plan.segments[instruction.operand]
             paths = dict.fromkeys(self._nodes[p].module_path or "network" for p in segment.nodes)
             return f" ({', '.join(list(paths)[:6])})"
@@ -272,17 +325,17 @@ class ProgramRunner:
                     f"  operation {node.name} = {node.target}({node.arguments}), module "
                     f"{node.module_path or '(network)'}"
                 )
-                lines.append(f"  {node.source}")
+                operands = (str(self._nodes[r].meta) for r in node.reads)
+                lines.append(f"  its operands: {', '.join(operands)}")
+                lines.append(f"  {node.source or '(no line of your own code is involved)'}")
         return StepFailedError("\n".join(lines))
 
     def _bind(self, instruction: Instruction) -> Action:
         opcode, operand = instruction.opcode, instruction.operand
         if opcode is Opcode.FORWARD:
             return self._bind_forward(operand, instruction.microbatch)
-        if opcode is Opcode.BACKWARD:
-            return self._bind_backward(operand, instruction.microbatch)
-        if opcode is Opcode.ACCUMULATE:
-            return self._bind_accumulate(operand, instruction.microbatch)
+        if opcode in _BACKWARD or opcode is Opcode.ACCUMULATE:
+            return self._backward.bind(instruction)
         if opcode is Opcode.SEND:
             return self._bind_send(self._plan.edges[operand], instruction.microbatch)
         if opcode is Opcode.RECEIVE:
@@ -291,7 +344,10 @@ class ProgramRunner:
 
     def _bind_forward(self, segment: int, microbatch: int) -> Action:
         if segment not in self._code:
-            self._code[segment] = build_code(self._plan, segment)
+            pending = self._backward.pending.get(segment)
+            self._code[segment] = build_code(
+                self._plan, segment, self._parts.compiler, pending=pending
+            )
         run = self._code[segment].run
         if self._changing and self._is_microbatched:
             run = run_with_copies(run, self._changing)
@@ -307,7 +363,7 @@ class ProgramRunner:
             arguments = [read(state) for read in values]
             own_leaves = state.leaves[microbatch]
             for contribution, read_source in leaves:
-                leaf = read_source(state).detach().requires_grad_(True)
+                leaf = _asking(read_source(state))
                 own_leaves[contribution] = leaf
                 arguments.append(leaf)
             results = run(*arguments)
@@ -330,7 +386,7 @@ class ProgramRunner:
         """
         source, node = self._source(value, microbatch), self._nodes[value]
         if node.asks_grad and node.kind is NodeKind.OPERATION:
-            return lambda state: source(state).detach().requires_grad_(True)
+            return lambda state: _asking(source(state))
         return source
 
     def _source(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
@@ -348,79 +404,9 @@ class ProgramRunner:
         if node.is_state and self._plan.placed.workers[value] == self._parts.program.worker:
             tensor = self._parts.state[value]
             return lambda state: tensor
-        if node.is_state and value not in self._plan.placed.graph.modified:  # received once
+        if is_held_once(self._plan, value):
             microbatch = 0
         return lambda state: state.values[microbatch][value]
-
-    def _bind_backward(self, segment: int, microbatch: int) -> Action:
-        io = self._plan.io[segment]
-        folds = [(root, self._plan.folds.get(root, ())) for root in io.roots]
-        loss = self._plan.placed.graph.loss_node
-        parameters = [self._parts.state[p] for p in io.parameters]
-        leaves, loss_gradient = io.leaves, self._parts.updater.loss_gradient
-        num_leaves = len(leaves)
-        seeds = [
-            (index, self._plan.seeds[leaf])
-            for index, leaf in enumerate(leaves)
-            if leaf in self._plan.seeds
-        ]
-
-        def backward(state: StepState) -> None:
-            tensors, incoming = [], []
-            for root, terms in folds:
-                tensor = state.roots[microbatch].pop(root)
-                gradient = self._fold(state, microbatch, terms)
-                if root == loss:
-                    one = loss_gradient(tensor)
-                    if state.microbatches is not None:
-                        one = one * state.microbatches.weights[microbatch]
-                    gradient = fold((one, gradient))
-                if gradient is not None and tensor.requires_grad:
-                    tensors.append(tensor)
-                    incoming.append(gradient)
-            own_leaves = state.leaves[microbatch]
-            inputs = [own_leaves.pop(c) for c in leaves]
-            for index, terms in seeds:
-                gradient = self._fold(state, microbatch, terms)
-                if gradient is not None:
-                    tensors.append(inputs[index])
-                    incoming.append(gradient)
-            inputs += parameters
-            results = gradients(tensors, incoming, inputs)
-            state.collected[microbatch].update(zip(leaves, results, strict=False))
-            others = results[:num_leaves] if self._is_microbatched else ()
-            accumulate_all(parameters, results[num_leaves:], others)
-
-        return backward
-
-    def _fold(self, state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> Gradient:
-        return fold(self._terms(state, microbatch, terms))
-
-    def _terms(
-        self, state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]
-    ) -> list[Gradient]:
-        return [
-            state.collected[microbatch].pop(term.contribution)
-            if term.contribution is not None
-            else state.received[microbatch].pop(term.edge)  # type: ignore[arg-type]
-            for term in terms
-        ]
-
-    def _bind_accumulate(self, value: int, microbatch: int) -> Action:
-        terms = self._plan.folds[value]
-        own = [index for index, term in enumerate(terms) if term.contribution is not None]
-        parameter = self._parts.state[value]
-
-        def accumulate_shared(state: StepState) -> None:
-            found = self._terms(state, microbatch, terms)
-            gradient = fold(found)
-            if gradient is not None:
-                # A term of this worker may be the gradient of another parameter as well.
-                is_shared = any(gradient is found[index] for index in own)
-                gradient = run_tensor_hooks(parameter, gradient)
-                accumulate(parameter, gradient, is_shared=is_shared)
-
-        return accumulate_shared
 
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
         send = self._senders[edge.index].send
@@ -471,9 +457,7 @@ class ProgramRunner:
             return receive_generator
 
         def receive_value(state: StepState) -> None:
-            received = receive(step=state.step, microbatch=microbatch)
-            assert received is not None
-            state.values[microbatch][value] = received
+            state.values[microbatch][value] = receive(step=state.step, microbatch=microbatch)
 
         def receive_parameter(state: StepState) -> None:
             receive_value(state)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from graphsplit.program.instruction import Instruction, Opcode
+
 
 @dataclass(frozen=True)
 class Link:
@@ -24,8 +26,24 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A machine whose cores some workers share.
+
+    Attributes:
+        workers: Their ranks.
+        cores: How many cores they may use.
+    """
+
+    workers: tuple[int, ...]
+    cores: int
+
+
+@dataclass(frozen=True)
 class Costs:
     """What one microbatch costs, in seconds and bytes.
+
+    Seconds are those that a worker needs while it has a core to itself. Where more compute than a
+    host has cores, the simulator stretches them.
 
     Attributes:
         forward: Seconds of each segment's forward, by segment.
@@ -35,6 +53,13 @@ class Costs:
         activations: Bytes that a segment holds from its forward until its backward.
         links: What moving costs, by source and destination.
         optimizer: Seconds of each worker's optimizer step, by worker.
+        send: Seconds that a message keeps its sender busy, by edge; a part of what its link takes.
+        receive: Seconds that it keeps its receiver busy once it is there, by edge; also a part.
+        others: Seconds of all other instructions, by worker, opcode and operand.
+        between: Seconds from the end of a worker's program to the begin of its next step: drawing
+            batches, tickets, callbacks; by worker.
+        hosts: Who shares cores with whom; a worker that is not in it has a core for itself.
+        num_threads: How many cores a computation keeps busy, at the most.
         source: Where these numbers come from, in words: ``"measured over 3 steps"``.
     """
 
@@ -44,4 +69,30 @@ class Costs:
     activations: Mapping[int, int] = field(default_factory=dict)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     optimizer: Mapping[int, float] = field(default_factory=dict)
+    send: Mapping[int, float] = field(default_factory=dict)
+    receive: Mapping[int, float] = field(default_factory=dict)
+    others: Mapping[tuple[int, Opcode, int], float] = field(default_factory=dict)
+    between: Mapping[int, float] = field(default_factory=dict)
+    hosts: tuple[Host, ...] = ()
+    num_threads: int = 1
     source: str = ""
+
+    def seconds(self, instruction: Instruction, worker: int) -> float:
+        """How long an instruction keeps its worker busy; 0 where that is not known."""
+        opcode, operand = instruction.opcode, instruction.operand
+        if opcode is Opcode.FORWARD:
+            return self.forward.get(operand, 0.0)
+        if opcode is Opcode.BACKWARD:
+            weight = self.backward_weight.get(operand, 0.0)
+            return self.backward_input.get(operand, 0.0) + weight
+        if opcode is Opcode.BACKWARD_INPUT:
+            return self.backward_input.get(operand, 0.0)
+        if opcode is Opcode.BACKWARD_WEIGHT:
+            return self.backward_weight.get(operand, 0.0)
+        if opcode is Opcode.SEND:
+            return self.send.get(operand, 0.0)
+        if opcode is Opcode.RECEIVE:
+            return self.receive.get(operand, 0.0)
+        if opcode is Opcode.OPTIMIZER:
+            return self.optimizer.get(worker, 0.0)
+        return self.others.get((worker, opcode, operand), 0.0)

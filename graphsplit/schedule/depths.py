@@ -18,7 +18,12 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 
 SHALLOW = 2
-_UNITS = {Opcode.FORWARD: 1, Opcode.BACKWARD: 2}
+_UNITS = {
+    Opcode.FORWARD: 1,
+    Opcode.BACKWARD: 2,
+    Opcode.BACKWARD_INPUT: 1,
+    Opcode.BACKWARD_WEIGHT: 1,
+}
 
 
 def channel_depths(programs: Sequence[WorkerProgram]) -> dict[int, int]:

@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
 from graphsplit.schedule.play import Rule, play
+from graphsplit.schedule.warm_up import WarmUp
+
+RULE = Rule(backward_first=True, warm_up=WarmUp.BY_LEVEL)
 
 
 def one_forward_one_backward(
     plan: PartitionPlan, num_microbatches: int
 ) -> tuple[Sequence[Instruction], ...]:
     """The compute of all workers, each in the order to run it."""
-    return play(plan, num_microbatches, Rule(forward_first=False, limited=True))
+    return play(plan, num_microbatches, RULE)

@@ -1,8 +1,8 @@
 """Play a rule for the order of computations through on all workers at once.
 
-Every forward takes one unit of time, a backward two, adding up the gradient of a shared parameter
-none. Whenever a worker is free it runs, of what can run there, what the rule prefers. The order in
-which things ran is the schedule: it fits any graph, and it cannot deadlock, since it has just run.
+Whenever a worker is free it runs, of what can run there, what the rule prefers. The order in which
+things ran is the schedule: it fits any graph, and it cannot deadlock, since it has just run. The
+clock is one on which a forward takes one unit and a backward two, or that of measured costs.
 
 Each segment meets the microbatches in their order, forward and backward, and gradients are added in
 that order.
@@ -11,181 +11,214 @@ that order.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.schedule.dependencies import Dependencies
+from graphsplit.schedule.clock import Clock, UnitClock
+from graphsplit.schedule.tasks import Tasks
+from graphsplit.schedule.warm_up import WarmUp
 
 
 @dataclass(frozen=True)
 class Rule:
     """What a free worker prefers.
 
+    Of several forwards, or backwards, earlier microbatches come first. Weight gradients that are
+    computed apart fill the time in which nothing else may run.
+
     Attributes:
         forward_first: Whether all forwards of the step come before any backward.
-        limited: Whether a worker begins a new microbatch only if fewer are under way there than
-            there are levels from its first segment down to the last one: more would not keep
+        backward_first: Whether a backward comes before a forward that may run as well. It holds
+            less memory; the other way round later workers get their work sooner.
+        warm_up: How much may be under way before backward must catch up: more would not keep
             anybody busy, but hold memory.
+        splits: Whether the backward of segments that can be split runs in two parts.
+        in_groups: Whether microbatches go in groups of as many as there are workers, one level
+            after the other, so that a worker of several levels begins with all of them early.
+        more: How many more than ``warm_up`` says may be under way; fewer if negative.
     """
 
-    forward_first: bool
-    limited: bool
+    forward_first: bool = False
+    backward_first: bool = False
+    warm_up: WarmUp = WarmUp.BY_LEVEL
+    splits: bool = False
+    in_groups: bool = False
+    more: int = 0
 
 
-_UNITS = {Opcode.ACCUMULATE: 0, Opcode.BACKWARD: 2, Opcode.FORWARD: 1}
-_Task = tuple[Opcode, int]  # what to do with which segment or value, in every microbatch
 _Ready = tuple[int, int, int, int, Instruction]  # the smallest of what is ready runs first
-_Running = tuple[int, int, Instruction]  # when it ends, where, what
+# When, on which worker, what came to pass (_DONE: computed, _THERE: a value arrived), a number that
+# no other one has, and the computation.
+_Event = tuple[float, int, int, int, Instruction]
+_DONE, _THERE = 0, 1
 
 
 def play(
-    plan: PartitionPlan, num_microbatches: int, rule: Rule
+    plan: PartitionPlan, num_microbatches: int, rule: Rule, clock: Clock | None = None
 ) -> tuple[Sequence[Instruction], ...]:
     """The compute of all workers, each in the order to run it."""
-    return _Play(plan, num_microbatches, rule).run()
+    return _Play(plan, num_microbatches, rule, clock or UnitClock()).run()
 
 
 class _Play:
     """Plays a rule through."""
 
-    def __init__(self, plan: PartitionPlan, num_microbatches: int, rule: Rule) -> None:
+    def __init__(
+        self, plan: PartitionPlan, num_microbatches: int, rule: Rule, clock: Clock
+    ) -> None:
         self.plan = plan
         self.rule = rule
+        self.clock = clock
         self.num_microbatches = num_microbatches
-        self.missing: dict[Instruction, int] = {}  # how many others each still waits for
-        self.waiting: dict[_Task, list[tuple[_Task, int]]] = {}  # who waits, how far behind
-        self._note_dependencies(Dependencies.of(plan))
-        self.ready: list[list[_Ready]] = [[] for _ in range(plan.num_workers)]
-        self.orders: list[list[Instruction]] = [[] for _ in range(plan.num_workers)]
+        self.tasks = Tasks(plan, plan.splits if rule.splits else ())
+        self.followers = self.tasks.followers()
+        self.worker_of = {task: self.tasks.worker_of(task) for task in self.tasks.waits}
+        self.missing: dict[Instruction, int] = dict(self.tasks.instructions(num_microbatches))
+        workers = range(plan.num_workers)
+        self.group = len(set(self.worker_of.values())) if rule.in_groups else 1
+        # What can run, by worker: forwards, backwards with sums, and weight gradients.
+        self.forward: list[list[_Ready]] = [[] for _ in workers]
+        self.backward: list[list[_Ready]] = [[] for _ in workers]
+        self.fillers: list[list[_Ready]] = [[] for _ in workers]
+        self.orders: list[list[Instruction]] = [[] for _ in workers]
         self.stirred: deque[int] = deque()  # workers that may be able to go on
-        self.limits = self._limits()
+        self.events: list[_Event] = []  # what will come to pass
+        self.numbers = itertools.count()
+        self.limits = rule.warm_up.limits(self.tasks, more=rule.more)
+        self.most = max(self.limits, default=1)
         self.begun = [0] * plan.num_workers  # microbatches
+        self.open = [0] * plan.num_workers  # forwards whose backward is still to run
         self.forwards = [0] * plan.num_workers  # still to run
-        self.left = [[0] * num_microbatches for _ in range(plan.num_workers)]  # computations
+        # By worker and microbatch: computations still to run, with and without weight gradients.
+        self.left = [[0] * num_microbatches for _ in workers]
+        self.left_urgent = [[0] * num_microbatches for _ in workers]
         for instruction in self.missing:
             worker = self._worker(instruction)
             self.left[worker][instruction.microbatch] += 1
+            is_urgent = instruction.opcode is not Opcode.BACKWARD_WEIGHT
+            self.left_urgent[worker][instruction.microbatch] += is_urgent
             self.forwards[worker] += instruction.opcode is Opcode.FORWARD
 
-    def _note_dependencies(self, dependencies: Dependencies) -> None:
-        """Who waits for whom, with the distance in microbatches."""
-        distances: dict[_Task, list[int]] = {}
-
-        def wait(task: _Task, earlier: _Task, distance: int = 0) -> None:
-            self.waiting.setdefault(earlier, []).append((task, distance))
-            distances.setdefault(task, []).append(distance)
-
-        for index, before in enumerate(dependencies.forward):
-            wait((Opcode.FORWARD, index), (Opcode.FORWARD, index), 1)
-            for other in before:
-                wait((Opcode.FORWARD, index), (Opcode.FORWARD, other))
-        for index, following in enumerate(dependencies.backward):
-            if following is not None:
-                wait((Opcode.BACKWARD, index), (Opcode.BACKWARD, index), 1)
-                wait((Opcode.BACKWARD, index), (Opcode.FORWARD, index))
-                for other in following:
-                    wait((Opcode.BACKWARD, index), (Opcode.BACKWARD, other))
-        for value, segments in dependencies.accumulate.items():
-            wait((Opcode.ACCUMULATE, value), (Opcode.ACCUMULATE, value), 1)
-            for other in segments:
-                wait((Opcode.ACCUMULATE, value), (Opcode.BACKWARD, other))
-        for earlier, later in dependencies.next_microbatch:
-            wait((Opcode.FORWARD, later), (Opcode.FORWARD, earlier), 1)
-        for (opcode, operand), found in distances.items():
-            for microbatch in range(self.num_microbatches):
-                number = sum(distance <= microbatch for distance in found)
-                self.missing[Instruction(opcode, operand, microbatch)] = number
-
-    def _limits(self) -> list[int]:
-        """How many microbatches may be under way on each worker."""
-        segments = self.plan.segments
-        backward = {i.operand for i in self.missing if i.opcode is Opcode.BACKWARD}
-        last = max((segments[index].level for index in backward), default=0)
-        limits = [1] * self.plan.num_workers
-        for segment in segments:
-            limits[segment.worker] = max(limits[segment.worker], last - segment.level + 1)
-        return limits
-
     def _worker(self, instruction: Instruction) -> int:
-        if instruction.opcode is Opcode.ACCUMULATE:
-            return self.plan.placed.workers[instruction.operand]
-        return self.plan.segments[instruction.operand].worker
+        return self.worker_of[instruction.opcode, instruction.operand]
 
     def run(self) -> tuple[Sequence[Instruction], ...]:
         for instruction, number in self.missing.items():
             if number == 0:
                 self._push(instruction)
-        running: list[_Running] = []
-        busy: set[int] = set()
-        now = 0
+        events, busy = self.events, set[int]()
+        now: float = 0
         while True:
             while self.stirred:
                 worker = self.stirred.popleft()
-                if worker not in busy and self._start(worker, now, running):
+                if worker not in busy and self._start(worker, now):
                     busy.add(worker)
-            if running:
-                now = running[0][0]
-                while running and running[0][0] == now:
-                    _, worker, instruction = heapq.heappop(running)
+            if events:
+                now = events[0][0]
+                while events and events[0][0] == now:
+                    _, worker, kind, _, instruction = heapq.heappop(events)
+                    if kind == _THERE:
+                        self._arrive(instruction)
+                        continue
                     busy.remove(worker)
                     self.stirred.append(worker)
-                    self._finish(instruction)
-            elif any(self.ready):
+                    self._finish(worker, instruction, now)
+            elif any(self.forward):
                 self._allow_one_more()
             else:
                 return tuple(self.orders)
 
     def _push(self, instruction: Instruction) -> None:
         worker = self._worker(instruction)
-        heapq.heappush(self.ready[worker], (*self._place(instruction), instruction))
+        ready = self.backward
+        if instruction.opcode is Opcode.FORWARD:
+            ready = self.forward
+        elif instruction.opcode is Opcode.BACKWARD_WEIGHT:
+            ready = self.fillers
+        heapq.heappush(ready[worker], (*self._place(instruction), instruction))
         self.stirred.append(worker)
 
     def _place(self, instruction: Instruction) -> tuple[int, int, int, int]:
-        """What is run before what: backward from the deepest level, then sums, by microbatch."""
+        """What is run before what: by microbatch, backward from the deepest level, then sums."""
         opcode, operand = instruction.opcode, instruction.operand
-        segments = self.plan.segments
+        segments, microbatch = self.plan.segments, instruction.microbatch
         if opcode is Opcode.FORWARD:
-            order = 0 if self.rule.forward_first else 2
-            return order, instruction.microbatch, segments[operand].level, operand
-        level = 1 if opcode is Opcode.ACCUMULATE else -segments[operand].level
-        return 1, instruction.microbatch, level, operand
+            level = segments[operand].level
+        else:
+            level = 1 if opcode is Opcode.ACCUMULATE else -segments[operand].level
+        return microbatch // self.group, level, microbatch, operand
 
-    def _start(self, worker: int, now: int, running: list[_Running]) -> bool:
-        ready = self.ready[worker]
-        if not ready or not self._may_start(worker, ready[0][-1]):
+    def _note(self, when: float, worker: int, kind: int, instruction: Instruction) -> None:
+        heapq.heappush(self.events, (when, worker, kind, next(self.numbers), instruction))
+
+    def _start(self, worker: int, now: float) -> bool:
+        ready = self._preferred(worker)
+        if not ready:
             return False
         instruction = heapq.heappop(ready)[-1]
         self.orders[worker].append(instruction)
         self.begun[worker] = max(self.begun[worker], instruction.microbatch + 1)
-        heapq.heappush(running, (now + _UNITS[instruction.opcode], worker, instruction))
+        if instruction.opcode is Opcode.FORWARD:
+            self.open[worker] += self.tasks.backward(instruction.operand) in self.worker_of
+        seconds = self.clock.seconds(instruction, worker)
+        self._note(now + seconds, worker, _DONE, instruction)
         return True
 
+    def _preferred(self, worker: int) -> list[_Ready]:
+        """Where to take the next computation of a worker from; empty if it has to wait."""
+        forward, backward = self.forward[worker], self.backward[worker]
+        if self.rule.forward_first and self.forwards[worker]:
+            return forward
+        if self.rule.backward_first and backward:
+            return backward
+        if forward and self._may_start(worker, forward[0][-1]):
+            return forward
+        return backward or self.fillers[worker]
+
     def _may_start(self, worker: int, instruction: Instruction) -> bool:
-        if instruction.opcode is not Opcode.FORWARD:
-            return not (self.rule.forward_first and self.forwards[worker])
-        if not self.rule.limited or instruction.microbatch < self.begun[worker]:
+        limit = self.limits[worker]
+        if self.rule.warm_up is WarmUp.BY_CHUNK:
+            return self.open[worker] < limit
+        begun = self.begun[worker]
+        if self.rule.warm_up is WarmUp.NONE or instruction.microbatch < begun:
             return True
-        under_way = sum(left > 0 for left in self.left[worker][: self.begun[worker]])
-        return under_way < self.limits[worker]
+        if sum(left > 0 for left in self.left_urgent[worker][:begun]) >= limit:
+            return False
+        return not self.rule.splits or (
+            sum(left > 0 for left in self.left[worker][:begun]) < max(limit, self.most)
+        )
 
     def _allow_one_more(self) -> None:
         """Nobody can go on within the limits: raise that of the worker that is furthest behind."""
-        behind = min((ready[0][:-1], worker) for worker, ready in enumerate(self.ready) if ready)
+        behind = min((ready[0][:-1], worker) for worker, ready in enumerate(self.forward) if ready)
         self.limits[behind[1]] += 1
         self.stirred.append(behind[1])
 
-    def _finish(self, instruction: Instruction) -> None:
-        worker = self._worker(instruction)
-        self.left[worker][instruction.microbatch] -= 1
-        self.forwards[worker] -= instruction.opcode is Opcode.FORWARD
-        task = (instruction.opcode, instruction.operand)
-        for (opcode, operand), distance in self.waiting.get(task, ()):
-            microbatch = instruction.microbatch + distance
-            if microbatch < self.num_microbatches:
-                later = Instruction(opcode, operand, microbatch)
-                self.missing[later] -= 1
-                if self.missing[later] == 0:
-                    self._push(later)
+    def _finish(self, worker: int, instruction: Instruction, now: float) -> None:
+        opcode, microbatch = instruction.opcode, instruction.microbatch
+        self.left[worker][microbatch] -= 1
+        self.left_urgent[worker][microbatch] -= opcode is not Opcode.BACKWARD_WEIGHT
+        self.forwards[worker] -= opcode is Opcode.FORWARD
+        self.open[worker] -= opcode in (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
+        for task, distance in self.followers.get((opcode, instruction.operand), ()):
+            if microbatch + distance >= self.num_microbatches:
+                continue
+            later = Instruction(*task, microbatch + distance)
+            destination = self.worker_of[task]
+            delay = 0.0
+            if destination != worker:
+                delay = self.clock.delay(instruction, worker, destination)
+            if delay:
+                self._note(now + delay, destination, _THERE, later)
+            else:
+                self._arrive(later)
+
+    def _arrive(self, instruction: Instruction) -> None:
+        """Something that a computation waits for is there."""
+        self.missing[instruction] -= 1
+        if self.missing[instruction] == 0:
+            self._push(instruction)

@@ -23,6 +23,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import EVERYWHERE
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
+from graphsplit.schedule.wait_grid import draw_circle
 
 _SHOWN = 3  # of a long run of instructions that follow each other in a circle
 
@@ -170,7 +171,12 @@ class _WaitGraph:
         lines = ["the programs wait for each other in a circle:"]
         for program, waiter in zip(circle, circle[1:] + circle[:1], strict=True):
             lines += self._lines(program, blocked[program], seen[waiter], waiter)
-        return "\n".join(lines)
+        waiters = circle[1:] + circle[:1]
+        rows = [
+            (self._programs[p].worker, self.instructions[blocked[p] : seen[waiter] + 1])
+            for p, waiter in zip(circle, waiters, strict=True)
+        ]
+        return "\n".join([*lines, *draw_circle(rows)])
 
     def _program_of(self, vertex: int) -> int:
         return bisect_right(self._first, vertex) - 1

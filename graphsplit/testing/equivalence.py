@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.program.lower import Policy
 from graphsplit.runtime.clip import Clip, GlobalNorm, Value
 from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.testing.compare import difference
@@ -61,6 +62,8 @@ def assert_same_bits(
     set_to_none: bool = True,
     on_gradients: Callable[[nn.Module], None] | None = None,
     accumulate: int = 1,
+    schedule: str | Policy = "1f1b",
+    recompute: bool | tuple[str, ...] = False,
 ) -> SimulatedCluster:
     """Check that training over workers gives the bytes of the plain eager loop.
 
@@ -95,6 +98,8 @@ def assert_same_bits(
         set_to_none: Whether gradients become None before a step, or zeros.
         on_gradients: ``on_gradients(network)``: called before clipping, on every worker.
         accumulate: Over how many batches gradients are added up before the optimizer steps.
+        schedule: In which order workers compute.
+        recompute: What backward runs again: everything, or the modules with these paths.
 
     Returns:
         The simulated cluster after the last step.
@@ -132,6 +137,8 @@ def assert_same_bits(
             set_to_none=set_to_none,
             autocast=autocast,
             accumulate=accumulate,
+            schedule=schedule,
+            recompute=recompute,
         )
 
     reference = EagerLoop(

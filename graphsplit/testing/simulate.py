@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from graphsplit.capture.attributes import plain_attributes
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, PlanMismatchError
@@ -57,7 +58,7 @@ class Captures:
     def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a task's step."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
-        key = (mode, signature.text, trained, task.autocast)
+        key = (mode, signature.text, trained, task.autocast, plain_attributes(task.network))
         if key not in self._graphs:
             self._graphs[key] = capture_graph(task, mode, signature)
         return self._graphs[key]
@@ -145,6 +146,8 @@ class _Planner(Planner):
                 part=part,
                 schedule=self._task.schedule,
                 update=self._task.update_rules,
+                is_compiled=self._task.compiler is not None,
+                recompute=self._task.recompute,
             )
         return self._shared.passes[number]
 
@@ -296,8 +299,9 @@ class SimulatedCluster:
             planned = phase.planned
             states.append(planned.runner.begin(step, phase.inputs, planned.numbers, microbatches))
         self._take_turns([phase.planned.runner for phase in phases], states)
-        self._check_nothing_left(states)
-        return phases[0].planned.plan, states
+        plan = phases[0].planned.plan
+        self._check_nothing_left(states, plan)
+        return plan, states
 
     def _take_turns(self, runners: Sequence[ProgramRunner], states: Sequence[StepState]) -> None:
         while any(runner.next_instruction() is not None for runner in runners):
@@ -323,7 +327,8 @@ class SimulatedCluster:
             return len(channel.messages) < runner.depth_of(instruction.operand)
         return bool(channel.messages)
 
-    def _check_nothing_left(self, states: Sequence[StepState]) -> None:
+    def _check_nothing_left(self, states: Sequence[StepState], plan: PartitionPlan) -> None:
+        outputs = {output.node for output in plan.placed.graph.outputs}
         left = [
             f"a message of plan {plan}, edge {edge}, was never received"
             for (plan, edge), channel in self._shared.fabric.channels.items()
@@ -334,6 +339,11 @@ class SimulatedCluster:
                 found = sorted(key for kept in getattr(state, name) for key in kept)
                 if found and any(state.roots):
                     left.append(f"worker {rank} never used {name} {found}")
+            if any(state.pending):
+                left.append(f"worker {rank} never computed some weight gradients")
+            kept = {value for values in state.values for value in values} - outputs
+            if kept or state.generators:
+                left.append(f"worker {rank} never freed {sorted(kept)} {sorted(state.generators)}")
         if left:
             raise SimulationError("the step left something behind:\n  " + "\n  ".join(left))
 

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.runtime.compiled import problems_of_compile
 from graphsplit.runtime.update import rules_problems
-from graphsplit.schedule.policies import NAMES, POLICIES
+from graphsplit.schedule.policies import POLICIES
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import Metric
+from graphsplit.train.recompute import problems_of_recompute
 
 
 def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -> list[str]:
@@ -33,13 +35,15 @@ def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -
     return problems
 
 
-def _problems_of_schedule(schedule: Any, microbatches: Any) -> list[str]:
-    if schedule in POLICIES or (schedule in NAMES and microbatches == 1):
+def _problems_of_schedule(schedule: Any) -> list[str]:
+    is_known = isinstance(schedule, str) and schedule in POLICIES
+    if is_known or (callable(schedule) and not isinstance(schedule, type)):
         return []
-    expected = f"expected one of {', '.join(POLICIES)}"
-    if schedule in NAMES:
-        return [f"schedule={schedule!r} is not there yet for several microbatches; {expected}"]
-    return [f"schedule={schedule!r}; {expected}"]
+    shown = repr(schedule) if isinstance(schedule, str) else described(schedule)
+    return [
+        f"schedule is {shown}; expected one of {', '.join(POLICIES)}, or a function "
+        f"(plan, microbatches) -> orders"
+    ]
 
 
 def described(value: Any) -> str:
@@ -114,7 +118,7 @@ def check_arguments(
     microbatches: int,
     split: Any,
     loss_weight: Any,
-    schedule: str,
+    schedule: Any,
     capture: str,
     unplaced: str,
     dynamic_dims: Any,
@@ -122,6 +126,8 @@ def check_arguments(
     scaler: Any,
     autocast: Any,
     accumulate: Any,
+    compile: Any,
+    recompute: Any,
 ) -> None:
     """Refuse arguments that are not as ``Model`` says; all of them are listed together.
 
@@ -140,9 +146,11 @@ def check_arguments(
         isinstance(autocast, torch.dtype) and autocast.is_floating_point
     ):
         problems.append(f"autocast={autocast!r}; expected a dtype, as in torch.bfloat16")
+    problems += problems_of_compile(compile)
+    problems += problems_of_recompute(net, recompute, compile)
     problems += _problems_of_metrics(metrics)
     problems += _problems_of_microbatches(microbatches, split, loss_weight)
-    problems += _problems_of_schedule(schedule, microbatches)
+    problems += _problems_of_schedule(schedule)
     if capture != "auto":
         problems.append(f"capture={capture!r}; expected 'auto'")
     if unplaced not in ("affinity", "worker0"):

@@ -21,6 +21,7 @@ from graphsplit.capture.known_values import is_all_ones
 from graphsplit.errors import ConfigurationError
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.train import records
+from graphsplit.train.signature_text import DTYPES
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLED = 64
@@ -87,6 +88,9 @@ _signatures: dict[tuple[Any, ...], Signature] = {}
 
 def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
     """Something cheap that is equal for equal signatures alone."""
+    plain = _plain_tensors(arguments)
+    if plain is not None:
+        return tuple([(t.dtype, t.shape, t.stride(), is_all_ones(t)) for t in plain])
     found, spec = pytree.tree_flatten(arguments)
     return (
         spec,
@@ -97,6 +101,12 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
             for leaf in found
         ),
     )
+
+
+def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
+    """The leaves, where all arguments are tensors: the usual case, for which no tree is made."""
+    args, kwargs = arguments
+    return args if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]) else None
 
 
 def _encode(value: Any) -> Any:
@@ -135,7 +145,7 @@ def _decode(node: dict[str, Any], device: str) -> Any:
     ((kind, content),) = node.items()
     if kind in ("t", "ones"):
         dtype, shape, strides = content
-        made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
+        made = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=device)
         return made.fill_(kind == "ones")
     if kind == "v":
         return content
@@ -151,6 +161,9 @@ def _decode(node: dict[str, Any], device: str) -> Any:
 
 def leaves(arguments: Arguments) -> list[Any]:
     """All values in the order of the captured graph's inputs."""
+    plain = _plain_tensors(arguments)
+    if plain is not None:
+        return list(plain)
     found, _ = pytree.tree_flatten(arguments)
     return found
 

@@ -96,6 +96,14 @@ class Callback:
     def on_train_end(self, context: RunContext) -> None:
         """After the last epoch; not called after a failure."""
 
+    def on_rollback(self, context: RunContext) -> None:
+        """A worker was lost, and training goes on from an earlier step.
+
+        Give back what belongs to the epoch that was under way. Once the worker is back,
+        ``load_state_dict`` follows where the callback has a state, then ``on_epoch_begin``; steps
+        after the snapshot are run, and seen, again.
+        """
+
     def on_failure(self, context: RunContext) -> None:
         """After a failure ended training: give back what was taken, raise nothing."""
 
@@ -291,6 +299,10 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    def on_rollback(self, context: RunContext) -> None:
+        """Close the bar."""
+        self.on_epoch_end(context)
 
     def on_failure(self, context: RunContext) -> None:
         """Close the bar."""

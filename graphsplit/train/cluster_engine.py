@@ -10,9 +10,11 @@ import torch
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
+from graphsplit.partition.plan import PartitionPlan
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.train import records
 from graphsplit.train.batch import Arguments, fingerprint, leaves
 from graphsplit.train.checkpoint.group import ControlGroup, Group
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
@@ -22,7 +24,10 @@ from graphsplit.train.gather import StateGatherer
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Divider, Division
 from graphsplit.train.planner import Planned, Planner, Task, unflatten_outputs
+from graphsplit.train.profile import Profiler
 from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.train.trace import Trace
+from graphsplit.transport.hub import Router
 
 
 class ClusterEngine(Engine):
@@ -31,13 +36,17 @@ class ClusterEngine(Engine):
     def __init__(self, task: Task, job: Job) -> None:
         self._task = task
         self._job = job
+        records.trust_network(task.network, task.loss_fn)
         self.planner = Planner(task, job)
         self._tickets = Tickets(job)
         self._step = 0
         self.progress = Progress(accumulate=task.accumulate)
         self._waiting: dict[str, Callable[[], None]] = {}
         self.planner.on_settled = self._settle
+        self.on_first_settled: Callable[[], None] | None = None
         self._has_loss_fn = task.loss_fn is not None
+        self.profiler = Profiler(job, self.group)
+        self._trace = Trace(job, self.profiler)
 
     def train_epoch(
         self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
@@ -64,7 +73,17 @@ class ClusterEngine(Engine):
             assert loss is not None
             losses += [of_microbatch[loss] for of_microbatch in values]
         self.progress.num_steps += 1
+        self._use_measurements(planned)
         return planned.loss(losses)
+
+    def _use_measurements(self, planned: PlannedStep) -> None:
+        """Once a plan that waits for its costs has been timed often enough, use them."""
+        for plan in planned.plans:
+            if plan.wants_costs and self.profiler.has_enough(plan):
+                costs = self.profiler.collect(plan).costs
+                self.profiler.forget(plan)
+                self.planner.use_costs(plan, costs)
+        self._trace.after_step(planned)
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Evaluate; metrics are computed where the outputs are, their values known everywhere."""
@@ -122,6 +141,23 @@ class ClusterEngine(Engine):
                 if isinstance(key, torch.Tensor) and is_elsewhere(key):
                     del optimizer.state[key]
         self.settle_now()
+        first, self.on_first_settled = self.on_first_settled, None
+        if first is not None:
+            first()
+
+    def start_over(self) -> None:
+        """The job has new channels: make plans anew, and tell signatures again."""
+        self.planner.start_over()
+        self._tickets = Tickets(self._job)
+
+    def counters(self) -> dict[str, Any]:
+        """What steps go on from, besides the Model's state."""
+        return {"step": self._step, "norm": self.planner.updater.last_norm}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Go on from what ``counters`` gave."""
+        self._step = int(counters["step"])
+        self.planner.updater.last_norm = counters["norm"]
 
     def state_dict(self) -> dict[str, Any]:
         """Collective: gather the network's full state on every worker."""
@@ -155,6 +191,19 @@ class ClusterEngine(Engine):
         """Report errors raised inside, so that all workers end."""
         _refuse_autocast_around()
         return self._job.reporting()
+
+    def routes(self, plan: PartitionPlan) -> dict[tuple[int, int], tuple[str, str]]:
+        """The transport between each pair of workers that a plan connects, and why."""
+        transport = self._job.transport
+        if not isinstance(transport, Router):
+            return {}
+        pairs = {(min(e.source, e.destination), max(e.source, e.destination)) for e in plan.edges}
+        return {pair: transport.route(*pair) for pair in pairs}
+
+    def step_times(self) -> list[str]:
+        """What is known of the time of a step, in words; nothing before it was measured."""
+        latest = self.profiler.latest
+        return latest.step_times() if latest is not None else []
 
     def _gatherer(self) -> StateGatherer:
         self.settle_now()
@@ -196,6 +245,8 @@ class ClusterEngine(Engine):
         note = self._note() if mode is Mode.TRAIN else ""
         progress = self.progress if mode is Mode.TRAIN else None
         planned = plan_step(self.planner, mode, shape, note=note, progress=progress)
+        if self._job.num_workers == 1:
+            return planned
         leader = planned.consumers[0]
         checksum = fingerprint(division.arguments)
         if self._job.rank == leader:
@@ -222,9 +273,14 @@ class ClusterEngine(Engine):
         for phase in planned.phases(division):
             runner, numbers = phase.planned.runner, phase.planned.numbers
             microbatches = phase.microbatches(self.progress)
+            is_watched = self.profiler.watches(phase.planned)
+            if is_watched:
+                self.profiler.begin(phase.planned, step)
             state = runner.run(
                 step, phase.inputs, numbers=numbers, microbatches=microbatches, meanwhile=meanwhile
             )
+            if is_watched:
+                self.profiler.end(phase.planned)
             meanwhile = None
             yield phase, state.values
 

@@ -80,6 +80,7 @@ class EagerEngine(Engine):
         self._last_norm: torch.Tensor | None = None
         self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
+        self._network = task.network if task.compiler is None else task.compiler(task.network)
 
     def train_epoch(
         self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
@@ -150,7 +151,7 @@ class EagerEngine(Engine):
     def _loss(self, arguments: Arguments) -> torch.Tensor:
         args, kwargs = arguments
         run = batches.casting_to(self._task.autocast, batches.run_train)
-        loss = run(self._task.network, self._task.loss_fn, *args, **kwargs)
+        loss = run(self._network, self._task.loss_fn, *args, **kwargs)
         assert isinstance(loss, torch.Tensor)
         return loss
 
@@ -169,9 +170,9 @@ class EagerEngine(Engine):
                 args, kwargs = arguments
                 loss = None
                 if task.with_loss:
-                    loss, outputs = run_with_loss(task.network, task.loss_fn, *args, **kwargs)
+                    loss, outputs = run_with_loss(self._network, task.loss_fn, *args, **kwargs)
                 else:
-                    outputs = run(task.network, task.loss_fn, *args, **kwargs)
+                    outputs = run(self._network, task.loss_fn, *args, **kwargs)
                 update_metrics(metrics, arguments, outputs, loss, has_loss_fn=has_loss_fn)
         return {name: metric.compute() for name, metric in metrics.items()}
 
@@ -181,7 +182,7 @@ class EagerEngine(Engine):
         args, kwargs = arguments
         run = batches.casting_to(self._task.autocast, batches.run_predict)
         with torch.no_grad():
-            return run(self._task.network, None, *args, **kwargs)
+            return run(self._network, None, *args, **kwargs)
 
     def group(self) -> Group:
         """This process alone."""

@@ -43,7 +43,9 @@ class Epochs:
         self._context = context
         self._loader = loader
         self._callbacks = callbacks
-        self._resumption = states.resumption if resume else None
+        pending = states.resumption
+        goes_back = pending is not None and pending.is_rollback
+        self._resumption = pending if resume or goes_back else None
         if self._resumption is not None and self._first > context.num_epochs + 1:
             raise ConfigurationError(
                 f"the loaded state stands in epoch {self._first}, but train({context.num_epochs}, "
@@ -51,6 +53,11 @@ class Epochs:
                 f"was saved, or train(..., resume=False) to count from 1 again."
             )
         states.resumption = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether callbacks were told already that training begins: it was rolled back."""
+        return self._resumption is not None and self._resumption.is_rollback
 
     @property
     def _first(self) -> int:
@@ -89,7 +96,7 @@ class Epochs:
             start = FROM_THE_START
 
     def _go_on(self, resumption: Resumption) -> EpochStart:
-        _load_callbacks(self._callbacks, resumption.callbacks)
+        load_callbacks(self._callbacks, resumption.callbacks)
         start = resumption.start
         if start.step == 0 and start.now is not None:
             # Between two epochs: what callbacks draw now belongs to the epoch that begins.
@@ -114,7 +121,7 @@ class Epochs:
         self._states.epoch, self._states.step = self._context.epoch + 1, 0
 
 
-def _load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> None:
+def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> None:
     """Give every saved state to the next callback of its class."""
     left = list(callbacks)
     for name, state in saved:

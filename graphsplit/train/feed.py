@@ -33,10 +33,12 @@ from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.placement.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime.job import Job
+from graphsplit.train import records
 from graphsplit.train.batch import Signature, fingerprint
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.microbatches import Divider, Division, Shape
 from graphsplit.train.planner import Planner
+from graphsplit.train.signature_text import check_signature_text
 from graphsplit.train.step_plan import PlannedStep, Progress, plan_step
 
 _FIX = (
@@ -135,6 +137,8 @@ class Tickets:
                     raise FrameError(
                         f"worker {leader} sent a signature that is not the announced one"
                     )
+                what = f"worker {leader} describes a batch wrongly"
+                check_signature_text(signature.text, what=what)
                 self._texts[signature.digest] = signature.text
         _check_microbatches(ticket, leader)
         return ticket
@@ -230,6 +234,7 @@ class Feed:
         self._tickets = tickets
         self._mode = mode
         self._leader = leader
+        records.trust_loader(loader)
         self._loader = loader
         self._divider = divider
         self._has_loss_fn = has_loss_fn
@@ -246,10 +251,19 @@ class Feed:
         self._next: Division | None = None  # drawn, but not yet announced
 
     def __iter__(self) -> Iterator[Fed]:
-        if self._job.rank == self._leader:
+        if self._job.num_workers == 1:
+            yield from self._alone()
+        elif self._job.rank == self._leader:
             yield from self._lead()
         else:
             yield from self._follow()
+
+    def _alone(self) -> Iterator[Fed]:
+        """There is nobody to tell, and nothing to compare."""
+        cursor = self._open_cursor()
+        while (division := cursor.draw()) is not None:
+            yield self._planned(division.shape()), division, None
+            self._step += 1
 
     def _lead(self) -> Iterator[Fed]:
         cursor = self._open_cursor()
@@ -270,7 +284,10 @@ class Feed:
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
             # than a hop, when there are fewer cores than workers.
             is_same = planned is not None and looked == (shape.whole, shape.parts)
-            quiet = planned.first.woken_by_values if planned is not None and is_same else ()
+            if planned is None or not is_same or self._planner.lowers_again:
+                quiet: Container[int] = ()
+            else:
+                quiet = planned.first.woken_by_values
             self._tickets.send(shape, generator=news, quiet=quiet, previous_checksum=previous)
             planned, looked = self._planned(shape), (shape.whole, shape.parts)
             yield planned, division, self._checking(division)

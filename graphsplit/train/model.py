@@ -12,14 +12,22 @@ import torch
 from torch import nn
 
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.errors import CheckpointError, ConfigurationError, GraphsplitError, StateError
+from graphsplit.errors import (
+    CheckpointError,
+    ConfigurationError,
+    GraphsplitError,
+    MembershipChangedError,
+    StateError,
+)
 from graphsplit.partition.explain import Detail, explain_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import UnplacedRule, asked_placements
 from graphsplit.placement.written import WrittenPlacement, write_placement
-from graphsplit.program.lower import StepPart
+from graphsplit.program.lower import Policy, StepPart
 from graphsplit.runtime import job as jobs
 from graphsplit.runtime.clip import Clip
+from graphsplit.runtime.compiled import compiler_of
+from graphsplit.runtime.script import Call, Script
 from graphsplit.train.arguments import check_arguments, check_run
 from graphsplit.train.batch import Signature
 from graphsplit.train.callbacks import Callback, RunContext
@@ -32,6 +40,8 @@ from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Divider, Division, LossWeight, Split
 from graphsplit.train.optimizer_size import copies_kept
 from graphsplit.train.planner import Task, capture_graph, make_plan, placement_rules
+from graphsplit.train.profile import Profiling
+from graphsplit.train.recompute import recomputed_paths
 
 
 class Model:
@@ -53,9 +63,12 @@ class Model:
             gives a sequence of batches.
         loss_weight: What the loss of a microbatch counts, where not its number of rows:
             ``loss_weight(*inputs, target)``, or ``loss_weight(**batch)``, gives a number.
-        schedule: In which order workers compute microbatches: ``"1f1b"`` (backward as soon as it
-            can run, few microbatches under way) or ``"gpipe"`` (all forward, then all backward).
-            Results are the same. With one microbatch every name is.
+        schedule: In which order workers compute: ``"1f1b"`` (backward as soon as it can run, few
+            microbatches under way), ``"gpipe"`` (all forward, then all backward),
+            ``"interleaved_1f1b"`` (for workers of several parts), ``"zero_bubble"`` (gradients of
+            large weights fill idle time), ``"auto"`` (the fastest of many, by simulation), or a
+            function ``(plan, microbatches) -> orders``. Results are the same:
+            ``docs/how-to/choose-a-schedule.md``.
         capture: ``"auto"``: ``torch.export``.
         unplaced: Where operations go that nobody placed: ``"affinity"`` or ``"worker0"``.
         dynamic_dims: Dimensions of the batch's tensors whose sizes may change without a new plan,
@@ -70,6 +83,13 @@ class Model:
         set_to_none: What ``zero_grad`` makes of gradients before a step: None, or zeros.
         accumulate: Over how many batches gradients are added up before the optimizer steps: a
             plain loop's ``(loss / accumulate).backward()``. Batches are counted through all epochs.
+        compile: Compile what each worker runs with ``torch.compile``: True, or arguments for it, as
+            in ``{"mode": "max-autotune"}``. Results are close to those of eager mode then, not
+            equal to the bit: ``docs/how-to/compile-segments.md``.
+        recompute: Save memory for time: run forward again in backward instead of keeping what it
+            saves. True for all that each worker runs in one go, or a list of modules, or patterns
+            of their names, as in ``["layers.*"]``, each by itself. Results are the same:
+            ``docs/how-to/choose-a-schedule.md``.
 
     Raises:
         ConfigurationError: An argument is not as above, or ``MS_ROLE`` is set and ``gs.init()``
@@ -86,7 +106,7 @@ class Model:
         microbatches: int = 1,
         split: Split | None = None,
         loss_weight: LossWeight | None = None,
-        schedule: str = "1f1b",
+        schedule: str | Policy = "1f1b",
         capture: str = "auto",
         unplaced: UnplacedRule = "affinity",
         dynamic_dims: Mapping[int, int] | None = None,
@@ -95,6 +115,8 @@ class Model:
         autocast: torch.dtype | None = None,
         set_to_none: bool = True,
         accumulate: int = 1,
+        compile: bool | Mapping[str, Any] = False,
+        recompute: bool | Sequence[str | nn.Module] = False,
     ) -> None:
         check_arguments(
             net,
@@ -112,6 +134,8 @@ class Model:
             scaler=scaler,
             autocast=autocast,
             accumulate=accumulate,
+            compile=compile,
+            recompute=recompute,
         )
         self._metrics = dict(metrics or {})
         with_loss = any(metric.needs_loss for metric in self._metrics.values())
@@ -129,12 +153,16 @@ class Model:
             autocast,
             accumulate,
             schedule,
+            compiler_of(compile),
+            recomputed_paths(net, recompute),
         )
         job = jobs.current()
         self._engine: Engine = (
             EagerEngine(self._task) if job is None else ClusterEngine(self._task, job)
         )
         self._states = States(self._task, self._engine)
+        self._script = Script() if job is None else job.script
+        self._script.add_subject(self, self._task, self._engine, self._states)
 
     @property
     def network(self) -> nn.Module:
@@ -174,21 +202,32 @@ class Model:
         """
         self._need_optimizer("train")
         check_run(epochs, loader, callbacks)
+        callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
+        self._script.run(
+            Call("train", self._run_train, (epochs, loader, callbacks, resume), subject=self)
+        )
+
+    def _run_train(
+        self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
+    ) -> None:
         length = len(loader) if isinstance(loader, Sized) else None
         context = RunContext(self, jobs.get_rank(), epochs, length)
-        callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
-        with self._engine.guard():
-            self._engine.call_on_gradients(_listener(context, callbacks))
-            try:
+        try:
+            with self._engine.guard():
+                self._engine.call_on_gradients(_listener(context, callbacks))
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
                 with run:
                     self._train(run, context, loader, callbacks)
-            except BaseException:
-                for callback in callbacks:
-                    callback.on_failure(context)
-                raise
-            finally:
-                self._engine.call_on_gradients(None)
+        except MembershipChangedError:
+            for callback in callbacks:
+                callback.on_rollback(context)
+            raise
+        except BaseException:
+            for callback in callbacks:
+                callback.on_failure(context)
+            raise
+        finally:
+            self._engine.call_on_gradients(None)
 
     def _train(
         self,
@@ -197,8 +236,9 @@ class Model:
         loader: Iterable[Any],
         callbacks: Sequence[Callback],
     ) -> None:
-        for callback in callbacks:
-            callback.on_train_begin(context)
+        if not run.has_begun:
+            for callback in callbacks:
+                callback.on_train_begin(context)
         for start in run:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
@@ -208,6 +248,7 @@ class Model:
                 context.has_updated = self._engine.progress.opens
                 for callback in callbacks:
                     callback.on_step_end(context)
+                self._script.step_done()
             run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
@@ -226,6 +267,11 @@ class Model:
                 as ``train``.
         """
         self._need_optimizer("train_step")
+        call = Call("train_step", self._run_train_step, (batch, kwargs), subject=self)
+        loss: torch.Tensor = self._script.run(call)
+        return loss
+
+    def _run_train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         with self._engine.guard():
             return self._engine.train_step(self._division(batch, kwargs))
 
@@ -243,6 +289,12 @@ class Model:
                 "eval needs metrics\n  Fix: Model(..., metrics={'Accuracy': "
                 "gs.metrics.Accuracy()})."
             )
+        found: dict[str, float] = self._script.run(
+            Call("eval", self._run_eval, (loader,), subject=self)
+        )
+        return found
+
+    def _run_eval(self, loader: Iterable[Any]) -> dict[str, float]:
         with self._engine.guard():
             return self._engine.eval_epoch(loader, self._metrics)
 
@@ -252,6 +304,9 @@ class Model:
         Returns:
             The network's outputs in its own structure, on every worker.
         """
+        return self._script.run(Call("predict", self._run_predict, (args, kwargs), subject=self))
+
+    def _run_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._engine.guard():
             return self._engine.predict((args, kwargs))
 
@@ -269,10 +324,45 @@ class Model:
         """
         if detail not in ("modules", "operations"):
             raise ConfigurationError(f"detail={detail!r}; expected 'modules' or 'operations'")
+        call = Call("explain", self._run_explain, (batch, kwargs, detail), subject=self)
+        text: str = self._script.look(call)
+        return text
+
+    def _run_explain(self, batch: tuple[Any, ...], kwargs: dict[str, Any], detail: Detail) -> str:
         plan = self._plan(batch, kwargs, method="explain")
         optimizers = self._task.optimizers
         kept = copies_kept(optimizers[0]) if len(optimizers) == 1 else None
-        return explain_plan(plan, detail=detail, optimizer_copies=kept)
+        engine = self._engine
+        return explain_plan(
+            plan,
+            detail=detail,
+            optimizer_copies=kept,
+            routes=engine.routes(plan) if isinstance(engine, ClusterEngine) else None,
+            step_times=engine.step_times() if isinstance(engine, ClusterEngine) else (),
+        )
+
+    def profile(self) -> Profiling:
+        """Measure the training steps inside a ``with`` block.
+
+        Collective. The steps are ordinary ones: the first two warm up, up to ten are timed. What
+        they cost, and the step that follows from it by simulation, is in ``.result`` after the
+        block, on every worker::
+
+            with model.profile() as profiling:
+                model.train(1, loader)
+            print(profiling.result)                  # a table: predicted and measured
+            profiling.result.save("profile")         # a trace, a picture
+
+        Raises:
+            ConfigurationError: In one process, where ``torch.profiler`` serves; or, at the end of
+                the block, fewer than four steps of one plan were run.
+        """
+        if not isinstance(self._engine, ClusterEngine):
+            raise ConfigurationError(
+                "profile measures what several workers do and wait for, and this is one process\n"
+                "  Fix: start the script with graphsplit run, or use torch.profiler."
+            )
+        return Profiling(self._engine.profiler)
 
     def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
         """The placement that was resolved, as rules that give the same plan again.
@@ -285,7 +375,12 @@ class Model:
             What ``gs.apply_placement`` takes. ``.place`` and ``gs.place`` in the code stay in force
             beside it.
         """
-        return self._written(batch, kwargs, method="placement").as_mapping()
+
+        def run() -> dict[str, Any]:
+            return self._written(batch, kwargs, method="placement").as_mapping()
+
+        found: dict[str, Any] = self._script.look(Call("placement", run, subject=self))
+        return found
 
     def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
         """Write the placement that was resolved to a file for ``gs.apply_placement``.
@@ -295,7 +390,11 @@ class Model:
             batch: One batch, as for ``explain``.
             kwargs: One batch, as keyword arguments.
         """
-        self._written(batch, kwargs, method="save_placement").save(path)
+
+        def run() -> None:
+            self._written(batch, kwargs, method="save_placement").save(path)
+
+        self._script.look(Call("save_placement", run, subject=self))
 
     def _written(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
@@ -374,6 +473,11 @@ class Model:
         Raises:
             CheckpointError: The file cannot be written; the same on every worker.
         """
+        call = Call("state_dict", self._run_state_dict, (to,), subject=self)
+        found: dict[str, Any] | None = self._script.run(call)
+        return found
+
+    def _run_state_dict(self, to: PathLike | None) -> dict[str, Any] | None:
         if to is not None:
             with self._in_step():
                 self._states.save_weights(to)
@@ -393,6 +497,9 @@ class Model:
                 ``RuntimeError``).
             CheckpointError: The file is not there, or damaged.
         """
+        self._script.run(Call("load_state_dict", self._run_load, (state,), subject=self))
+
+    def _run_load(self, state: Mapping[str, Any] | PathLike) -> None:
         if isinstance(state, (str, os.PathLike)):
             with self._in_step():
                 self._states.load_weights(state)
@@ -410,6 +517,10 @@ class Model:
             The state; a list of states if the Model was given a list of optimizers.
         """
         self._need_optimizer("optimizer_state_dict")
+        call = Call("optimizer_state_dict", self._run_optimizer_state, (to,), subject=self)
+        return self._script.run(call)
+
+    def _run_optimizer_state(self, to: PathLike | None) -> Any:
         if to is not None:
             with self._in_step():
                 self._states.save_optimizers(to)
@@ -428,6 +539,10 @@ class Model:
             StateError: The states are more or fewer than the optimizers.
         """
         self._need_optimizer("load_optimizer_state_dict")
+        call = Call("load_optimizer_state_dict", self._run_load_optimizer, (state,), subject=self)
+        self._script.run(call)
+
+    def _run_load_optimizer(self, state: Any) -> None:
         if isinstance(state, (str, os.PathLike)):
             with self._in_step():
                 self._states.load_optimizers(state)
@@ -461,8 +576,11 @@ class Model:
             CheckpointError: It could not be saved; the same on every worker, and a save that was
                 there before still is.
         """
+        self._script.run(Call("save", self._run_save, (path, gather, extra or {}), subject=self))
+
+    def _run_save(self, path: PathLike, gather: bool, extra: Mapping[str, Any]) -> None:
         with self._in_step():
-            self._states.save(path, gather=gather, extra=extra or {})
+            self._states.save(path, gather=gather, extra=extra)
 
     def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
         """Load a whole training state, from any number of workers and any placement.
@@ -481,8 +599,13 @@ class Model:
             CheckpointError: There is no complete save there, or it is damaged.
             StateError: It does not fit; lists all that does not. Nothing was loaded.
         """
+        call = Call("load", self._run_load_folder, (path, extra or {}), subject=self)
+        loaded: Loaded = self._script.run(call)
+        return loaded
+
+    def _run_load_folder(self, path: PathLike, extra: Mapping[str, Any]) -> Loaded:
         with self._in_step():
-            return self._states.load(path, extra=extra or {})
+            return self._states.load(path, extra=extra)
 
     @property
     def position(self) -> Position:
@@ -507,7 +630,12 @@ class Model:
 
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
-        return self._engine.last_gradient_norm
+
+        def run() -> torch.Tensor | None:
+            return self._engine.last_gradient_norm
+
+        norm: torch.Tensor | None = self._script.look(Call("last_gradient_norm", run, subject=self))
+        return norm
 
     def _division(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
         """A batch, divided into microbatches as training does."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
 from graphsplit.partition.in_place import keep_memory_together
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.recomputation import with_recomputation
+from graphsplit.partition.redrawn import refuse_redrawn
+from graphsplit.partition.splitting import with_splits
 from graphsplit.partition.tally import with_tally
 from graphsplit.partition.verify import verify
 from graphsplit.placement.annotations import Annotation, annotations_of, mark_planned
@@ -25,23 +29,28 @@ from graphsplit.placement.resolve import PlacedGraph, PlacementRules, UnplacedRu
 from graphsplit.placement.rules import kept_rules
 from graphsplit.program.lower import (
     WHOLE_STEP,
+    Policy,
     StepPart,
     WorkerProgram,
     describe_programs,
     lower,
 )
 from graphsplit.runtime.clip import Clip
+from graphsplit.runtime.compiled import Compiler
 from graphsplit.runtime.deferred_init import is_deferred, materialize, stand_ins
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import give_up, is_elsewhere, plain_classes, return_free_memory
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
 from graphsplit.runtime.update import Updater, UpdateRules
+from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.policies import POLICIES
+from graphsplit.schedule.orders import checked
+from graphsplit.schedule.policies import policy_of, takes_costs
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.train import batch as batches
 from graphsplit.train.batch import Signature
 from graphsplit.train.microbatches import Divider
+from graphsplit.train.watched import WatchedAttributes
 
 _MAX_PLANS = 64
 _MAX_HELD = 4096
@@ -65,7 +74,10 @@ class Task:
         set_to_none: Whether gradients become None before a step, or zeros.
         autocast: The lower dtype, if network and loss run under autocast.
         accumulate: Over how many batches gradients are added up before the optimizers step.
-        schedule: In which order workers compute microbatches.
+        schedule: In which order workers compute microbatches: a name, or a policy.
+        compiler: Compiles segments, or None.
+        recompute: Whether backward runs forward again instead of keeping what it saves: of
+            everything, or of the modules with these paths.
     """
 
     network: nn.Module
@@ -80,7 +92,9 @@ class Task:
     set_to_none: bool = True
     autocast: torch.dtype | None = None
     accumulate: int = 1
-    schedule: str = "1f1b"
+    schedule: str | Policy = "1f1b"
+    compiler: Compiler | None = None
+    recompute: bool | tuple[str, ...] = False
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -108,6 +122,7 @@ class Planned:
         consumers: Workers that read the loader's batches, the earliest in the pipeline first.
         woken_by_values: Workers that can do nothing in a step before a value has come.
         numbers: Numbers made of the batch's sizes, where the plan holds for several.
+        wants_costs: Whether it would be lowered otherwise if costs were measured.
     """
 
     plan: PartitionPlan
@@ -116,6 +131,19 @@ class Planned:
     consumers: tuple[int, ...]
     woken_by_values: frozenset[int]
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    wants_costs: bool = False
+
+
+class OneByOneError(Exception):
+    """Forward leaves attributes with which the next microbatch has another graph.
+
+    Attributes:
+        graph: The graph of the first one.
+    """
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        super().__init__()
+        self.graph = graph
 
 
 class Planner:
@@ -129,12 +157,34 @@ class Planner:
         self._structures: dict[tuple[Any, ...], str] = {}
         # Signatures for which a plan made for other sizes holds.
         self._held: OrderedDict[tuple[Any, ...], tuple[tuple[Any, ...], Planned]] = OrderedDict()
-        self._parameters = tuple(task.network.parameters())
-        self.updater = Updater(task.update_rules, self._parameters)
+        self.parameters = tuple(task.network.parameters())
+        self.updater = Updater(task.update_rules, self.parameters)
         _check_trained(task)
         self.owners: dict[str, int] = {}
+        self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = _nothing
         self._max_plans = _MAX_PLANS
+        self._attributes = WatchedAttributes(task.network, task.loss_fn)
+        self._one_by_one: set[tuple[Any, ...]] = set()
+        self._due: dict[tuple[Any, ...], Costs] = {}  # plans to lower again, with what they cost
+        self._graphs: dict[tuple[Any, ...], CapturedGraph] | None = None
+
+    def keep_graphs(self) -> None:
+        """Keep captured graphs: a job that recovers makes its plans anew."""
+        self._graphs = {} if self._graphs is None else self._graphs
+
+    def start_over(self) -> None:
+        """Forget all plans; owners stay. All workers do so at the same point."""
+        self._plans.clear()
+        self._numbers.clear()
+        self._structures.clear()
+        self._held.clear()
+        self._due.clear()
+
+    def adopt(self, owners: Mapping[str, int]) -> None:
+        """Take the owners that other workers have fixed, as if a plan had told them."""
+        self.owners.update(owners)
+        self._free_others()
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -158,12 +208,16 @@ class Planner:
             PlacementError: A placement cannot be honoured.
             PlanMismatchError: Workers made different plans.
         """
-        key = (mode, signature.digest, self._requires_grad(), part)
+        key = (mode, signature.digest, self._look(), part)
+        if self._due:
+            self._lower_again(note)
         planned = self._plans.get(key)
         if planned is None and self._task.dynamic_dims:
             planned = self._holding(key, signature)
         if planned is None:
             planned = self._make(key, signature, note)
+            key = (*key[:2], self._look(), part)
+            self._numbers[key] = planned.runner.plan_number
             self._structures[key] = signature.structure()
             self._plans[key] = planned
             if len(self._plans) > self._max_plans:
@@ -171,7 +225,38 @@ class Planner:
                 self._job.transport.close_plan(self._numbers.pop(oldest))
         elif len(self._plans) > 1 and key in self._plans:
             self._plans.move_to_end(key)
+        if planned.plan.placed.graph.changes:
+            self._attributes.leave(planned.plan.placed.graph)
         return planned
+
+    def runs_one_by_one(self, mode: Mode, signature: Signature) -> bool:
+        """Whether the next microbatch has another graph than those after it.
+
+        Known once ``plan_for`` was asked for a plan of several, and refused.
+        """
+        return (mode, signature.digest, self._look()) in self._one_by_one
+
+    def _look(self) -> tuple[tuple[bool, ...], tuple[str, ...]]:
+        """What a network's graphs depend on besides their inputs."""
+        return self.requires_grad(), self._attributes.values()
+
+    def _watch(self, graph: CapturedGraph) -> None:
+        """Tell plans apart by attributes that were not known to change when they were made."""
+        new = tuple(self._attributes.watch(graph).values())
+        if not new:
+            return
+
+        def longer(key: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*key[:2], (key[2][0], key[2][1] + new), *key[3:])
+
+        self._plans = OrderedDict((longer(key), plan) for key, plan in self._plans.items())
+        self._numbers = {longer(key): number for key, number in self._numbers.items()}
+        self._structures = {longer(key): text for key, text in self._structures.items()}
+        self._due = {longer(key): costs for key, costs in self._due.items()}
+        if self._graphs is not None:
+            self._graphs = {longer(key): kept for key, kept in self._graphs.items()}
+        self._one_by_one = {longer(key) for key in self._one_by_one}
+        self._held.clear()
 
     def _holding(self, key: tuple[Any, ...], signature: Signature) -> Planned | None:
         """An earlier plan for other sizes that holds for these too, with the numbers they give."""
@@ -205,15 +290,23 @@ class Planner:
                 return self._plans[key]
         return None
 
-    def _requires_grad(self) -> tuple[bool, ...]:
+    def requires_grad(self) -> tuple[bool, ...]:
+        """Of every parameter of the network, whether it is trained."""
         with torch._C.DisableTorchFunctionSubclass():  # stand-ins would answer slowly
-            return tuple([p.requires_grad for p in self._parameters])
+            return tuple([p.requires_grad for p in self.parameters])
 
     def _make(self, key: tuple[Any, ...], signature: Signature, note: str) -> Planned:
         mode, part = key[0], key[-1]
+        if not self.owners:
+            self.owners.update(self.expected_owners)
         number = self._job.next_plan_number()
-        self._numbers[key] = number
-        plan, programs = self._pure_passes(mode, signature, part)
+        try:
+            plan, programs = self._pure_passes(mode, signature, part)
+        except OneByOneError as error:
+            self._watch(error.graph)
+            self._one_by_one.add((mode, signature.digest, self._look()))
+            raise
+        self._watch(plan.placed.graph)
         text = "\n".join(
             [
                 note,
@@ -224,6 +317,52 @@ class Planner:
             ]
         )
         self._job.member.agree(f"plan {number} ({mode.value})", text)
+        made = self._open(number, plan, programs, _numbers_for(plan, signature) or {})
+        is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
+        return replace(made, wants_costs=is_measured and mode is Mode.TRAIN)
+
+    @property
+    def lowers_again(self) -> bool:
+        """Whether the next ``plan_for`` lowers a plan again: its channels will be new ones."""
+        return bool(self._due)
+
+    def use_costs(self, planned: Planned, costs: Costs) -> None:
+        """Lower a plan again before it runs next, with what its steps were found to cost.
+
+        All workers call it with equal costs, after the same step.
+        """
+        for key, number in self._numbers.items():
+            if number == planned.runner.plan_number:
+                self._due[key] = costs
+
+    def _lower_again(self, note: str) -> None:
+        """Collective. The values stay the same: only the order of the computations changes."""
+        due, self._due = self._due, {}
+        for key, costs in due.items():
+            old = self._plans.get(key)
+            if old is None:  # not among the plans used last any more
+                continue
+            programs = lower_plan(old.plan, key[-1], self._task.schedule, costs)
+            text = "\n".join([note, *(describe_programs((program,)) for program in programs)])
+            number = self._job.next_plan_number()
+            self._job.member.agree(f"plan {number}, with measured costs", text)
+            if programs == old.programs:
+                self._plans[key] = replace(old, wants_costs=False)
+                self._held.clear()
+                continue
+            self._plans[key] = self._open(number, old.plan, programs, old.numbers)
+            self._job.transport.close_plan(self._numbers[key])
+            self._numbers[key] = number
+            self._held.clear()
+
+    def _open(
+        self,
+        number: int,
+        plan: PartitionPlan,
+        programs: tuple[WorkerProgram, ...],
+        numbers: Mapping[str, Any],
+    ) -> Planned:
+        """Make an agreed plan ready to run."""
         mark_planned(self._task.network)
         self._settle_ownership(plan)
         runner = ProgramRunner(
@@ -236,10 +375,10 @@ class Planner:
                 transport=self._job.transport,
                 updater=self.updater,
                 position=self._job.member.position,
+                compiler=self._task.compiler,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
-        numbers = _numbers_for(plan, signature) or {}
         return Planned(plan, programs, runner, _consumers(plan), waiting, numbers)
 
     def _pure_passes(
@@ -247,7 +386,7 @@ class Planner:
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """What every worker computes alike; a simulation of many workers does it once."""
         return make_plan(
-            capture_graph(self._task, mode, signature),
+            self.graph_of(mode, signature),
             network=self._task.network,
             loss_fn=self._task.loss_fn,
             unplaced=self._task.unplaced,
@@ -256,7 +395,21 @@ class Planner:
             part=part,
             schedule=self._task.schedule,
             update=self._task.update_rules,
+            is_compiled=self._task.compiler is not None,
+            recompute=self._task.recompute,
         )
+
+    def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
+        """The graph of a mode, captured now unless it was kept."""
+        key = (mode, signature.text, self._look())
+        graph = None if self._graphs is None else self._graphs.get(key)
+        if graph is None:
+            graph = capture_graph(self._task, mode, signature)
+            if self._graphs is not None:
+                self._graphs[key] = graph
+                if len(self._graphs) > self._max_plans:
+                    del self._graphs[next(iter(self._graphs))]
+        return graph
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return named_state(self._task.network, self._task.loss_fn)
@@ -268,6 +421,11 @@ class Planner:
         nodes, workers = plan.placed.graph.nodes, plan.placed.workers
         for position in plan.placed.graph.state_names:
             assert self.owners[nodes[position].target] == workers[position]
+        self._free_others()
+
+    def _free_others(self) -> None:
+        """Give what is owned here its memory, and free what others own."""
+        tensors = self._tensors()
         self.updater.settle([self.owners[n] for n, _ in self._task.network.named_parameters()])
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         for module in _stateful(self._task):
@@ -403,31 +561,60 @@ def make_plan(
     num_workers: int,
     owners: dict[str, int],
     part: StepPart = WHOLE_STEP,
-    schedule: str = "1f1b",
+    schedule: str | Policy = "1f1b",
     update: UpdateRules | None = None,
+    is_compiled: bool = False,
+    recompute: bool | Collection[str] = False,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-    """All pure passes in a row: resolve, partition, lower; each result is verified."""
+    """All pure passes in a row: resolve, partition, lower; each result is verified.
+
+    Raises:
+        OneByOneError: The plan is for several microbatches, which have several graphs.
+    """
+    if graph.is_other_after and part.num_microbatches > 1:
+        raise OneByOneError(graph)
     rules = placement_rules(
         network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
     )
     placed = keep_memory_together(resolve(graph, rules))
+    refuse_redrawn(placed, is_microbatched=part.is_microbatched)
     if graph.mode is Mode.TRAIN and not placed.graph.has_gradients:
         raise ConfigurationError(
             "the loss depends on no parameter that requires a gradient, so there is nothing to "
             "train\n  Fix: leave requires_grad on for some parameter, and do not detach the loss."
         )
     plan = partition(placed, is_microbatched=part.is_microbatched)
+    if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
+        plan = with_splits(with_recomputation(plan, recompute))
     if update is not None and part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in network.named_parameters()]
         owned = _all_owners(placed, owners, names, rules.modules)
         sizes = update.tally_sizes([owned[name] for name in names], num_workers)
         plan = with_tally(plan, sizes) if sizes is not None else plan
     verify(plan)
+    return plan, lower_plan(plan, part, schedule)
+
+
+def lower_plan(
+    plan: PartitionPlan, part: StepPart, schedule: str | Policy, costs: Costs | None = None
+) -> tuple[WorkerProgram, ...]:
+    """The programs of a plan, verified.
+
+    Args:
+        plan: The plan.
+        part: Which part of a step they run.
+        schedule: The name of the policy, or the policy.
+        costs: What its steps were found to cost, for a policy that looks at it.
+    """
     number = part.num_microbatches
-    policy = POLICIES[schedule if number > 1 else "gpipe"]
+    is_training = plan.placed.graph.mode is Mode.TRAIN
+    policy: Any = policy_of(schedule if is_training else "gpipe", number)
+    if costs is not None:
+        policy = partial(policy, costs=costs)
+    policy = checked(policy)
     programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
     verify_programs(plan, programs, depths=channel_depths(programs))
-    return plan, programs
+    return programs
 
 
 def _check_trained(task: Task) -> None:

@@ -5,6 +5,8 @@ other; only the first sets gradients to None, only the last steps the optimizer:
 
     plan of 3 rows   ZERO_GRADIENTS  F0 F1  B0 B1
     plan of 2 rows                                 F0 F1  B0 B1  OPTIMIZER
+
+A microbatch that leaves attributes with which the next one has another graph runs by itself, too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
 from graphsplit.train.batch import leaves
 from graphsplit.train.microbatches import Divider, Division, Shape, own_views
-from graphsplit.train.planner import Planned, Planner
+from graphsplit.train.planner import OneByOneError, Planned, Planner
 
 
 @dataclass
@@ -177,19 +179,23 @@ def plan_step(
         part = StepPart(first=opens, last=closes)
         return PlannedStep((planner.plan_for(mode, shape.whole, part, note=note),))
     planner.keep_at_least(2 * len(shape.parts))
-    last = len(shape.parts) - 1
-    plans = tuple(
-        planner.plan_for(
-            mode,
-            signature,
-            StepPart(
-                count,
-                first=opens and index == 0,
-                last=closes and index == last,
-                is_microbatched=True,
-            ),
-            note=note,
+    plans: list[Planned] = []
+    sizes: list[int] = []
+    waiting = [*shape.parts]
+    while waiting:
+        (signature, count), *later = waiting
+        if count > 1 and planner.runs_one_by_one(mode, signature):
+            later, count = [(signature, count - 1), *later], 1
+        part = StepPart(
+            count,
+            first=opens and not plans,
+            last=closes and not later,
+            is_microbatched=True,
         )
-        for index, (signature, count) in enumerate(shape.parts)
-    )
-    return PlannedStep(plans, tuple(count for _, count in shape.parts), shape.weights)
+        try:
+            plans.append(planner.plan_for(mode, signature, part, note=note))
+        except OneByOneError:
+            continue
+        sizes.append(count)
+        waiting = later
+    return PlannedStep(tuple(plans), tuple(sizes), shape.weights)

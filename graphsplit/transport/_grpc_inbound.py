@@ -1,22 +1,43 @@
-"""The receiving side of gRPC streams: one stream per source, pieces of many channels in it."""
+"""The receiving side of gRPC streams: one stream per source, pieces of many channels in it.
+
+[Note: taken where they arrive] grpc hands a message from the thread that polls to the thread that
+reads the stream, and only then could it go to the program that waits for it: two wake-ups for one
+value. The polling thread passes each message through the stream's deserializer first, so that is
+where a message is taken; the reading thread only asks for the next one.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import torch
 
-from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport.base import ChannelSpec, Receiver
-from graphsplit.transport.frame import Frame, FrameDecoder, describe
+from graphsplit.transport._credit import CreditedReceiver, Incoming
+from graphsplit.transport._grpc_chunk import Piece, copy_payload, read_chunk, write_credit
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.frame import Frame, describe
 from graphsplit.transport.layout import unpack
-from graphsplit.transport.session import TICK_S, AbortWatch
-from graphsplit.transport.wait import Wait
+from graphsplit.transport.session import AbortWatch
+
+TAKEN = b"taken"
+"""What the reading thread gets instead of a message."""
+
+
+class _Whole:
+    """A message in one piece. It stays one until it is taken: the polling thread has other work."""
+
+    def __init__(self, header: bytes, frame: Frame, piece: Piece) -> None:
+        self.header = header
+        self._frame = frame
+        self._piece = piece
+
+    def value(self) -> torch.Tensor | None:
+        """See ``Arrived.value``."""
+        message = _Arriving(self.header, self._frame)
+        message.fill(self._piece)
+        return message.value()
 
 
 class _Arriving:
@@ -32,13 +53,13 @@ class _Arriving:
             size = frame.payload_bytes
             self._memory = frame.empty() if is_dense else torch.empty(size, dtype=torch.uint8)
 
-    def fill(self, piece: bytes) -> bool:
+    def fill(self, piece: Piece) -> bool:
         """Write the next piece where it belongs; False if it does not fit."""
-        if self.filled + len(piece) > self.frame.payload_bytes:
+        if self.filled + piece.size > self.frame.payload_bytes:
             return False
-        if piece and self._memory is not None:
-            ctypes.memmove(self._memory.data_ptr() + self.filled, piece, len(piece))
-            self.filled += len(piece)
+        if piece.size and self._memory is not None:
+            copy_payload(piece, self._memory.data_ptr() + self.filled)
+            self.filled += piece.size
         return True
 
     @property
@@ -54,127 +75,64 @@ class _Arriving:
         return unpack(self._memory, layout, self.frame.dtype, self.frame.offset)
 
 
-class GrpcReceiver(Receiver):
-    """The receiving end of a channel. Messages are put in by the stream's thread."""
+class GrpcReceiver(CreditedReceiver):
+    """The receiving end of a channel. Messages are put in by grpc's polling thread."""
 
-    def __init__(self, spec: ChannelSpec, inbound: Inbound, watch: AbortWatch, generation: int):
-        self.spec = spec
-        self.closed = False
-        self._inbound = inbound
-        self._watch = watch
-        self._decoder = FrameDecoder(spec, generation=generation)
-        self._arrived: deque[_Arriving] = deque()
+    def __init__(
+        self, spec: ChannelSpec, inbound: Inbound, watch: AbortWatch, generation: int
+    ) -> None:
+        super().__init__(spec, inbound, watch, generation)
         self._arriving: _Arriving | None = None
-        self._num_arrived = 0
-        self._num_taken = 0
 
-    def put(self, chunk: pb.Chunk) -> None:
+    def put(self, piece: Piece) -> None:
         """Take a piece from the stream.
 
         Raises:
             FrameError: It is not what the plan, or the credits given, allow.
         """
-        if chunk.header:
-            self._begin(chunk.header)
+        if piece.header:
+            if self._arriving is not None:
+                raise FrameError(
+                    f"{describe(self.spec)}: a message began before the last one ended"
+                )
+            frame = self.begin(piece.header)
+            if piece.size == frame.payload_bytes:
+                self.file(_Whole(piece.header, frame, piece))
+                return
+            self._arriving = _Arriving(piece.header, frame)
         message = self._arriving
-        if message is None or not message.fill(chunk.payload):
+        if message is None or not message.fill(piece):
             raise FrameError(
-                f"{describe(self.spec)}: a piece of {len(chunk.payload)} bytes that fits nowhere"
+                f"{describe(self.spec)}: a piece of {piece.size} bytes that fits nowhere"
             )
         if message.is_complete:
             self._arriving = None
-            self._arrived.append(message)
-            self._inbound.notify()
-
-    def _begin(self, header: bytes) -> None:
-        if self._arriving is not None:
-            raise FrameError(f"{describe(self.spec)}: a message began before the last one ended")
-        if self._num_arrived - self._num_taken >= self.spec.depth:
-            raise FrameError(
-                f"{describe(self.spec)}: expected at most {self.spec.depth} messages under way"
-            )
-        frame = self._decoder.frame_of(header)
-        self._decoder.check_sequence(header, self._num_arrived)
-        self._num_arrived += 1
-        self._arriving = _Arriving(header, frame)
-
-    def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
-        """See ``Receiver.receive``."""
-        if not self._arrived:
-            self._inbound.wait(self._watch, describe(self.spec), self)
-        message = self._arrived[0]
-        self._decoder.check_message(
-            message.header, sequence=self._num_taken, step=step, microbatch=microbatch
-        )
-        value = message.value()
-        self._arrived.popleft()
-        self._num_taken += 1
-        self._inbound.grant(self.spec, 1)
-        return value
-
-    def has_message(self) -> bool:
-        """True if ``receive`` would return at once."""
-        return bool(self._arrived)
+            self.file(message)
 
     def close(self) -> None:
         """Let go of what arrived."""
-        self.closed = True
-        self._arrived.clear()
+        super().close()
         self._arriving = None
 
 
-class Inbound:
-    """The stream from one source, before, while and after it is open. Thread-safe."""
+class Inbound(Incoming[GrpcReceiver]):
+    """The stream from one source, before, while and after it is open. Thread-safe.
 
-    def __init__(self, source: int) -> None:
-        self.source = source
+    Args:
+        source: Rank of the source.
+        on_credit: Told of serialized credits for channels to the source, which rode along.
+    """
+
+    def __init__(self, source: int, on_credit: Callable[[bytes], None]) -> None:
+        super().__init__(source)
         self.is_connected = False
-        self.broken: Exception | None = None
-        self._changed = threading.Condition()
-        self._receivers: dict[tuple[int, int], GrpcReceiver] = {}
-        # What was under way when a plan was closed is dropped.
-        self._closed_plans: set[int] = set()
+        self._on_credit = on_credit
         # Credits for a stream that is not open yet wait here.
-        self._credits: SimpleQueue[pb.Credit | None] = SimpleQueue()
-
-    def add(self, receiver: GrpcReceiver) -> None:
-        """Open a channel: from now on the source may send."""
-        with self._changed:
-            self._receivers[receiver.spec.plan, receiver.spec.edge] = receiver
-        self.grant(receiver.spec, receiver.spec.depth)
-
-    def remove_plan(self, plan: int | None) -> None:
-        """Close the channels of a plan; of all plans for None."""
-        with self._changed:
-            if plan is not None:
-                self._closed_plans.add(plan)
-            for key in [key for key in self._receivers if plan is None or key[0] == plan]:
-                self._receivers.pop(key).close()
-            self._changed.notify_all()
+        self._credits: SimpleQueue[bytes | None] = SimpleQueue()
 
     def grant(self, spec: ChannelSpec, messages: int) -> None:
-        """Let the source send more messages of a channel."""
-        self._credits.put(pb.Credit(plan=spec.plan, edge=spec.edge, messages=messages))
-
-    def notify(self) -> None:
-        """Make every thread that waits for this source look around."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait(self, watch: AbortWatch, what: str, receiver: GrpcReceiver) -> None:
-        """Wait until a receiver has a message."""
-        wait = Wait(watch.policy, peer=self.source, what=what)
-        with self._changed:
-            while not receiver.has_message() and self.broken is None:
-                if receiver.closed:
-                    raise TransportError(f"{what}: the channel was closed")
-                wait.check()
-                self._changed.wait(TICK_S)
-        if receiver.has_message():
-            return
-        if isinstance(self.broken, FrameError):
-            raise FrameError(str(self.broken)) from self.broken
-        watch.raise_broken(f"{what}: worker {self.source}: {self.broken}")
+        """See ``Incoming.grant``."""
+        self._credits.put(write_credit(spec, messages))
 
     def connect(self) -> bool:
         """Claim the stream; False if it was claimed before."""
@@ -182,33 +140,42 @@ class Inbound:
             first, self.is_connected = not self.is_connected, True
         return first
 
-    def read(self, chunks: Iterator[pb.Chunk]) -> None:
-        """Take everything that the source sends. Runs on a thread of its own."""
+    def take(self, data: bytes) -> bytes:
+        """Take a message of the source; see [Note: taken where they arrive]."""
         try:
-            for chunk in chunks:
-                receiver = self._receivers.get((chunk.plan, chunk.edge))
-                if receiver is not None:
-                    receiver.put(chunk)
-                elif chunk.plan not in self._closed_plans:
-                    raise FrameError(
-                        f"worker {self.source} sent a value of plan {chunk.plan}, edge "
-                        f"{chunk.edge}, which is not open"
-                    )
-            self.end(TransportError("closed its end"))
+            if self.broken is None:
+                self._take_piece(read_chunk(data))
         except FrameError as error:
             self.end(error)
+        return TAKEN
+
+    def _take_piece(self, piece: Piece) -> None:
+        for credit in piece.credits:
+            self._on_credit(credit)
+        if piece.waits:
+            self.wanted(piece.plan, piece.edge)
+            return
+        receiver = self.find(piece.plan, piece.edge)
+        if receiver is not None:
+            receiver.put(piece)
+
+    def read(self, messages: Iterator[object]) -> None:
+        """Ask for everything that the source sends. Runs on a thread of its own."""
+        try:
+            for _ in messages:
+                if self.broken is not None:
+                    return
+            self.end(TransportError("closed its end"))
         except Exception as error:
             # Whatever grpc raises here (it has no base class for it) means that the stream ended.
             self.end(TransportError(f"the stream broke {error}".rstrip()))
 
     def end(self, error: Exception) -> None:
-        """Let the stream end; the first reason given is the one that counts."""
-        with self._changed:
-            self.broken = self.broken or error
-            self._changed.notify_all()
+        """See ``Incoming.end``. Lets the stream end too."""
+        super().end(error)
         self._credits.put(None)
 
-    def credits(self) -> Iterator[pb.Credit]:
+    def credits(self) -> Iterator[bytes]:
         """Credits to return to the source, until the stream ends."""
         while (credit := self._credits.get()) is not None:
             yield credit

@@ -5,23 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
-from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import ConfigurationError
+from graphsplit.security.grpc_ports import add_port, server_limits
+from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
+from graphsplit.settings import MAX_WORKERS
+from graphsplit.transport._grpc_chunk import CHUNK_BYTES
 
-CHUNK_BYTES = 1 << 20
 SERVICE = "graphsplit.data_plane.DataPlane"
 GRACE_S = 1.0
 HELLO_KEY = "graphsplit-hello-bin"
-_OPTIONS = (
-    # With port reuse two processes could listen on one address, each getting half of the calls.
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 2 * CHUNK_BYTES),
-    ("grpc.max_metadata_size", 16 * 1024),
-)
+PROVE_S = 10.0
+"""How long a source may take to prove that it is a member of the job."""
+_MAX_METADATA_BYTES = 8 << 10
 
 
 class _DaemonThreads(ThreadPoolExecutor):
@@ -43,21 +42,64 @@ class _DaemonThreads(ThreadPoolExecutor):
         return future
 
 
+class Serving(Protocol):
+    """What serves one stream."""
+
+    def take(self, data: bytes) -> object:
+        """A message of the stream, on grpc's polling thread; what ``carry`` then gets of it."""
+
+    def carry(self, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
+        """The stream, on a thread of its own; what is sent back."""
+
+
+class _EachStream(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Finds the handler of a call: a new one for each, because messages are taken by it."""
+
+    def __init__(self, accept: Callable[[], Serving]) -> None:
+        self._accept = accept
+
+    def service(self, handler_call_details: Any) -> Any:
+        """See ``grpc.GenericRpcHandler``."""
+        if handler_call_details.method != f"/{SERVICE}/Carry":
+            return None
+        serving = self._accept()
+        return grpc.stream_stream_rpc_method_handler(
+            serving.carry, request_deserializer=serving.take
+        )
+
+
 class GrpcListener:
     """A bound port. Nothing is served before ``serve``, when the members of the job are known.
+
+    Args:
+        bind_host: The address to listen on.
+        protection: What protects the streams.
+        num_workers: How many workers the job has: bounds how many streams may be open.
 
     Attributes:
         address: ``host:port``, for peers to dial.
     """
 
-    def __init__(self, bind_host: str) -> None:
+    def __init__(
+        self,
+        bind_host: str,
+        *,
+        protection: Protection = UNPROTECTED,
+        num_workers: int = MAX_WORKERS,
+    ) -> None:
+        require_protection(bind_host, protection, what="this worker")
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._is_serving = False
-        self._server = grpc.server(_DaemonThreads(), options=_OPTIONS)
-        try:
-            port = self._server.add_insecure_port(f"{host}:0")
-        except RuntimeError:
-            port = 0
+        max_streams = 2 * num_workers + 16
+        options = [
+            *server_limits(max_connections=max_streams, max_metadata_bytes=_MAX_METADATA_BYTES),
+            ("grpc.max_receive_message_length", 2 * CHUNK_BYTES),
+        ]
+        # Each stream has threads of its own, so their number is bounded before one is started.
+        self._server = grpc.server(
+            _DaemonThreads(), options=options, maximum_concurrent_rpcs=max_streams
+        )
+        port = add_port(self._server, f"{host}:0", protection)
         if port == 0:
             self.close()
             raise ConfigurationError(
@@ -66,15 +108,9 @@ class GrpcListener:
             )
         self.address = f"{host}:{port}"
 
-    def serve(self, carry: Callable[[Iterator[pb.Chunk], Any], Iterator[pb.Credit]]) -> None:
-        """Start to take streams."""
-        handler = grpc.stream_stream_rpc_method_handler(
-            carry,
-            request_deserializer=pb.Chunk.FromString,
-            response_serializer=pb.Credit.SerializeToString,
-        )
-        generic = grpc.method_handlers_generic_handler(SERVICE, {"Carry": handler})
-        self._server.add_generic_rpc_handlers((generic,))
+    def serve(self, accept: Callable[[], Serving]) -> None:
+        """Start to take streams; each is given to what ``accept`` makes for it."""
+        self._server.add_generic_rpc_handlers((_EachStream(accept),))
         self._server.start()
         self._is_serving = True
 

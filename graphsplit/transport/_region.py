@@ -114,19 +114,25 @@ def _can_populate() -> bool:
 _populates: bool | None = None
 
 
+def can_populate() -> bool:
+    """Whether pages of a region become real only when they are needed, on this kernel."""
+    global _populates
+    if _populates is None:
+        _populates = _can_populate()
+    return _populates
+
+
 def create_region(name: str, size_bytes: int) -> tuple[Region, int]:
     """A new region that can never change its size, and the descriptor to pass to the peer.
 
     Pages become real in ``Region.reserve``, so memory that is never used is never taken. Kernels
     that cannot do that get all of it at once, here.
     """
-    global _populates
-    if _populates is None:
-        _populates = _can_populate()
+    populates = can_populate()
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size_bytes)
-        if not _populates:
+        if not populates:
             os.posix_fallocate(fd, 0, size_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
         return Region(fd, size_bytes), fd

@@ -22,7 +22,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from graphsplit.errors import TransportError
 from graphsplit.transport._doorbell import Doorbell, adopt_bell, create_bell
@@ -106,6 +108,13 @@ class Link:
         self.connection.close()
 
 
+@dataclass
+class Latest:
+    """Which of a worker's ends received last."""
+
+    receiver: Any = None
+
+
 class Links:
     """All connections of one worker, served by one thread."""
 
@@ -124,6 +133,7 @@ class Links:
         # Not from 0: that is what an unused bell shows, and rank 0 would ring in vain.
         self._tickets = itertools.count(1)
         self.bell, self._bell_fd = create_bell(session.rank, self._tickets)
+        self.latest = Latest()
         self._changed = threading.Condition()
         self._outbound: dict[int, Link] = {}
         self._inbound: dict[int, Link] = {}

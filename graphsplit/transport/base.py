@@ -35,6 +35,7 @@ class ChannelSpec:
         max_bytes: The most memory one received value may take, strides included.
         depth: How many messages may be under way before ``send`` waits for the receiver.
         label: The edge in words, for errors: ``"conv1.relu: worker 3 -> worker 4"``.
+        device: Where values are, on both ends: ``"cpu"``, or a type of device such as ``"cuda"``.
     """
 
     plan: int
@@ -46,6 +47,8 @@ class ChannelSpec:
     max_bytes: int
     depth: int = 2
     label: str = ""
+    lends: bool = False
+    device: str = "cpu"
 
 
 class Sender(ABC):
@@ -81,13 +84,25 @@ class Sender(ABC):
         computation begins, the value finds a receiver that is awake and looks for it.
         """
 
+    def hold(self) -> None:  # noqa: B027  a hint, which most transports have no use for
+        """Tell that another value to the same worker follows the next one, with no wait between.
+
+        The two may then travel together. A value is never held up by one that has to wait.
+        """
+
+    def has_room(self) -> bool:
+        """Whether ``send`` would return, or raise, without waiting; True if it is not known."""
+        return True
+
 
 class Receiver(ABC):
     """The receiving end of one channel. Used by one thread at a time."""
 
     @abstractmethod
     def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
-        """Wait for the next value of the channel and return it in fresh memory of its own.
+        """Wait for the next value of the channel and return it in memory of its own.
+
+        Nobody else writes to that memory until it is freed. It is fresh, unless the spec ``lends``.
 
         Raises:
             FrameError: What arrived is not the message of this step and microbatch, or not as
@@ -99,6 +114,10 @@ class Receiver(ABC):
 
     def expect(self) -> None:  # noqa: B027  a hint, which most transports have no use for
         """Have this worker woken by the channel's next message, whatever it then waits for."""
+
+    def is_ready(self) -> bool:
+        """Whether ``receive`` would return, or raise, without waiting; True if it is not known."""
+        return True
 
 
 class Transport(ABC):

@@ -2,7 +2,10 @@
 
 A worker registers a map from transport to address::
 
-    {"token": "9f…", "shm": "<host identity>/<socket name>", "grpc": "127.0.0.1:40123"}
+    {"token": "9f…", "shm": "<host identity>/<socket name>", "grpc": "127.0.0.1:40123",
+     "gloo": "2.13", "nccl": "2.27.3"}
+
+Where ``torch.distributed`` meets its peers is told later, over gRPC; here stands its version.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from typing import Literal
 
 from graphsplit.errors import ConfigurationError
 
-Mode = Literal["auto", "shm", "grpc"]
-MODES: tuple[Mode, ...] = ("auto", "shm", "grpc")
+Mode = Literal["auto", "shm", "grpc", "gloo", "nccl"]
+MODES: tuple[Mode, ...] = ("auto", "shm", "grpc", "gloo", "nccl")
+TORCH_MODES: tuple[Mode, ...] = ("gloo", "nccl")
 
 
 def host_identity() -> str | None:
@@ -59,28 +63,89 @@ def _why_not_shm(a: Mapping[str, str], b: Mapping[str, str]) -> str | None:
     return None if first == second else "not on one machine"
 
 
-def choose(a: Mapping[str, str], b: Mapping[str, str], mode: Mode) -> tuple[str, str]:
+def encrypts(transport: str) -> bool:
+    """Whether a transport keeps what it moves from others, where the user asks for that.
+
+    Shared memory belongs to one user of one machine, who could read the private key as well.
+    """
+    return transport in ("shm", "grpc")
+
+
+def torch_versions() -> dict[str, str]:
+    """What of ``torch.distributed`` this process offers, with what must be equal on both ends."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return {}
+    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    versions = {"gloo": release} if dist.is_gloo_available() else {}
+    if versions and dist.is_nccl_available() and torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
+
+
+def _why_not_torch(a: Mapping[str, str], b: Mapping[str, str], name: str) -> str | None:
+    needed = ("grpc", "gloo", "nccl") if name == "nccl" else ("grpc", "gloo")
+    for part in needed:
+        if part not in a or part not in b:
+            return f"{part} is not offered by both workers"
+        if part != "grpc" and a[part] != b[part]:
+            return f"{part} of versions {a[part]} and {b[part]}"
+    return None
+
+
+_FIXES = {
+    "shm": "run all workers on one Linux host as one user, or set GS_TRANSPORT=auto",
+    "gloo": "run all workers with one build of torch that has Gloo, or set GS_TRANSPORT=auto",
+    "nccl": "run all workers on GPUs, with one build of torch, or set GS_TRANSPORT=auto",
+}
+
+
+def choose(
+    a: Mapping[str, str], b: Mapping[str, str], mode: Mode, *, encrypted: bool = False
+) -> tuple[str, str]:
     """The transport between two workers, and the reason in words.
 
     Args:
         a: What one worker registered.
         b: What the other one registered.
         mode: ``"auto"``, or the only transport that is allowed.
+        encrypted: ``"auto"`` must not choose a transport that cannot encrypt.
 
     Raises:
         ConfigurationError: The transport that was asked for cannot connect these two.
     """
-    why_not = _why_not_shm(a, b)
-    if mode != "grpc" and why_not is None:
-        return "shm", "both run as one user on one host"
-    if mode == "shm":
+    why_not_shm = _why_not_shm(a, b)
+    why_not = why_not_shm if mode == "shm" else None
+    if mode in TORCH_MODES:
+        why_not = _why_not_torch(a, b, mode)
+    if why_not is not None:
         raise ConfigurationError(
-            f"GS_TRANSPORT=shm is impossible: {why_not}\n"
-            f"  Fix: run all workers on one Linux host as one user, or set GS_TRANSPORT=auto"
+            f"GS_TRANSPORT={mode} is impossible: {why_not}\n  Fix: {_FIXES[mode]}"
         )
+    if mode in ("auto", "shm") and why_not_shm is None:
+        return "shm", "both run as one user on one host"
+    if mode in TORCH_MODES:
+        return mode, f"GS_TRANSPORT={mode}"
     if "grpc" not in a or "grpc" not in b:
         raise ConfigurationError(
             "no transport connects the two: gRPC is not offered by both workers\n"
             "  Fix: set GS_TRANSPORT to the same value for all workers"
         )
-    return "grpc", "GS_TRANSPORT=grpc" if mode == "grpc" else str(why_not)
+    if mode == "grpc":
+        return "grpc", "GS_TRANSPORT=grpc"
+    return _between_hosts(a, b, str(why_not_shm), encrypted)
+
+
+def _between_hosts(
+    a: Mapping[str, str], b: Mapping[str, str], why_not_shm: str, encrypted: bool
+) -> tuple[str, str]:
+    """Gloo moves values with fewer copies than gRPC; gRPC goes everywhere, and can encrypt."""
+    if encrypted:
+        return "grpc", f"{why_not_shm}; encrypted"
+    why_not_gloo = _why_not_torch(a, b, "gloo")
+    # What neither offers is no news; what differs is.
+    if why_not_gloo is None:
+        return "gloo", why_not_shm
+    return "grpc", f"{why_not_shm}; {why_not_gloo}" if "gloo" in a or "gloo" in b else why_not_shm

@@ -36,6 +36,8 @@ from graphsplit.transport.layout import (
 
 MAGIC = b"GSF1"
 ABSENT = 1
+_MAX_ELEMENTS = 1 << 48
+_STRIDED = torch.strided
 
 MESSAGE = struct.Struct("<Qqq")
 _FIXED = struct.Struct("<4sHHqqqQHH4x")
@@ -89,6 +91,7 @@ class Frame:
         shape: Shape of the value; None if the value is None.
         strides: Strides of the value; None if the value is None.
         is_whole: True if values are copied as they are, not through a view of their memory.
+        device: Where values of this layout are.
     """
 
     raw: bytes
@@ -100,6 +103,7 @@ class Frame:
     shape: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
     is_whole: bool = True
+    device: str = "cpu"
 
     def wire(self, value: torch.Tensor) -> torch.Tensor:
         """What is copied of a value: the value, or the part of its memory that is really there."""
@@ -117,7 +121,7 @@ class Frame:
     def empty(self) -> torch.Tensor:
         """Fresh memory for a value of this layout."""
         assert self.layout is not None
-        return empty_value(self.layout, self.dtype, self.offset)
+        return empty_value(self.layout, self.dtype, self.offset, device=self.device)
 
 
 def _frame(raw: bytes, layout: Layout | None, spec: ChannelSpec, misalignment: int) -> Frame:
@@ -134,6 +138,7 @@ def _frame(raw: bytes, layout: Layout | None, spec: ChannelSpec, misalignment: i
         shape=layout.shape,
         strides=layout.strides,
         is_whole=layout.is_whole and carrier_of(spec.dtype) is spec.dtype,
+        device=spec.device,
     )
 
 
@@ -149,6 +154,7 @@ class FrameEncoder:
         self._spec = spec
         self._generation = generation
         self._dtype = spec.dtype
+        self._is_on_device = spec.device != "cpu"
         self._absent = _frame(self._raw(None, 0), None, spec, 0)
         self._last = self._absent
 
@@ -162,11 +168,11 @@ class FrameEncoder:
             return self._absent
         last = self._last
         if (
-            value.layout is torch.strided
+            value.layout is _STRIDED
             and value.stride() == last.strides
             and value.shape == last.shape
             and value.dtype is self._dtype
-            and value.is_cpu
+            and value.is_cpu is not self._is_on_device
             and value.data_ptr() & 63 == last.misalignment
         ):
             return last
@@ -175,8 +181,10 @@ class FrameEncoder:
 
     def _new_frame(self, value: torch.Tensor) -> Frame:
         spec = self._spec
-        if value.layout is not torch.strided or not value.is_cpu:
-            self._refuse("memory", "a strided CPU tensor", f"{value.layout} on {value.device}")
+        if value.layout is not torch.strided or value.device.type != spec.device:
+            where = "CPU" if spec.device == "cpu" else spec.device
+            actual = f"{value.layout} on {value.device}"
+            self._refuse("memory", f"a strided {where} tensor", actual)
         if value.dtype is not spec.dtype:
             self._refuse("dtype", spec.dtype, value.dtype)
         shape = tuple(value.shape)
@@ -283,6 +291,9 @@ class FrameDecoder:
             self._refuse("shape", spec.shape, shape)
         if any(number < 0 for number in (*shape, *strides)):
             self._refuse("shape and strides", "no negative number", (shape, strides))
+        # An empty value takes no memory, but torch multiplies its other sizes all the same.
+        if math.prod(max(1, size) for size in shape) > _MAX_ELEMENTS:
+            self._refuse("elements beside empty dimensions", f"at most {_MAX_ELEMENTS}", shape)
         layout = layout_of(shape, strides)
         taken = _bytes_taken(layout, spec)
         if taken > spec.max_bytes:

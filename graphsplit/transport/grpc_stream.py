@@ -4,7 +4,9 @@ A source opens one stream to each of its destinations. Channels share it without
 other, because nothing is written that the receiver has no room for::
 
     source                                          destination
-    Hello (metadata)                             ->  refused unless it is a member of the job
+    Hello, nonce (metadata)                      ->  refused unless its place is right
+                                                <-  nonce, proof (metadata)
+    Chunk proof                                  ->  refused unless it is a member of the job
                                                 <-  Credit: depth, when a channel is opened
     Chunk header and first piece, Chunk ...      ->  checked, then written into the new value
                                                 <-  Credit: 1, when the value was taken
@@ -17,15 +19,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
+from graphsplit.security.grpc_ports import caller_of
+from graphsplit.security.names import why_not_worker
+from graphsplit.security.protection import UNPROTECTED, Protection
+from graphsplit.transport._grpc_chunk import Piece, read_chunk
 from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
-from graphsplit.transport._grpc_listener import HELLO_KEY, GrpcListener
+from graphsplit.transport._grpc_listener import HELLO_KEY, PROVE_S, GrpcListener
 from graphsplit.transport._grpc_outbound import GrpcSender, Outbound
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.session import AbortWatch, Hello, Session
@@ -40,9 +47,32 @@ def _hello_of(context: Any) -> Hello | None:
     except Exception:
         # protobuf's DecodeError; whatever it is, a stranger sent it.
         return None
-    return Hello(
-        message.job, message.generation, message.source, message.destination, message.token
-    )
+    return Hello(message.job, message.generation, message.source, message.destination)
+
+
+class _Stream:
+    """One stream of some source, as the listener serves it.
+
+    Attributes:
+        inbound: Takes its messages, once the source has proved who it is.
+    """
+
+    def __init__(self, carry: Callable[[_Stream, Iterator[Any], Any], Iterator[bytes]]) -> None:
+        self._carry = carry
+        self.inbound: Inbound | None = None
+
+    def take(self, data: bytes) -> object:
+        """See ``Serving.take``."""
+        if self.inbound is not None:
+            return self.inbound.take(data)
+        try:
+            return read_chunk(data)
+        except FrameError:
+            return Piece()
+
+    def carry(self, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
+        """See ``Serving.carry``."""
+        return self._carry(self, messages, context)
 
 
 class GrpcTransport(Transport):
@@ -53,6 +83,8 @@ class GrpcTransport(Transport):
         session: The job and this worker's place in it.
         targets: The address of each worker, by rank; None for those reached in another way.
         policy: The rule for every wait.
+        protection: What protects the streams.
+        names: Under TLS, the name in each worker's certificate, by rank.
     """
 
     name = "grpc"
@@ -64,15 +96,21 @@ class GrpcTransport(Transport):
         session: Session,
         targets: tuple[str | None, ...],
         policy: WaitPolicy,
+        protection: Protection = UNPROTECTED,
+        names: tuple[str, ...] = (),
     ) -> None:
         self._session = session
         self._targets = targets
+        self._protection = protection
+        self._names = names
         self._watch = AbortWatch(policy)
         self._lock = threading.Lock()
         self._closed = False
-        self._inbound = [Inbound(source) for source in range(len(targets))]
+        self._inbound = [
+            Inbound(source, self._credit_from(source)) for source in range(len(targets))
+        ]
         self._outbound: dict[int, Outbound] = {}
-        self._readers: list[threading.Thread] = []
+        self._readers: set[threading.Thread] = set()
         self._listener = listener
         mine = weakref.ref(self)
 
@@ -82,7 +120,7 @@ class GrpcTransport(Transport):
                 alive._wake()
 
         policy.abort.add_waker(wake)
-        listener.serve(self._carry)
+        listener.serve(lambda: _Stream(self._carry))
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
@@ -91,7 +129,15 @@ class GrpcTransport(Transport):
             if outbound is None:
                 target = self._targets[spec.destination]
                 assert target is not None, "the hub routes only reachable peers here"
-                outbound = Outbound(spec.destination, target, self._session)
+                expected = self._names[spec.destination] if self._names else ""
+                outbound = Outbound(
+                    spec.destination,
+                    target,
+                    self._session,
+                    owed=self._inbound[spec.destination].owed,
+                    protection=self._protection,
+                    expected=expected,
+                )
                 self._outbound[spec.destination] = outbound
         sender = GrpcSender(spec, outbound, self._watch, self._session.generation)
         outbound.add(sender)
@@ -124,8 +170,18 @@ class GrpcTransport(Transport):
             inbound.remove_plan(None)
             inbound.end(TransportError("the transport was closed"))
         self._listener.close()
-        for reader in self._readers:
-            reader.join()
+        for reader in list(self._readers):
+            if reader.ident is not None:  # else it is about to start, on a stream that was broken
+                reader.join()
+
+    def _credit_from(self, peer: int) -> Callable[[bytes], None]:
+        def take(credit: bytes) -> None:
+            outbound = self._outbound.get(peer)
+            if outbound is None:
+                raise FrameError(f"worker {peer} gives credit for channels that are not open")
+            outbound.take_credit(credit)
+
+        return take
 
     def _wake(self) -> None:
         for inbound in self._inbound:
@@ -133,21 +189,62 @@ class GrpcTransport(Transport):
         for outbound in list(self._outbound.values()):
             outbound.notify()
 
-    def _carry(self, chunks: Iterator[pb.Chunk], context: Any) -> Iterator[pb.Credit]:
+    def _carry(self, stream: _Stream, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
         """Serve the stream of one source; runs on a thread of the server."""
         hello = _hello_of(context)
-        reason = "no hello" if hello is None else self._session.refusal_of(hello)
+        reason = "no hello" if hello is None else self._session.misplacement_of(hello)
+        if hello is not None and reason is None and self._protection.tls is not None:
+            reason = why_not_worker(caller_of(context), hello.source)
         if hello is None or reason is not None:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         assert hello is not None
+        refusal = self._start_reader(stream, hello.source, messages, context)
+        if refusal is not None:
+            context.abort(*refusal)
         inbound = self._inbound[hello.source]
-        if not inbound.connect():
-            reason = f"worker {hello.source} is connected already"
-            context.abort(grpc.StatusCode.ALREADY_EXISTS, reason)
-        name = f"graphsplit-grpc-read-{hello.source}"
-        reader = threading.Thread(target=inbound.read, args=(chunks,), name=name, daemon=True)
-        self._readers.append(reader)
-        reader.start()
         yield from inbound.credits()
         if isinstance(inbound.broken, FrameError):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(inbound.broken))
+
+    def _start_reader(
+        self, stream: _Stream, source: int, messages: Iterator[Any], context: Any
+    ) -> tuple[grpc.StatusCode, str] | None:
+        """Have a source prove who it is, and its values read from then on; or why it is refused.
+
+        Its place is claimed only after the proof, so that a stranger can never hold it.
+        """
+        inbound = self._inbound[source]
+        listener = self._session.listener_to(source, context.invocation_metadata())
+        outcome: SimpleQueue[tuple[grpc.StatusCode, str] | None] = SimpleQueue()
+
+        def examine() -> tuple[grpc.StatusCode, str] | None:
+            first = next(messages, None)
+            if first is None or not listener.accepts(first.proof):
+                reason = f"source: this is not worker {source}, it does not know its secret"
+                return grpc.StatusCode.PERMISSION_DENIED, reason
+            if not inbound.connect():
+                reason = f"worker {source} is connected already"
+                return grpc.StatusCode.ALREADY_EXISTS, reason
+            stream.inbound = inbound
+            return None
+
+        def read() -> None:
+            try:
+                refusal = examine()
+            except Exception:  # grpc has no base class for a stream that ends while it is read
+                refusal = grpc.StatusCode.CANCELLED, "the stream ended"
+            outcome.put(refusal)
+            if refusal is None:
+                inbound.read(messages)
+            self._readers.discard(threading.current_thread())
+
+        name = f"graphsplit-grpc-read-{source}"
+        reader = threading.Thread(target=read, name=name, daemon=True)
+        self._readers.add(reader)
+        context.send_initial_metadata(listener.metadata())
+        reader.start()
+        try:
+            return outcome.get(timeout=PROVE_S)
+        except Empty:
+            reason = f"source: no proof within {PROVE_S:g} s"
+            return grpc.StatusCode.DEADLINE_EXCEEDED, reason

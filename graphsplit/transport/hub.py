@@ -11,19 +11,27 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphsplit.errors import ConfigurationError, TransportError
+from graphsplit.security.names import read_name, why_not_worker
+from graphsplit.security.protection import UNPROTECTED, Protection, require_encryption
+from graphsplit.settings import MAX_WORKERS
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.endpoints import (
     MODES,
+    TORCH_MODES,
     Mode,
     choose,
+    encrypts,
     host_identity,
     shm_endpoint,
     shm_socket_name,
+    torch_versions,
 )
+from graphsplit.transport.frame import describe
 from graphsplit.transport.session import Session
 from graphsplit.transport.wait import WaitPolicy
 
@@ -36,34 +44,53 @@ _WILDCARDS = {"", "0.0.0.0", "::", "*"}
 class Router(Transport):
     """Hands each channel to the transport that reaches its peer.
 
+    Args:
+        rank: This worker.
+        transports: The transports, by name.
+        route: Gives the transport's name between two workers, and why it was chosen.
+        num_workers: How many workers there are.
+
     Attributes:
         routes: For each rank, the transport's name and why it was chosen.
+        route: The same for any two workers.
     """
 
     name = "router"
 
     def __init__(
-        self, rank: int, routes: Sequence[tuple[str, str]], transports: Mapping[str, Transport]
+        self,
+        rank: int,
+        transports: Mapping[str, Transport],
+        *,
+        route: Callable[[int, int], tuple[str, str]],
+        num_workers: int,
     ) -> None:
-        self.routes = tuple(routes)
+        self.routes = tuple(route(rank, peer) for peer in range(num_workers))
+        self.route = route
         self._rank = rank
         self._transports = transports
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
-        return self._to(spec.source, spec.destination).open_sender(spec)
+        return self._to(spec, spec.source, spec.destination).open_sender(spec)
 
     def open_receiver(self, spec: ChannelSpec) -> Receiver:
         """See ``Transport.open_receiver``."""
-        return self._to(spec.destination, spec.source).open_receiver(spec)
+        return self._to(spec, spec.destination, spec.source).open_receiver(spec)
 
-    def _to(self, mine: int, peer: int) -> Transport:
+    def _to(self, spec: ChannelSpec, mine: int, peer: int) -> Transport:
         if mine != self._rank or not 0 <= peer < len(self.routes):
             raise TransportError(
                 f"expected a channel between worker {self._rank} and one of the "
                 f"{len(self.routes)} workers, got one between {mine} and {peer}"
             )
-        return self._transports[self.routes[peer][0]]
+        name = self.routes[peer][0]
+        if spec.device != "cpu" and name != "nccl":
+            raise TransportError(
+                f"{describe(spec)}: a value on {spec.device} cannot travel by {name!r}\n"
+                f"  Fix: set GS_TRANSPORT=nccl"
+            )
+        return self._transports[name]
 
     def close_plan(self, plan: int) -> None:
         """See ``Transport.close_plan``."""
@@ -71,8 +98,8 @@ class Router(Transport):
             transport.close_plan(plan)
 
     def close(self) -> None:
-        """See ``Transport.close``."""
-        for transport in self._transports.values():
+        """See ``Transport.close``. Those that met over another one are closed before it."""
+        for transport in reversed(list(self._transports.values())):
             transport.close()
 
 
@@ -83,24 +110,39 @@ class Hub:
 
     Args:
         bind_host: The address to listen on, and to be reached at.
-        mode: ``"auto"`` prefers shared memory; ``"shm"`` and ``"grpc"`` allow only that.
+        mode: ``"auto"`` prefers shared memory, then Gloo, then gRPC; others allow only that one.
+        protection: What protects connections that leave this user's processes.
+        num_workers: How many workers the job has: bounds how many may connect.
 
     Attributes:
         endpoints: What to register, for the peers. Holds a secret: only members may see it.
     """
 
-    def __init__(self, *, bind_host: str, mode: Mode = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        bind_host: str,
+        mode: Mode = "auto",
+        protection: Protection = UNPROTECTED,
+        num_workers: int = MAX_WORKERS,
+    ) -> None:
         if mode not in MODES:
             raise ConfigurationError(f"GS_TRANSPORT: expected one of {MODES}, got {mode!r}")
         self._mode = mode
+        self._protection = protection
+        self._num_workers = num_workers
         self._shm: socket.socket | None = None
         self._grpc: GrpcListener | None = None
+        self._bind_host = bind_host
         self.endpoints: dict[str, str] = {"token": secrets.token_hex(16)}
         try:
-            if mode != "grpc":
+            if mode in ("auto", "shm"):
                 self._listen_shm()
             if mode != "shm":
                 self._listen_grpc(bind_host)
+            if mode in ("auto", *TORCH_MODES):
+                # Nothing listens for these yet; their peers meet over gRPC.
+                self.endpoints.update(torch_versions())
         except BaseException:
             self.close()
             raise
@@ -128,8 +170,12 @@ class Hub:
             )
         from graphsplit.transport._grpc_listener import GrpcListener
 
-        self._grpc = GrpcListener(bind_host)
+        self._grpc = GrpcListener(
+            bind_host, protection=self._protection, num_workers=self._num_workers
+        )
         self.endpoints["grpc"] = self._grpc.address
+        if self._protection.tls is not None:
+            self.endpoints["certificate"] = self._protection.tls.name.dns
 
     def connect(
         self,
@@ -152,9 +198,11 @@ class Hub:
         Raises:
             ConfigurationError: The transport that was asked for cannot reach some peer.
         """
-        routes = [self._route(rank, peer, peers) for peer in range(len(peers))]
+        routes = [self._route(peers, rank, peer) for peer in range(len(peers))]
         session = Session(job, generation, rank, tuple(peer.get("token", "") for peer in peers))
         names = {name for name, _ in routes}
+        for name in sorted(names):
+            require_encryption(name, encrypts=encrypts(name), protection=self._protection)
         transports: dict[str, Transport] = {}
         if "shm" in names and self._shm is not None:
             from graphsplit.transport.shared_memory import SharedMemoryTransport
@@ -164,20 +212,54 @@ class Hub:
                 self._shm, session=session, names=sockets, policy=policy
             )
             self._shm = None
-        if "grpc" in names and self._grpc is not None:
+        torch_names = names.intersection(TORCH_MODES)
+        if ("grpc" in names or torch_names) and self._grpc is not None:
             from graphsplit.transport.grpc_stream import GrpcTransport
 
             targets = tuple(peer.get("grpc") for peer in peers)
             transports["grpc"] = GrpcTransport(
-                self._grpc, session=session, targets=targets, policy=policy
+                self._grpc,
+                session=session,
+                targets=targets,
+                policy=policy,
+                protection=self._protection,
+                names=self._certified_names(peers),
             )
             self._grpc = None
-        self.close()
-        return Router(rank, routes, transports)
+        for name in torch_names:
+            from graphsplit.transport.torch_distributed import TorchTransport
 
-    def _route(self, rank: int, peer: int, peers: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+            transports[name] = TorchTransport(
+                transports["grpc"],
+                bind_host=self._bind_host,
+                session=session,
+                num_workers=len(peers),
+                policy=policy,
+                has_device=name == "nccl",
+            )
+        self.close()
+        route = partial(self._route, peers)
+        return Router(rank, transports, route=route, num_workers=len(peers))
+
+    def _certified_names(self, peers: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+        """The name that each worker's certificate must have; empty without TLS.
+
+        A worker says it itself, but only a name that allows its rank is believed.
+        """
+        if self._protection.tls is None:
+            return ()
+        names = tuple(peer.get("certificate", "") for peer in peers)
+        for rank, name in enumerate(names):
+            reason = why_not_worker(read_name(name), rank)
+            if reason is not None:
+                raise ConfigurationError(f"worker {rank} cannot be reached under TLS: {reason}")
+        return names
+
+    def _route(self, peers: Sequence[Mapping[str, str]], rank: int, peer: int) -> tuple[str, str]:
         try:
-            return choose(peers[rank], peers[peer], self._mode)
+            encrypted = self._protection.tls is not None
+            encrypted = encrypted and "gloo" not in self._protection.unencrypted
+            return choose(peers[rank], peers[peer], self._mode, encrypted=encrypted)
         except ConfigurationError as error:
             raise ConfigurationError(f"worker {rank} to worker {peer}: {error}") from error
 

@@ -123,16 +123,18 @@ def payload_view(memory: torch.Tensor, layout: Layout, dtype: torch.dtype) -> to
     return elements.as_strided(layout.wire_shape, layout.payload_strides)
 
 
-def empty_value(layout: Layout, dtype: torch.dtype, offset: int) -> torch.Tensor:
+def empty_value(
+    layout: Layout, dtype: torch.dtype, offset: int, *, device: str | torch.device = "cpu"
+) -> torch.Tensor:
     """Fresh memory for a value, ``offset`` elements past a multiple of 64 bytes.
 
     Libraries choose their kernels by alignment, so a value that was not aligned is not aligned
     where it arrives either.
     """
     if offset == 0:
-        return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device="cpu")
-    storage = torch.empty(layout.span + offset, dtype=dtype, device="cpu").untyped_storage()
-    value = torch.empty(0, dtype=dtype, device="cpu")
+        return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device=device)
+    storage = torch.empty(layout.span + offset, dtype=dtype, device=device).untyped_storage()
+    value = torch.empty(0, dtype=dtype, device=device)
     return value.set_(storage, offset, layout.shape, layout.strides)
 
 
@@ -140,13 +142,13 @@ def pack(value: torch.Tensor) -> tuple[torch.Tensor, Layout]:
     """Copy a value into a payload of its own: contiguous bytes, and the layout to rebuild it."""
     layout = layout_of(value.shape, value.stride())
     size_bytes = layout.payload_elements * value.dtype.itemsize
-    payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    payload = torch.empty(size_bytes, dtype=torch.uint8, device=value.device)
     payload_view(payload, layout, value.dtype).copy_(wire_view(value, layout))
     return payload, layout
 
 
 def unpack(payload: torch.Tensor, layout: Layout, dtype: torch.dtype, offset: int) -> torch.Tensor:
     """Rebuild a value, in fresh memory, from the payload that ``pack`` made."""
-    value = empty_value(layout, dtype, offset)
+    value = empty_value(layout, dtype, offset, device=payload.device)
     wire_view(value, layout).copy_(payload_view(payload, layout, dtype))
     return value

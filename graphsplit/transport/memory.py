@@ -111,6 +111,11 @@ class _MemorySender(_End, Sender):
             channel.messages.append((header, payload))
             self._fabric.changed.notify_all()
 
+    def has_room(self) -> bool:
+        """See ``Sender.has_room``."""
+        channel = self._channel
+        return self.closed or channel.receiver_left or len(channel.messages) < self._spec.depth
+
     def close(self) -> None:
         """Say that nothing more will come."""
         self.closed = self._channel.sender_left = True
@@ -145,6 +150,10 @@ class _MemoryReceiver(_End, Receiver):
         if payload is None or frame.layout is None:
             return None
         return unpack(payload, frame.layout, frame.dtype, frame.offset)
+
+    def is_ready(self) -> bool:
+        """See ``Receiver.is_ready``."""
+        return self.closed or self._channel.sender_left or bool(self._channel.messages)
 
     def close(self) -> None:
         """Say that nothing more will be taken."""

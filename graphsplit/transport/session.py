@@ -5,10 +5,12 @@ from __future__ import annotations
 import hmac
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
 from graphsplit.errors import TransportError
+from graphsplit.security.handshake import Dialer, Listener
 from graphsplit.transport.wait import WaitPolicy
 
 TICK_S = 0.05
@@ -27,14 +29,15 @@ class Hello:
         generation: Generation of the job's membership.
         source: Rank of the worker that connects.
         destination: Rank of the worker that it wants to reach.
-        token: The source's secret, which only members of the job have been told.
+        token: The source's secret, which only members of the job have been told; empty where it
+            is proved and not told.
     """
 
     job: str
     generation: int
     source: int
     destination: int
-    token: str
+    token: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,22 @@ class Session:
             self.job, self.generation, self.rank, destination, token=self.tokens[self.rank]
         )
 
-    def refusal_of(self, hello: Hello) -> str | None:
-        """Why a newcomer is refused, or None if it is who it says it is."""
+    def dialer_to(self, destination: int) -> Dialer:
+        """Proves to a peer that this worker is who it says it is."""
+        return Dialer(*self._shared(self.rank, destination))
+
+    def listener_to(self, source: int, metadata: Iterable[tuple[str, str | bytes]]) -> Listener:
+        """Asks a newcomer, whose place is right, to prove that it is that worker."""
+        return Listener(*self._shared(source, self.rank), metadata)
+
+    def _shared(self, source: int, destination: int) -> tuple[bytes, bytes]:
+        """What the two ends of a link both know, and what the link is for."""
+        secret = f"{self.tokens[source]}:{self.tokens[destination]}"
+        purpose = f"data plane: {source} to {destination}, generation {self.generation}, {self.job}"
+        return secret.encode(), purpose.encode()
+
+    def misplacement_of(self, hello: Hello) -> str | None:
+        """What is wrong with where a newcomer says it belongs, or None."""
         if hello.job != self.job:
             return f"job: expected {self.job!r}, got {hello.job!r}"
         if hello.generation != self.generation:
@@ -69,6 +86,16 @@ class Session:
             return f"destination: this is worker {self.rank}, not worker {hello.destination}"
         if not 0 <= hello.source < len(self.tokens):
             return f"source: expected a rank below {len(self.tokens)}, got {hello.source}"
+        return None
+
+    def refusal_of(self, hello: Hello) -> str | None:
+        """Why a newcomer is refused, or None if it told its secret and is who it says it is.
+
+        For links that stay within one user's processes; others prove the secret.
+        """
+        reason = self.misplacement_of(hello)
+        if reason is not None:
+            return reason
         if not hmac.compare_digest(hello.token.encode(), self.tokens[hello.source].encode()):
             return f"source: this is not worker {hello.source}, its token is another one"
         return None

@@ -1,13 +1,13 @@
 """Values between workers of one host, through memory that both map (Linux).
 
-A channel is a ring of ``depth`` slots in one region, with five words in front, each in a cache
-line of its own::
+A channel is some slots in one region, and words in front of them, each in its own cache line::
 
-    published | taken | receiver waits | sender waits | announced | slot 0: header, payload | ...
+    published | taken | receiver waits | sender waits | announced | slot of message n % depth, ...
+    slot 0 is lent, slot 1 is lent, ...  | slot 0: header, payload | slot 1: ...
 
     sender                                        receiver
     1. wait until published - taken < depth       a. wait until published > taken
-    2. copy the value into the slot, header       b. check the header, copy the value out
+    2. copy value and header into a free slot     b. check the header; copy the value out, or lend
     3. published += 1                             c. taken += 1
     4. ring, if the receiver waits                d. ring, if the sender waits
 
@@ -16,10 +16,18 @@ publishes looks at that word *after* publishing, with a full fence in between on
 least one of them sees the other. ``Doorbell`` closes the gap between the look and the sleep, and
 no sleep is longer than ``TICK_S`` anyway.
 
-[Note: announced values] Waking a process costs more than copying a small value. So a sender that
-begins to compute a value writes its number into ``announced`` and rings. The receiver wakes while
-the sender computes, and then looks for the value without sleeping, for ``ANNOUNCED_SPIN_S`` at
-the most. It yields its core in every round, to whoever has something to compute.
+[Note: looking] Waking a process costs more than copying a small value, so who waits looks for a
+while before it sleeps: no longer than waking up would take. It yields its core in every round, to
+whoever has something to compute.
+
+[Note: announced values] A sender that begins to compute a value writes its number into
+``announced`` and rings. The receiver wakes while the sender computes, and then looks for the value
+without sleeping, for ``ANNOUNCED_LOOK_S`` at the most.
+
+[Note: rehearsals] Between two values other processes have run, or this one has computed: the code
+that takes a value, and its memory, are no longer in the caches, and the same few instructions take
+five times as long. So who looks for an announced value first goes through what it will do with it,
+without the effects, and takes memory for it. The senders that usually follow take part.
 """
 
 from __future__ import annotations
@@ -32,74 +40,42 @@ from collections.abc import Callable
 
 import torch
 
-from graphsplit.errors import TransportError
+from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport._doorbell import Fence
 from graphsplit.transport._region import Region, adopt_region, create_region
 from graphsplit.transport._shm_links import Link, Links
+from graphsplit.transport._shm_slots import Slot, num_spare, slot_bytes
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
-from graphsplit.transport.frame import (
-    MESSAGE,
-    Frame,
-    FrameDecoder,
-    FrameEncoder,
-    describe,
-    header_bytes,
-)
+from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder, describe
 from graphsplit.transport.layout import ALIGNMENT
 from graphsplit.transport.session import TICK_S, AbortWatch, Session
 from graphsplit.transport.wait import Wait, WaitPolicy
 
-SPIN_S = 5e-6
-"""How long to look without sleeping. Waking costs more than this, but the cores are shared."""
+LOOK_S = 100e-6
+"""How long to look before sleeping: about as long as waking up again takes."""
 
-ANNOUNCED_SPIN_S = 4e-3
+ANNOUNCED_LOOK_S = 4e-3
 """How long to look for a value that was announced."""
 
+_MAX_FOLLOWERS = 2
 _LINE = ALIGNMENT
-_CONTROL_BYTES = 5 * _LINE
-_PUBLISHED, _TAKEN, _RECEIVER_WAITS, _SENDER_WAITS, _ANNOUNCED = (i * _LINE // 8 for i in range(5))
+_WORDS_PER_LINE = _LINE // 8
+_PUBLISHED, _TAKEN, _RECEIVER_WAITS, _SENDER_WAITS, _ANNOUNCED, _FIRST_SLOT_OF = (
+    i * _WORDS_PER_LINE for i in range(6)
+)
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _LINE) * _LINE
+def _num_slots(spec: ChannelSpec) -> int:
+    return spec.depth + num_spare(spec)
 
 
-def _slot_bytes(spec: ChannelSpec) -> int:
-    return _aligned(header_bytes(spec)) + max(_aligned(spec.max_bytes), _LINE)
+def _num_lines(spec: ChannelSpec) -> int:
+    return 5 + spec.depth + _num_slots(spec)
 
 
 def channel_bytes(spec: ChannelSpec) -> int:
     """Size of a channel's memory; both ends compute it, neither believes the other."""
-    return _CONTROL_BYTES + spec.depth * _slot_bytes(spec)
-
-
-class _Slot:
-    """Room for one message: its header, and its payload seen as the last layout sees it."""
-
-    def __init__(self, region: Region, offset: int, spec: ChannelSpec) -> None:
-        self._region = region
-        self._offset = offset
-        self._payload_at = _aligned(header_bytes(spec))
-        self._reserved = -1
-        self.header = memoryview(region.buffer).cast("B")[offset : offset + header_bytes(spec)]
-        self._memory = torch.frombuffer(
-            region.buffer,
-            dtype=torch.uint8,
-            offset=offset + self._payload_at,
-            count=_slot_bytes(spec) - self._payload_at,
-        )
-        self.frame: Frame | None = None
-        self.view: torch.Tensor | None = None
-
-    def adopt(self, frame: Frame) -> None:
-        """Turn to a new layout."""
-        if frame.payload_bytes > self._reserved:
-            self._region.reserve(self._offset, self._payload_at + frame.payload_bytes)
-            self._reserved = frame.payload_bytes
-        # Tensors made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            self.view = frame.payload(self._memory)
-        self.frame = frame
+    return _num_lines(spec) * _LINE + _num_slots(spec) * slot_bytes(spec)
 
 
 class _End:
@@ -108,20 +84,30 @@ class _End:
     def __init__(
         self, spec: ChannelSpec, region: Region, link: Link, links: Links, watch: AbortWatch
     ) -> None:
-        region.reserve(0, _CONTROL_BYTES)
+        control_bytes = _num_lines(spec) * _LINE
+        region.reserve(0, control_bytes)
         self.closed = False
         self._what = describe(spec)
-        self._words = memoryview(region.buffer).cast("B")[:_CONTROL_BYTES].cast("Q")
+        self._words = memoryview(region.buffer).cast("B")[:control_bytes].cast("Q")
+        self._fence = Fence()
+        first_lent = _FIRST_SLOT_OF + spec.depth * _WORDS_PER_LINE
         with torch.inference_mode(False):
             self._slots = [
-                _Slot(region, _CONTROL_BYTES + i * _slot_bytes(spec), spec)
-                for i in range(spec.depth)
+                Slot(
+                    region,
+                    control_bytes + index * slot_bytes(spec),
+                    spec,
+                    words=self._words,
+                    lent_word=first_lent + index * _WORDS_PER_LINE,
+                    fence=self._fence.light,
+                )
+                for index in range(_num_slots(spec))
             ]
         self._depth = spec.depth
+        self._num_spare = num_spare(spec)
         self._link = link
         self._bell = links.bell
         self._watch = watch
-        self._fence = Fence()
         self._count = 0
 
     def close(self) -> None:
@@ -133,10 +119,8 @@ class _End:
     def _wait(self, is_ready: Callable[[memoryview], bool], waits: int) -> None:
         """Wait until the words say so; ``waits`` is the word that tells the peer to ring."""
         words = self._words
-        spin_until = time.perf_counter() + SPIN_S
-        while time.perf_counter() < spin_until:
-            if is_ready(words):
-                return
+        if self._look(is_ready, for_s=LOOK_S):
+            return
         words[waits] = 1
         next_announced = self._count + 1 if waits == _RECEIVER_WAITS else 0
         try:
@@ -150,7 +134,8 @@ class _End:
                 if next_announced and words[_ANNOUNCED] == next_announced:
                     next_announced = 0
                     words[waits] = 0  # the sender need not ring
-                    if self._look(is_ready):
+                    self._rehearse()
+                    if self._look(is_ready, for_s=ANNOUNCED_LOOK_S):
                         return
                     words[waits] = 1
                     continue
@@ -159,15 +144,18 @@ class _End:
         finally:
             words[waits] = 0
 
-    def _look(self, is_ready: Callable[[memoryview], bool]) -> bool:
-        """Look for an announced value without sleeping; False if it did not come in time."""
+    def _look(self, is_ready: Callable[[memoryview], bool], *, for_s: float) -> bool:
+        """Look without sleeping, and let others have the core; False if it did not come in time."""
         words = self._words
-        until = time.perf_counter() + ANNOUNCED_SPIN_S
+        until = time.perf_counter() + for_s
         while not is_ready(words):
             if time.perf_counter() > until:
                 return False
             os.sched_yield()
         return True
+
+    def _rehearse(self) -> None:
+        """Do what will be done when the value comes, without its effects: [Note: rehearsals]."""
 
     def _raise_if_ended(self, words: memoryview, is_ready: Callable[[memoryview], bool]) -> None:
         if self.closed:
@@ -191,6 +179,8 @@ class _ShmSender(_End, Sender):
     ) -> None:
         super().__init__(spec, region, link, links, watch)
         self._encoder = FrameEncoder(spec, generation=generation)
+        self._used = [0] * spec.depth  # the slots of the messages under way
+        self._latest = links.latest
 
     def send(
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
@@ -202,18 +192,47 @@ class _ShmSender(_End, Sender):
             self._raise_if_ended(words, lambda _: False)
         if count - words[_TAKEN] >= self._depth:
             self._wait(lambda words: count - words[_TAKEN] < self._depth, _SENDER_WAITS)
-        slot = self._slots[count % self._depth]
+        slot = self._free_slot(count)
         if slot.frame is not frame:
             slot.adopt(frame)
             slot.header[MESSAGE.size :] = frame.raw
-        if value is not None and slot.view is not None:
-            slot.view.copy_(frame.wire(value))
+        if value is not None:
+            slot.write(value)
         MESSAGE.pack_into(slot.header, 0, count, step, microbatch)
         self._fence.light()
         self._count = words[_PUBLISHED] = count + 1
         self._fence.full()
         if words[_RECEIVER_WAITS] and not quiet:
             self._link.ring()
+        if self._latest.receiver is not None:
+            self._latest.receiver.note_follower(self)
+
+    def rehearse(self) -> None:
+        """See [Note: rehearsals]."""
+        sample = None if self.closed else self._slots[0].sample()
+        if sample is not None:
+            self._encoder.frame_of(sample)
+
+    def _free_slot(self, count: int) -> Slot:
+        """A slot that is neither under way nor lent; see [Note: lent slots]."""
+        if not self._num_spare:
+            return self._slots[count % self._depth]
+        words, depth = self._words, self._depth
+        under_way = {self._used[number % depth] for number in range(words[_TAKEN], count)}
+        self._fence.light()
+        for index, slot in enumerate(self._slots):
+            if index not in under_way and not slot.is_lent:
+                self._used[count % depth] = index
+                words[_FIRST_SLOT_OF + count % depth * _WORDS_PER_LINE] = index
+                self._fence.light()
+                return slot
+        raise AssertionError(f"{self._what}: more slots are lent than there are to spare")
+
+    def has_room(self) -> bool:
+        """See ``Sender.has_room``."""
+        if self.closed or self._link.broken is not None:
+            return True
+        return self._count - self._words[_TAKEN] < self._depth
 
     def announce(self) -> None:
         """See ``Sender.announce``."""
@@ -240,6 +259,37 @@ class _ShmReceiver(_End, Receiver):
         super().__init__(spec, region, link, links, watch)
         self._decoder = FrameDecoder(spec, generation=generation)
         self._expects = False
+        self._latest = links.latest
+        self._latest_slot: Slot | None = None
+        self._prepared: tuple[Frame | None, torch.Tensor | None] = None, None
+        self._followers: list[_ShmSender] = []
+
+    def close(self) -> None:
+        """Let go of what was kept for rehearsals, too."""
+        super().close()
+        self._latest_slot, self._prepared, self._followers = None, (None, None), []
+        if self._latest.receiver is self:
+            self._latest.receiver = None
+
+    def note_follower(self, sender: _ShmSender) -> None:
+        """Remember who sends after this end has received."""
+        if sender not in self._followers and len(self._followers) < _MAX_FOLLOWERS:
+            self._followers.append(sender)
+
+    def _rehearse(self) -> None:
+        slot = self._latest_slot
+        if slot is None or slot.frame is None or self.closed:
+            return
+        for sender in self._followers:
+            sender.rehearse()
+        self._prepared = slot.frame, slot.prepared()
+        self._decoder.frame_of(bytes(MESSAGE.size) + slot.frame.raw)
+
+    def is_ready(self) -> bool:
+        """See ``Receiver.is_ready``."""
+        if self.closed or self._link.broken is not None:
+            return True
+        return self._words[_PUBLISHED] > self._count
 
     def expect(self) -> None:
         """See ``Receiver.expect``."""
@@ -257,23 +307,43 @@ class _ShmReceiver(_End, Receiver):
             words[_RECEIVER_WAITS] = 0
         self._expects = False
         self._fence.light()
-        slot = self._slots[count % self._depth]
+        slot = self._slot_of(count)
         # A snapshot: what is checked must not change under the check.
         header = bytes(slot.header)
         frame = self._decoder.frame_of(header)
         self._decoder.check_message(header, sequence=count, step=step, microbatch=microbatch)
         if slot.frame is not frame:
             slot.adopt(frame)
-        value = None
-        if slot.view is not None:
-            value = frame.empty()
-            frame.wire(value).copy_(slot.view)
+        value = self._value_in(slot)
         self._fence.light()
         self._count = words[_TAKEN] = count + 1
         self._fence.full()
         if words[_SENDER_WAITS]:
             self._link.ring()
+        self._latest.receiver, self._latest_slot = self, slot
         return value
+
+    def _value_in(self, slot: Slot) -> torch.Tensor | None:
+        (frame, value), self._prepared = self._prepared, (None, None)
+        if value is not None and frame is slot.frame:
+            slot.copy_into(value)
+            return value
+        if self._num_spare and sum(other.is_lent for other in self._slots) < self._num_spare:
+            value = slot.lend()
+            if value is not None:
+                return value
+        return slot.copy_out()
+
+    def _slot_of(self, count: int) -> Slot:
+        if not self._num_spare:
+            return self._slots[count % self._depth]
+        index = self._words[_FIRST_SLOT_OF + count % self._depth * _WORDS_PER_LINE]
+        if index >= len(self._slots) or self._slots[index].is_lent:
+            raise FrameError(
+                f"{self._what}: a message in slot {index}; expected one of {len(self._slots)} that "
+                f"is free\n  Fix: all workers must run the same version; restart the job"
+            )
+        return self._slots[index]
 
 
 class SharedMemoryTransport(Transport):

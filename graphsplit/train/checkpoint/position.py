@@ -100,7 +100,7 @@ class EpochStart:
         saved = self.loader or {}
         own = saved.get("own")
         states: Mapping[str, Any] = saved.get("generators", {})
-        generators = _generators_of(loader)
+        generators = generators_of(loader)
         self._check(loader, own, generators)
         if own is not None:
             return self._open_stateful(loader, own, generators, states)
@@ -190,7 +190,7 @@ class LoaderWatch:
         which = 0 if start.step else 1
         self.generator_starts = {
             path: resumed[path][which] if path in resumed else generator.get_state()
-            for path, generator in _generators_of(loader).items()
+            for path, generator in generators_of(loader).items()
         }
 
     def end_epoch(self) -> None:
@@ -206,7 +206,7 @@ class LoaderWatch:
         has_own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         own = loader.state_dict() if has_own else None
         found = {}
-        for path, generator in _generators_of(loader).items():
+        for path, generator in generators_of(loader).items():
             now = generator.get_state()
             found[path] = [self.generator_starts.get(path, now), now]
         return {"own": own, "generators": found}
@@ -218,7 +218,7 @@ def _set_now(generators: Mapping[str, torch.Generator], states: Mapping[str, Any
             generators[path].set_state(now)
 
 
-def _generators_of(loader: Any) -> dict[str, torch.Generator]:
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
     """The generators that a loader was given, each by the first way to it."""
     found: dict[str, torch.Generator] = {}
     for path in _GENERATORS:

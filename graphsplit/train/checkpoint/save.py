@@ -135,7 +135,7 @@ def _commit(
     if group.rank == 0 and not faults:
         late: list[str] = []
         with _noting(late, f"cannot write into {folder}"):
-            _write_manifest(folder, told, slot, num_shards)
+            write_manifest(folder, told, slot, num_shards)
         faults = [f"worker 0: {problem}" if group.num_workers > 1 else problem for problem in late]
     outcome = group.share("\n".join(faults))
     if not outcome:
@@ -149,7 +149,18 @@ def _commit(
     )
 
 
-def _write_manifest(folder: Path, told: list[dict[str, Any]], slot: int, num_shards: int) -> None:
+def write_manifest(folder: Path, told: list[dict[str, Any]], slot: int, num_shards: int) -> None:
+    """Everybody's files are durable: write what makes them one save.
+
+    Args:
+        folder: The save's folder.
+        told: For each worker its ``"files"`` and its ``"sections"``.
+        slot: Which of the two sets of names the files have.
+        num_shards: How many workers wrote files.
+
+    Raises:
+        OSError: The disk does not want it.
+    """
     by_name = {f["name"]: FileRecord(**f) for report in told for f in report["files"]}
     manifest = Manifest(
         slot=slot,

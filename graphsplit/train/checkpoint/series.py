@@ -10,6 +10,8 @@ from pathlib import Path
 
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.runtime import job as jobs
+from graphsplit.runtime.job import Job
+from graphsplit.runtime.script import Call
 from graphsplit.train.checkpoint import folder as folders
 from graphsplit.train.checkpoint.group import Alone, ControlGroup, Group
 from graphsplit.train.checkpoint.manifest import MANIFEST, is_file_of_a_save
@@ -96,13 +98,19 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     job = jobs.current()
     if job is None:
         return latest_of(Path(folder), Alone())
+    call = Call("latest_checkpoint", _latest_on_all, (Path(folder), job))
+    found: Path | None = job.script.run(call)
+    return found
+
+
+def _latest_on_all(folder: Path, job: Job) -> Path | None:
     position = job.member.position
 
     def tick() -> None:
         position.progress += 1
 
     with job.reporting():
-        return latest_of(Path(folder), ControlGroup(job.control, tick))
+        return latest_of(folder, ControlGroup(job.control, tick))
 
 
 def latest_of(folder: Path, group: Group) -> Path | None:

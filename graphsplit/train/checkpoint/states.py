@@ -68,12 +68,46 @@ class Resumption:
         start: How its first epoch begins.
         loss: Loss of the last step; None before.
         callbacks: Class and state of every callback that has one.
+        is_rollback: Whether this process has been beyond it before: callbacks know already that
+            training has begun.
     """
 
     position: Position
     start: EpochStart
     loss: torch.Tensor | None = None
     callbacks: list[Any] = field(default_factory=list)
+    is_rollback: bool = False
+
+    def to_values(self) -> dict[str, Any]:
+        """What it takes to make it again."""
+        start = {k: v for k, v in vars(self.start).items() if k != "step"}
+        return {
+            "position": vars(self.position),
+            "start": start,
+            "loss": self.loss,
+            "callbacks": self.callbacks,
+        }
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Resumption:
+        """Make it again.
+
+        Raises:
+            CheckpointError: The values are not what ``to_values`` gives.
+        """
+        position = Position.read(values.get("position"))
+        start = values["start"]
+        return cls(
+            position,
+            EpochStart(
+                step=position.step,
+                generator=_generator_state(start.get("generator"), "epoch_generator"),
+                now=_generator_state(start.get("now"), "generator"),
+                loader=start.get("loader"),
+            ),
+            values.get("loss"),
+            list(values.get("callbacks") or []),
+        )
 
 
 class States:
@@ -228,6 +262,11 @@ class States:
             CheckpointError: There is no complete save there, or it is damaged.
             StateError: It does not fit; nothing was loaded.
         """
+        values = self.load_all(folder, extra=extra)
+        return Loaded(Position.read(values["position"]), values.get("extra") or {})
+
+    def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As ``load``; returns every section that was saved."""
         group, ownership = self._holder.group(), self._ownership()
         source = Source.open_folder(Path(folder), group)
         network = NetworkLoader(self._task, source, with_others=True)
@@ -253,7 +292,7 @@ class States:
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         self._take_over(found, values)
-        return Loaded(found.position, saved)
+        return values
 
     def _shared_requests(self, source: Source) -> list[Request]:
         """What every worker needs beside the network and the optimizers."""
@@ -286,6 +325,32 @@ class States:
         if position.epoch:
             callbacks = values.get("callbacks") or []
             self.resumption = Resumption(position, found.start, values.get("loss"), callbacks)
+
+    # A snapshot.
+
+    def sections(self) -> dict[str, Any]:
+        """All that belongs to the training state beside network and optimizers."""
+        resumption = None if self.resumption is None else self.resumption.to_values()
+        loader = self._loader_section()
+        return {**self._sections({}), "loader": loader, "resumption": resumption}
+
+    def go_back(self, values: Mapping[str, Any], *, inside: bool) -> None:
+        """Go on from where ``sections`` was called.
+
+        Args:
+            values: What it gave.
+            inside: Whether that was inside ``train``, which then goes on from there.
+        """
+        found = _Training.read(values)
+        for name, value in self.more.items():
+            value.load_state_dict(values["more"][name])
+        if self._task.scaler is not None:
+            self._task.scaler._per_optimizer_states.clear()  # of a step that was broken off
+        self._take_over(found, values)
+        self.loss = values.get("loss")
+        if not inside:
+            kept = values.get("resumption")
+            self.resumption = None if kept is None else Resumption.from_values(kept)
 
     # Both.
 

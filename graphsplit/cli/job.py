@@ -1,0 +1,157 @@
+"""What every command has in common that starts a job on this machine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from graphsplit.cli.console import Console, Sink
+from graphsplit.cli.environment import find_free_port, job_children
+from graphsplit.cli.supervise import Restarts, supervise
+from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
+
+# What follows the script belongs to the script, options included.
+SCRIPT_SETTINGS = {"allow_interspersed_args": False}
+_OPTIONS = (
+    click.option(
+        "-n",
+        "--num-workers",
+        type=click.IntRange(min=1),
+        required=True,
+        help="How many workers to start, beside one scheduler.",
+    ),
+    click.option(
+        "--port",
+        type=click.IntRange(1, 65535),
+        help="The scheduler's port (MS_SCHED_PORT).  [default: a free one]",
+    ),
+    click.option(
+        "--host",
+        default="127.0.0.1",
+        show_default=True,
+        help="The address that the scheduler listens on (MS_SCHED_HOST).",
+    ),
+    click.option(
+        "--log-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Also write each process's output to DIR/scheduler.log, DIR/worker_0.log ...",
+        metavar="DIR",
+    ),
+    click.option(
+        "--certs",
+        "certificates",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        help="A folder made by `graphsplit certs`: use mutual TLS.",
+        metavar="DIR",
+    ),
+    click.option(
+        "--restarts",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="How often to start again what was lost: a killed process under "
+        "GS_RECOVERY=wait_rejoin, the whole job under GS_RECOVERY=restart.",
+    ),
+    click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+    click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]..."),
+)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What the command line says about a job.
+
+    Attributes:
+        num_workers: How many workers to start.
+        port: The scheduler's port; None for a free one.
+        host: The address that the scheduler listens on.
+        log_dir: Where each process's output is also written.
+        certificates: A folder with certificates, for mutual TLS.
+        restarts: How often to start again what was lost.
+        script: What every process runs.
+        arguments: The script's own arguments.
+    """
+
+    num_workers: int
+    port: int | None
+    host: str
+    log_dir: Path | None
+    certificates: Path | None
+    restarts: int
+    script: Path
+    arguments: tuple[str, ...]
+
+
+def job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of a job; it is called with ``JobOptions``, then with its own."""
+
+    @wraps(command)
+    def call(**given: Any) -> None:
+        options = JobOptions(**{name: given.pop(name) for name in JobOptions.__annotations__})
+        command(options, **given)
+
+    found: Callable[..., None] = call
+    for option in reversed(_OPTIONS):
+        found = option(found)
+    return found
+
+
+def run_job(options: JobOptions, environ: Mapping[str, str]) -> int:
+    """Start a scheduler and workers, and wait for their end.
+
+    Args:
+        options: What to start.
+        environ: The environment that they start from.
+
+    Returns:
+        The job's exit status.
+    """
+    port = options.port
+    if port is None:
+        try:
+            port = find_free_port(options.host)
+        except OSError as error:
+            raise click.BadParameter(
+                f"expected an address of this machine, but cannot listen on {options.host!r} "
+                f"({error})",
+                param_hint="--host",
+            ) from error
+    console = Console(Sink.of(sys.stdout.buffer), Sink.of(sys.stderr.buffer), clock=time.monotonic)
+    specs = job_children(
+        environ,
+        num_workers=options.num_workers,
+        host=options.host,
+        port=port,
+        certificates=options.certificates,
+    )
+    command = [sys.executable, str(options.script), *options.arguments]
+    return supervise(
+        specs,
+        command,
+        console=console,
+        log_dir=options.log_dir,
+        restarts=_restarts(options.restarts, environ),
+    )
+
+
+def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:
+    """What ``--restarts`` means under the policy that the processes will read."""
+    policy = recovery_policy(environ)
+    if count and policy == FAIL_FAST:
+        raise click.BadParameter(
+            "a job that fails fast starts nothing again\n  Fix: set GS_RECOVERY=wait_rejoin (or "
+            "MS_ENABLE_RECOVERY=1), or GS_RECOVERY=restart",
+            param_hint="--restarts",
+        )
+    return Restarts(
+        processes=count if policy == WAIT_REJOIN else 0,
+        jobs=count if policy == RESTART else 0,
+        with_scheduler=bool(environ.get("MS_RECOVERY_PATH", "").strip()),
+    )

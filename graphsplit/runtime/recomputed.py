@@ -1,0 +1,73 @@
+"""Operations that backward runs again, by ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed:
+    """What a segment's code calls in the place of a group of operations.
+
+    Autograd's graph is that of the operations themselves, so sums of gradients keep their order;
+    what they would save is made again when backward first asks for it: with the random numbers of
+    the first time, and from the buffers as they were then, which are not modified once more. (The
+    network's own checkpoints do modify them once more, as in eager mode.)
+
+    Args:
+        run: The operations: takes what goes in, returns the tuple of what comes out.
+        name: A name for the generated code.
+        changing: Which of its arguments are buffers that some operation modifies.
+        is_random: Whether it draws from the default generator.
+        repeats_writes: Whether the second time works on those buffers as they are then, and
+            modifies them once more.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., tuple[Any, ...]],
+        name: str,
+        *,
+        changing: Sequence[int],
+        is_random: bool,
+        repeats_writes: bool = False,
+    ) -> None:
+        self._run = run
+        self._changing = tuple(changing)
+        self._is_random = is_random
+        self._repeats_writes = repeats_writes
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "graphsplit_recomputed"
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the operations for the first time."""
+        if not torch.is_grad_enabled():
+            return self._run(*arguments)
+        if not self._changing:
+            return self._checkpoint(self._run, arguments)
+        # What changes must not be among the arguments: those are saved as they are.
+        before = {index: arguments[index] for index in self._changing}
+        if not self._repeats_writes:
+            before = {index: tensor.detach().clone() for index, tensor in before.items()}
+        current = {index: arguments[index] for index in self._changing}
+        others = [a for index, a in enumerate(arguments) if index not in before]
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            state = current or {index: self._again(kept) for index, kept in before.items()}
+            rest = iter(given)
+            own = [state[i] if i in before else next(rest) for i in range(len(arguments))]
+            try:
+                return self._run(*own)
+            finally:
+                current.clear()
+
+        return self._checkpoint(run, others)
+
+    def _again(self, kept: torch.Tensor) -> torch.Tensor:
+        return kept if self._repeats_writes else kept.clone()
+
+    def _checkpoint(self, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=self._is_random)

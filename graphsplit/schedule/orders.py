@@ -1,0 +1,97 @@
+"""Check what a policy gives, whoever wrote it: each computation once, where it belongs, in order.
+
+What comes from other workers, a worker waits for, whatever the order; whether that can end well is
+for ``schedule.verify`` to prove. What comes from the worker itself must have been computed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from graphsplit.errors import ScheduleError
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.lower import Policy
+from graphsplit.schedule.tasks import Tasks
+
+_PARTS = (Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+
+
+def checked(policy: Policy) -> Policy:
+    """A policy whose orders are checked."""
+
+    def check_and_give(
+        plan: PartitionPlan, num_microbatches: int
+    ) -> Sequence[Sequence[Instruction]]:
+        orders = [list(order) for order in policy(plan, num_microbatches)]
+        check_orders(plan, orders, num_microbatches)
+        return orders
+
+    return check_and_give
+
+
+def check_orders(
+    plan: PartitionPlan, orders: Sequence[Sequence[Instruction]], num_microbatches: int
+) -> None:
+    """Check the compute of all workers.
+
+    Raises:
+        ScheduleError: A computation is missing, too many, on the wrong worker, or too early.
+    """
+    if len(orders) != plan.num_workers:
+        raise ScheduleError(
+            f"the schedule has an order for {len(orders)} worker(s); expected one for each of "
+            f"{plan.num_workers}"
+        )
+    tasks = Tasks(plan, _split(plan, orders))
+    expected = {i for i, _ in tasks.instructions(num_microbatches)}
+    for worker, order in enumerate(orders):
+        _check_order(tasks, worker, order, expected)
+    if expected:
+        missing = min(expected, key=lambda i: (i.microbatch, i.operand, i.opcode.value))
+        worker = tasks.worker_of((missing.opcode, missing.operand))
+        raise ScheduleError(
+            f"the schedule leaves out '{missing}' of worker {worker}, and {len(expected) - 1} more"
+        )
+
+
+def _split(plan: PartitionPlan, orders: Iterable[Iterable[Instruction]]) -> set[int]:
+    found: set[int] = set()
+    for order in orders:
+        for instruction in order:
+            if instruction.opcode not in _PARTS:
+                continue
+            if instruction.operand not in plan.splits:
+                raise ScheduleError(
+                    f"the schedule has '{instruction}', but the backward of "
+                    f"seg{instruction.operand} cannot be split\n"
+                    f"  Fix: give it 'BACKWARD'; plan.splits names the segments that can be split."
+                )
+            found.add(instruction.operand)
+    return found
+
+
+def _check_order(
+    tasks: Tasks, worker: int, order: Sequence[Instruction], expected: set[Instruction]
+) -> None:
+    done: set[Instruction] = set()
+    for instruction in order:
+        task = (instruction.opcode, instruction.operand)
+        if instruction in done:
+            raise ScheduleError(f"worker {worker} runs '{instruction}' twice")
+        if instruction not in expected:
+            raise ScheduleError(f"worker {worker} runs '{instruction}', which is not in the plan")
+        if tasks.worker_of(task) != worker:
+            raise ScheduleError(
+                f"worker {worker} runs '{instruction}', which belongs to worker "
+                f"{tasks.worker_of(task)}"
+            )
+        for earlier, distance in tasks.waits[task]:
+            microbatch = instruction.microbatch - distance
+            if microbatch < 0 or tasks.worker_of(earlier) != worker:
+                continue
+            before = Instruction(*earlier, microbatch)
+            if before not in done:
+                raise ScheduleError(f"worker {worker} runs '{instruction}' before '{before}'")
+        done.add(instruction)
+        expected.remove(instruction)

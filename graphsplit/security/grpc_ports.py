@@ -1,0 +1,115 @@
+"""Ports and channels of gRPC under a job's protection: the same few lines for both planes.
+
+Imports no gRPC before it is used: pure modules above import this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from graphsplit.security.names import CertifiedName, holder_of
+from graphsplit.security.protection import Protection
+
+Options = Sequence[tuple[str, Any]]
+
+# Connections that say nothing, or say it slowly, are closed after these.
+_HANDSHAKE_TIMEOUT_MS = 10_000
+_MAX_IDLE_MS = 20_000
+
+
+def server_limits(*, max_connections: int, max_metadata_bytes: int) -> list[tuple[str, int]]:
+    """Options that bound what strangers can make a server hold.
+
+    A member opens one connection with one stream, and keeps it; so a connection without a stream
+    is nobody's, and goes.
+    """
+    return [
+        # With port reuse two processes could listen on one address, each getting half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", 1),
+        ("grpc.max_metadata_size", max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", max_metadata_bytes),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
+    ]
+
+
+def add_port(server: Any, address: str, protection: Protection) -> int:
+    """Let a server listen; return the real port, or 0 if the address cannot be bound.
+
+    Under TLS a connection without a certificate of the job's authority ends in the handshake.
+    """
+    import grpc
+
+    try:
+        if protection.tls is None:
+            return int(server.add_insecure_port(address))
+        tls = protection.tls
+        credentials = grpc.ssl_server_credentials(
+            [(tls.key, tls.chain)], root_certificates=tls.authority, require_client_auth=True
+        )
+        return int(server.add_secure_port(address, credentials))
+    except RuntimeError:
+        return 0
+
+
+def open_channel(address: str, protection: Protection, *, expected: str, options: Options) -> Any:
+    """A channel to an address.
+
+    Args:
+        address: Where the listener is.
+        protection: What protects the connection.
+        expected: The DNS name that the listener's certificate must have. Its host does not count:
+            a role and a rank may move to another machine.
+        options: More options of gRPC.
+    """
+    import grpc
+
+    if protection.tls is None:
+        return grpc.insecure_channel(address, options=list(options))
+    tls = protection.tls
+    credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.chain)
+    override = ("grpc.ssl_target_name_override", expected)
+    return grpc.secure_channel(address, credentials, options=[*options, override])
+
+
+def caller_of(context: Any) -> CertifiedName | None:
+    """Who a call comes from, by the certificate of its connection; None if that names nobody."""
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    return holder_of(
+        name.decode("utf-8", errors="replace") if isinstance(name, bytes) else name
+        for name in names
+    )
+
+
+# Words of gRPC and of its TLS library. None of these is mended by trying again.
+_TLS_REFUSALS = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "Hostname Verification Check failed",
+    "Tls handshake failed",
+    "WRONG_VERSION_NUMBER",
+)
+
+
+def is_refused_by_tls(detail: str) -> bool:
+    """Whether a connection failed because of what the two ends showed each other."""
+    return any(words in detail for words in _TLS_REFUSALS)
+
+
+def tls_hint(detail: str, protection: Protection) -> str:
+    """What a failed connection may mean, as a further line; empty if TLS has no part in it."""
+    if "Hostname Verification" in detail:
+        return "\n  The certificate over there is for another role or rank than this one expects"
+    if "WRONG_VERSION_NUMBER" in detail:
+        return "\n  Its end uses no TLS, and this end does (GS_TLS_CA): give all processes the same"
+    if is_refused_by_tls(detail):
+        return "\n  Its certificate is not of this process's authority (GS_TLS_CA), or has expired"
+    if "Socket closed" in detail and protection.tls is None:
+        return (
+            "\n  If it uses TLS, this process needs GS_TLS_CA, GS_TLS_CERT and GS_TLS_KEY as well"
+        )
+    if "Socket closed" in detail:
+        return "\n  It may not accept this process's certificate (GS_TLS_CERT); its output says why"
+    return ""

@@ -1,0 +1,64 @@
+"""Files that hold secrets: read only if nobody else can read them, written so that nobody can."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from graphsplit.errors import ConfigurationError
+
+MAX_FILE_BYTES = 1 << 20
+
+
+def read_file(variable: str, path: str) -> bytes:
+    """The content of a file that a variable names.
+
+    Raises:
+        ConfigurationError: It cannot be read, or is no such file.
+    """
+    content, _ = _read(variable, path)
+    return content
+
+
+def read_private_file(variable: str, path: str) -> bytes:
+    """The content of a file that holds a secret.
+
+    A group may read what root owns: so container systems hand out secrets.
+
+    Raises:
+        ConfigurationError: It cannot be read, or others can read it as well.
+    """
+    content, status = _read(variable, path)
+    mode = stat.S_IMODE(status.st_mode)
+    allowed = 0o740 if status.st_uid == 0 else 0o700
+    if mode & ~allowed & 0o777:
+        raise ConfigurationError(
+            f"{variable}={path!r} holds a secret, and others than its owner may use the file: its "
+            f"mode is {mode:04o}\n    expected: 0600\n    Fix: chmod 600 {path}"
+        )
+    return content
+
+
+def _read(variable: str, path: str) -> tuple[bytes, os.stat_result]:
+    try:
+        with open(path, "rb") as file:
+            # Of the open file, not of the path: they may differ by now.
+            return file.read(MAX_FILE_BYTES), os.fstat(file.fileno())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{variable}={path!r} cannot be read: {error.strerror}\n"
+            f"    expected: a file that this process's user can read\n"
+            f"    Fix: mend the path; `graphsplit certs` makes certificates and keys"
+        ) from None
+
+
+def write_new_file(path: Path, content: bytes, *, mode: int) -> None:
+    """Write a file that was not there; nobody else can open it in between.
+
+    Raises:
+        FileExistsError: It is there.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with open(descriptor, "wb") as file:
+        file.write(content)

@@ -1,0 +1,280 @@
+"""What one worker holds of a Model: copied for a snapshot, and put back from one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphsplit.errors import CheckpointError
+from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.train.checkpoint.contents import (
+    GRADIENTS,
+    OTHERS,
+    Contents,
+    NetworkState,
+    Ownership,
+    module_of_extra,
+    optimizers_of,
+    parameters_of,
+)
+from graphsplit.train.checkpoint.states import Resumption, States
+from graphsplit.train.checkpoint.values import decode
+from graphsplit.train.cluster_engine import ClusterEngine
+from graphsplit.train.planner import Task, named_state
+from graphsplit.train.recovery.disk import contents_of
+from graphsplit.train.recovery.part import FlatTensors, Part
+
+_LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
+
+
+class _AllMine(Ownership):
+    """Before there is a plan every worker has everything, and keeps a copy of its own."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        super().__init__(task, {})
+        self._rank = rank
+
+    def saver(self, tensor: torch.Tensor) -> int:
+        """This worker, whatever it is."""
+        return self._rank
+
+
+class ModelShare:
+    """One worker's share of a Model.
+
+    Args:
+        index: Which Model of the script it is.
+        task: What it trains.
+        engine: Runs its steps.
+        states: Knows how far it is.
+
+    Attributes:
+        was_loaded: Whether a state was loaded by the script.
+        start: The share as it was when owners were fixed, before the first step; None before.
+    """
+
+    def __init__(
+        self, index: int, task: Task, engine: ClusterEngine, states: States, rank: int
+    ) -> None:
+        self.index = index
+        self.task = task
+        self.engine = engine
+        self.states = states
+        self.was_loaded = False
+        self.start: Part | None = None
+        self._rank = rank
+        self._versions: tuple[int, ...] | None = None
+        self._owned: list[torch.Tensor] = []
+        self._known: tuple[NetworkState, Ownership] | None = None
+        engine.on_first_settled = self._keep_start
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether owners are fixed."""
+        return bool(self.engine.planner.owners)
+
+    @property
+    def matters(self) -> bool:
+        """Whether a snapshot must hold it: a Model that was never used is as it was built."""
+        return self.is_settled or self.was_loaded
+
+    def _keep_start(self) -> None:
+        flat = FlatTensors()
+        tensors: dict[str, torch.Tensor] = {}
+        node = self.collect(tensors)
+        flat.copy(tensors)
+        self.start = Part(0, {"models": [node]}, flat.memory, flat.slots)
+
+    # Copying.
+
+    def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Everything, as it is now.
+
+        Args:
+            tensors: Tensors are added here, by name; they are not copied.
+
+        Returns:
+            All values that are no tensors.
+
+        Raises:
+            StateError: Something cannot be kept; names it.
+        """
+        task, rank = self.task, self._rank
+        if not self.is_settled:
+            self.engine.settle_now()
+        state, ownership = self._layout()
+        contents = Contents()
+        contents.add_network(state, ownership, rank)
+        contents.add_others(state, ownership, rank)
+        between = not self.engine.progress.opens
+        contents.add_gradients(task, ownership, rank, between_updates=between)
+        settings = []
+        for name, optimizer in optimizers_of(task).items():
+            contents.add_optimizer(name, optimizer, ownership, rank)
+            settings.append(settings_of(optimizer))
+        contents.add_section("settings", settings)
+        contents.add_section("modules", dict(state.values))
+        contents.add_section("engine", self.engine.counters())
+        for section, value in self.states.sections().items():
+            contents.add_section(section, value)
+        prefix = f"m{self.index}"
+        tensors.update({f"{prefix}/w/{name}": t for name, t in contents.weights.items()})
+        tensors.update({f"{prefix}/t/{name}": t for name, t in contents.tensors.items()})
+        return {
+            "index": self.index,
+            "aliases": contents.aliases,
+            "sections": contents.sections,
+            "loader_rank": self.engine.loader_rank,
+        }
+
+    def _layout(self) -> tuple[NetworkState, Ownership]:
+        """The network's tensors and their owners: looked up once, as long as nothing else counts.
+
+        Tensors keep their identity; what modules return from ``get_extra_state`` does not.
+        """
+        if self._known is not None:
+            return self._known
+        found = NetworkState.of(self.task), self._ownership()
+        if self.is_settled and not found[0].values:
+            self._known = found
+        return found
+
+    def _ownership(self) -> Ownership:
+        if self.is_settled:
+            return Ownership(self.task, self.engine.owners())
+        return _AllMine(self.task, self._rank)
+
+    # Putting back.
+
+    def put_back(self, part: Part, *, inside: bool) -> None:
+        """Everything, as it was.
+
+        Args:
+            part: What was copied.
+            inside: Whether that was in the middle of ``train``, which then goes on from there.
+        """
+        node = self.node_in(part)
+        assert node is not None
+        contents = contents_of(part, node)
+        with torch.no_grad():
+            self._put_network(contents)
+            self._put_gradients(contents)
+        # Clones: the part's memory is used again, and a generator takes no view of a state.
+        sections = {
+            name: decode(value, lambda key: contents.tensors[key].clone())
+            for name, value in contents.sections.items()
+            if name not in ("optimizers", "network")
+        }
+        self._put_optimizers(contents, sections["settings"])
+        for key, value in sections["modules"].items():
+            module_of_extra(self.task.network, key).set_extra_state(value)
+        self.engine.set_counters(sections["engine"])
+        self.states.go_back(sections, inside=inside)
+        self.note_versions()
+
+    def load(self, folder: Path, *, inside: bool) -> None:
+        """As ``put_back``, from what all workers wrote to disk. Collective."""
+        values = self.states.load_all(folder, extra={})
+        self.engine.set_counters(values["engine"])
+        if not inside:
+            kept = values.get("resumption")
+            self.states.resumption = None if kept is None else Resumption.from_values(kept)
+        self.note_versions()
+
+    def put_back_start(self) -> None:
+        """As it was before the first step; nothing to do if no owner was fixed yet."""
+        if self.start is not None:
+            self.put_back(self.start, inside=False)
+
+    def node_in(self, part: Part) -> dict[str, Any] | None:
+        """What a part has of this Model, if anything."""
+        nodes = part.values["models"]
+        return next((node for node in nodes if node["index"] == self.index), None)
+
+    def _put_network(self, contents: Contents) -> None:
+        state, ownership = NetworkState.of(self.task), self._ownership()
+        for key, tensor in state.tensors.items():
+            if ownership.saver(tensor) == self._rank:
+                _copy(tensor, contents.weights.get(key), key)
+        for name, tensor in state.others.items():
+            if ownership.saver(tensor) == self._rank:
+                _copy(tensor, contents.tensors.get(f"{OTHERS}{name}"), name)
+
+    def _put_gradients(self, contents: Contents) -> None:
+        ownership = self._ownership()
+        for tensor in named_state(self.task.network, self.task.loss_fn).values():
+            if ownership.saver(tensor) == self._rank and not is_elsewhere(tensor):
+                kept = contents.tensors.get(f"{GRADIENTS}{ownership.name(tensor)}")
+                tensor.grad = None if kept is None else kept.clone()
+
+    def _put_optimizers(self, contents: Contents, settings: list[Any]) -> None:
+        saved = contents.sections.get("optimizers", {})
+        for (name, optimizer), groups in zip(
+            optimizers_of(self.task).items(), settings, strict=True
+        ):
+            put_settings(optimizer, groups)
+            parameters = parameters_of(optimizer)
+            optimizer.state.clear()
+            for index, entry in saved[name]["state"].items():
+                found = decode(entry, lambda key: contents.tensors[key].clone())
+                optimizer.state[parameters[int(index)]] = found
+
+    # What the script itself changes between calls.
+
+    def note_versions(self) -> None:
+        """Note that the owned tensors are now as graphsplit left them."""
+        if not self.is_settled:
+            return
+        if not self._owned:
+            named = named_state(self.task.network, self.task.loss_fn)
+            self._owned = [t for t in {id(t): t for t in named.values()}.values()
+                           if not is_elsewhere(t)]  # fmt: skip
+        self._versions = tuple([tensor._version for tensor in self._owned])
+
+    def changed_by_script(self) -> dict[int, torch.Tensor]:
+        """Copies of the tensors that the script has written to since ``note_versions``."""
+        if self._versions is None:
+            return {}
+        found = {}
+        for index, (tensor, version) in enumerate(zip(self._owned, self._versions, strict=True)):
+            if tensor._version != version:
+                found[index] = tensor.detach().clone()
+        return found
+
+    def change_again(self, changed: Mapping[int, torch.Tensor]) -> None:
+        """What the script wrote."""
+        with torch.no_grad():
+            for index, value in changed.items():
+                self._owned[index].copy_(value)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like, of every group."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def put_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Set what ``settings_of`` gave."""
+    if len(settings) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups of parameters; "
+            f"it had {len(settings)} when the snapshot was taken"
+        )
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        for key in [key for key in group if key != "params" and key not in saved]:
+            del group[key]
+        group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
+
+
+def loads_state(name: str) -> bool:
+    """Whether a call of this name brings a state from outside."""
+    return name in _LOADS
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor | None, name: str) -> None:
+    if value is None or value.shape != target.shape:
+        raise CheckpointError(f"the snapshot does not hold {name} as this worker has it")
+    target.copy_(value)

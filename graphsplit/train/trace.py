@@ -1,0 +1,52 @@
+"""Measure the first training steps of a job, and write where their time goes: ``GS_TRACE``."""
+
+from __future__ import annotations
+
+from graphsplit.cluster.member import print_line
+from graphsplit.errors import ConfigurationError
+from graphsplit.runtime.job import Job
+from graphsplit.train.profile import Profiler
+from graphsplit.train.step_plan import PlannedStep
+
+
+class Trace:
+    """Writes one profile into a folder, once enough steps are measured, or at the end of the job.
+
+    Args:
+        job: The job; worker 0 writes.
+        profiler: Measures the engine's steps.
+    """
+
+    def __init__(self, job: Job, profiler: Profiler) -> None:
+        self._job = job
+        self._profiler = profiler
+        self._folder = job.take_trace_folder()
+        if self._folder:
+            profiler.is_on = True
+            job.at_end.append(self._at_end)
+
+    def after_step(self, planned: PlannedStep) -> None:
+        """A step has been trained."""
+        if self._folder and not any(plan.wants_costs for plan in planned.plans):
+            most = self._profiler.most_timed()
+            if most is not None and self._profiler.has_all(most):
+                self._write()
+
+    def _at_end(self) -> None:
+        if self._folder:
+            try:
+                self._write()
+            except ConfigurationError as error:
+                if self._job.rank == 0:
+                    print_line(f"no trace was written: {error}")
+
+    def _write(self) -> None:
+        folder, self._folder = self._folder, ""
+        self._profiler.is_on = False
+        try:
+            profile = self._profiler.collect(self._profiler.most_timed())
+        finally:
+            self._profiler.forget()
+        if self._job.rank == 0:
+            profile.save(folder)
+            print_line(f"wrote a trace of {profile.costs.source.partition(' over ')[2]}: {folder}")

@@ -1,0 +1,354 @@
+"""Messages under way are bounded by credit: what streams to and from one peer have in common.
+
+A receiver gives its sender ``depth`` credits when it is opened, and one more for each value that
+was taken. A sender spends one per value, and waits without. So whatever arrives on a stream has a
+place to go, nothing on a stream is ever held up by a channel that is full, and any order of sends
+and receives that a program may have is as good as any other::
+
+    Outgoing (one per destination)                Incoming (one per source)
+      CreditedSender ... CreditedSender             CreditedReceiver ... CreditedReceiver
+      granted - sent = what may be sent now         arrived - taken = what waits to be taken
+
+[Note: lazy credit] A credit is as expensive to send as a value. So a receiver owes what was taken,
+until it rides along with a value to that peer, or all ``depth`` credits are owed. A sender that
+has to wait says so first; it then gets what is owed, or the next one at once. So nobody waits for
+a credit that is due: the bound is exactly ``depth``, as the proof that programs do not lock up
+assumes.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from graphsplit.errors import FrameError, TransportError
+from graphsplit.transport.base import ChannelSpec, Receiver, Sender
+from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder, describe
+from graphsplit.transport.session import TICK_S, AbortWatch
+from graphsplit.transport.wait import Wait
+
+Key = tuple[int, int]
+_MAX_EARLY = 1 << 17
+
+
+class CreditedSender(Sender):
+    """The sending end of a channel. May send as long as it has credit from the receiver."""
+
+    def __init__(
+        self, spec: ChannelSpec, outgoing: Outgoing[Any], watch: AbortWatch, generation: int
+    ) -> None:
+        self.spec = spec
+        self.closed = False
+        self.granted = 0
+        self._outgoing = outgoing
+        self._watch = watch
+        self._encoder = FrameEncoder(spec, generation=generation)
+        self._num_sent = 0
+
+    def has_credit(self) -> bool:
+        """True if ``send`` would return at once."""
+        return self._num_sent < self.granted
+
+    def has_room(self) -> bool:
+        """See ``Sender.has_room``."""
+        return self.has_credit() or self.closed or self._outgoing.broken is not None
+
+    def is_within_depth(self) -> bool:
+        """False if the receiver gave more credit than it can mean."""
+        return self.granted - self._num_sent <= self.spec.depth
+
+    def _next_header(self, frame: Frame, step: int, microbatch: int) -> bytes:
+        """Wait for credit, and spend it on a message with this header."""
+        if self.closed or not self.has_credit() or self._outgoing.broken is not None:
+            self._outgoing.wait(self._watch, describe(self.spec), self)
+        header = MESSAGE.pack(self._num_sent, step, microbatch) + frame.raw
+        self._num_sent += 1
+        return header
+
+    def close(self) -> None:
+        """Send no more."""
+        self.closed = True
+
+    def credited(self, messages: int) -> None:
+        """Told that the receiver has taken so many more messages."""
+
+
+_S = TypeVar("_S", bound=CreditedSender)
+
+
+class Outgoing(Generic[_S]):
+    """The channels to one destination. Thread-safe.
+
+    Attributes:
+        peer: Rank of the destination.
+        broken: Why nothing more can be sent, or None.
+    """
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.broken: str | None = None
+        self._changed = threading.Condition()
+        self._senders: dict[Key, _S] = {}
+        # Credits of channels that this worker has not opened yet.
+        self._early: dict[Key, int] = {}
+        self._closed_plans: set[int] = set()
+
+    def add(self, sender: _S) -> None:
+        """Open a channel. The receiver's first credit may be here already."""
+        key = sender.spec.plan, sender.spec.edge
+        with self._changed:
+            sender.granted += self._early.pop(key, 0)
+            self._senders[key] = sender
+
+    def remove_plan(self, plan: int | None) -> None:
+        """Close the channels of a plan; of all plans for None."""
+        with self._changed:
+            if plan is not None:
+                self._closed_plans.add(plan)
+            for key in [key for key in self._senders if plan is None or key[0] == plan]:
+                self._senders.pop(key).close()
+            self._changed.notify_all()
+
+    def notify(self) -> None:
+        """Make every thread that waits for this destination look around."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @abstractmethod
+    def want(self, spec: ChannelSpec) -> None:
+        """Tell the receiver of a channel that its sender waits."""
+
+    def flush(self) -> None:
+        """Send what is held back to travel with something else."""
+
+    def wait(self, watch: AbortWatch, what: str, sender: CreditedSender) -> None:
+        """Wait until a sender has credit."""
+        if sender.granted > 0:
+            self.want(sender.spec)  # a channel that never had any gets all of it unasked
+        self.flush()
+        wait = Wait(watch.policy, peer=self.peer, what=what)
+        with self._changed:
+            while not (sender.closed or sender.has_credit() or self.broken is not None):
+                wait.check()
+                self._changed.wait(TICK_S)
+        if sender.closed:
+            raise TransportError(f"{what}: the channel was closed")
+        if self.broken is not None:
+            watch.raise_broken(f"{what}: worker {self.peer}: {self.broken}")
+
+    def granted(self, plan: int, edge: int, messages: int) -> None:
+        """Take credit from the receiver of a channel, which may not be open here yet.
+
+        Raises:
+            FrameError: It is more than the depths of the channels allow.
+        """
+        with self._changed:
+            sender = self._senders.get((plan, edge))
+            if sender is None and plan in self._closed_plans:
+                return
+            if sender is None:
+                self._early[plan, edge] = self._early.get((plan, edge), 0) + messages
+            else:
+                sender.credited(messages)
+                sender.granted += messages
+                self._changed.notify_all()
+            if len(self._early) > _MAX_EARLY or not (sender is None or sender.is_within_depth()):
+                raise FrameError(f"worker {self.peer} gives more credit than agreed")
+
+    def fail(self, reason: str) -> None:
+        """Nothing more can be sent; the first reason given is the one that counts."""
+        with self._changed:
+            self.broken = self.broken or reason
+            self._changed.notify_all()
+
+
+class Arrived(Protocol):
+    """A message that has arrived, whole."""
+
+    header: bytes
+
+    def value(self) -> torch.Tensor | None:
+        """Its value, whose memory is its own."""
+
+
+class CreditedReceiver(Receiver):
+    """The receiving end of a channel. Messages are put in by the stream's thread."""
+
+    def __init__(
+        self, spec: ChannelSpec, incoming: Incoming[Any], watch: AbortWatch, generation: int
+    ) -> None:
+        self.spec = spec
+        self.closed = False
+        self._incoming = incoming
+        self._watch = watch
+        self._decoder = FrameDecoder(spec, generation=generation)
+        self._arrived: deque[Arrived] = deque()
+        self._num_arrived = 0
+        self._num_taken = 0
+        self.num_owed = 0
+        self.is_wanted = False
+
+    def begin(self, header: bytes) -> Frame:
+        """Check the header of the next message, before any memory is taken for it.
+
+        Raises:
+            FrameError: It is not what the plan, or the credits given, allow.
+        """
+        if self._num_arrived - self._num_taken >= self.spec.depth:
+            raise FrameError(
+                f"{describe(self.spec)}: expected at most {self.spec.depth} messages under way"
+            )
+        frame = self._decoder.frame_of(header)
+        self._decoder.check_sequence(header, self._num_arrived)
+        self._num_arrived += 1
+        return frame
+
+    def file(self, message: Arrived) -> None:
+        """Keep a message that has arrived until it is taken."""
+        self._arrived.append(message)
+        self._incoming.notify()
+
+    def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
+        """See ``Receiver.receive``."""
+        if not self._arrived:
+            self._incoming.wait(self._watch, describe(self.spec), self)
+        message = self._arrived[0]
+        self._decoder.check_message(
+            message.header, sequence=self._num_taken, step=step, microbatch=microbatch
+        )
+        value = message.value()
+        self._arrived.popleft()
+        self._num_taken += 1
+        self._incoming.owe(self)
+        return value
+
+    def has_message(self) -> bool:
+        """True if ``receive`` would return at once."""
+        return bool(self._arrived)
+
+    def is_ready(self) -> bool:
+        """See ``Receiver.is_ready``."""
+        return self.has_message() or self.closed or self._incoming.broken is not None
+
+    def close(self) -> None:
+        """Let go of what arrived."""
+        self.closed = True
+        self._arrived.clear()
+
+
+_R = TypeVar("_R", bound=CreditedReceiver)
+
+
+class Incoming(Generic[_R]):
+    """The channels from one source, before, while and after there is a stream. Thread-safe.
+
+    Attributes:
+        source: Rank of the source.
+        broken: Why nothing more will come, or None.
+    """
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.broken: Exception | None = None
+        self._changed = threading.Condition()
+        self._receivers: dict[Key, _R] = {}
+        self._debtors: dict[Key, _R] = {}
+        # What was under way when a plan was closed is dropped.
+        self._closed_plans: set[int] = set()
+
+    @abstractmethod
+    def grant(self, spec: ChannelSpec, messages: int) -> None:
+        """Let the source send more messages of a channel, and know it at once."""
+
+    def owe(self, receiver: _R) -> None:
+        """Owe a credit for a message that was taken; see [Note: lazy credit]."""
+        with self._changed:
+            receiver.num_owed += 1
+            if receiver.num_owed < receiver.spec.depth and not receiver.is_wanted:
+                self._debtors[receiver.spec.plan, receiver.spec.edge] = receiver
+                return
+            messages = self._settle(receiver)
+        self.grant(receiver.spec, messages)
+
+    def wanted(self, plan: int, edge: int) -> None:
+        """A sender waits for credit: give it what is owed, or the next one at once."""
+        with self._changed:
+            receiver = self._receivers.get((plan, edge))
+            if receiver is None:
+                return
+            receiver.is_wanted = receiver.num_owed == 0
+            if receiver.is_wanted:
+                return
+            messages = self._settle(receiver)
+        self.grant(receiver.spec, messages)
+
+    def owed(self) -> list[tuple[ChannelSpec, int]]:
+        """All credits that are owed, to ride along with a value; they count as given."""
+        if not self._debtors:
+            return []
+        with self._changed:
+            return [(one.spec, self._settle(one)) for one in list(self._debtors.values())]
+
+    def _settle(self, receiver: _R) -> int:
+        messages, receiver.num_owed, receiver.is_wanted = receiver.num_owed, 0, False
+        self._debtors.pop((receiver.spec.plan, receiver.spec.edge), None)
+        return messages
+
+    def add(self, receiver: _R) -> None:
+        """Open a channel: from now on the source may send."""
+        with self._changed:
+            self._receivers[receiver.spec.plan, receiver.spec.edge] = receiver
+        self.grant(receiver.spec, receiver.spec.depth)
+
+    def remove_plan(self, plan: int | None) -> None:
+        """Close the channels of a plan; of all plans for None."""
+        with self._changed:
+            if plan is not None:
+                self._closed_plans.add(plan)
+            for key in [key for key in self._receivers if plan is None or key[0] == plan]:
+                self._receivers.pop(key).close()
+                self._debtors.pop(key, None)
+            self._changed.notify_all()
+
+    def find(self, plan: int, edge: int) -> _R | None:
+        """The receiver of a channel; None if its plan was closed.
+
+        Raises:
+            FrameError: There is no such channel.
+        """
+        receiver = self._receivers.get((plan, edge))
+        if receiver is None and plan not in self._closed_plans:
+            raise FrameError(
+                f"worker {self.source} sent a value of plan {plan}, edge {edge}, which is not open"
+            )
+        return receiver
+
+    def notify(self) -> None:
+        """Make every thread that waits for this source look around."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait(self, watch: AbortWatch, what: str, receiver: CreditedReceiver) -> None:
+        """Wait until a receiver has a message."""
+        wait = Wait(watch.policy, peer=self.source, what=what)
+        with self._changed:
+            while not receiver.has_message() and self.broken is None:
+                if receiver.closed:
+                    raise TransportError(f"{what}: the channel was closed")
+                wait.check()
+                self._changed.wait(TICK_S)
+        if receiver.has_message():
+            return
+        if isinstance(self.broken, FrameError):
+            raise FrameError(str(self.broken)) from self.broken
+        watch.raise_broken(f"{what}: worker {self.source}: {self.broken}")
+
+    def end(self, error: Exception) -> None:
+        """Nothing more will come; the first reason given is the one that counts."""
+        with self._changed:
+            self.broken = self.broken or error
+            self._changed.notify_all()

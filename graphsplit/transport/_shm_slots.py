@@ -1,0 +1,229 @@
+"""The slots of a channel in shared memory: where a value is written, and how it is taken out.
+
+A channel has ``depth`` slots, as many as messages may be under way. One that ``lends``, and whose
+values are large, has some more, so that a value need not be copied out::
+
+    small value    the receiver copies it out; its slot is free at once
+    large value    the receiver hands out the slot itself; it is free when the tensor has gone
+
+[Note: lent slots] A lent slot does not count as a message under way: ``depth`` is proven to be
+enough only if taking a message makes room for another. So a slot is lent only while fewer than
+``num_spare`` are; else the value is copied out like a small one. Whoever holds a value for long
+(an output, an activation until its backward) thus costs a copy, and never blocks a sender.
+Each lent slot has a word of its own: the receiver sets it before it counts the message as taken,
+and clears it after its last look at the value. The sender takes the lowest slot that is neither
+under way nor lent, so memory that is not needed is not touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphsplit.transport._region import Region, can_populate
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.frame import Frame, header_bytes
+from graphsplit.transport.layout import ALIGNMENT, payload_view
+
+LEND_BYTES = 128 << 10
+"""Values from this size on are lent: copying one out costs more than keeping track of it."""
+
+_SPARE_BYTES, _MAX_SPARE = 256 << 20, 32
+# Copying a large value must let other threads run; for a small one that costs more than it does.
+_UNLOCKED_BYTES = 1 << 20
+_copy = ctypes.PyDLL(None).memmove
+_copy_unlocked = ctypes.CDLL(None).memmove
+for _function in (_copy, _copy_unlocked):
+    _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    _function.restype = None
+_clear = ctypes.PyDLL(None).memset
+_clear.argtypes, _clear.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], None
+
+
+def aligned(size_bytes: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def num_spare(spec: ChannelSpec) -> int:
+    """How many values of a channel may be lent at a time."""
+    if not spec.lends or spec.max_bytes < LEND_BYTES or not can_populate():
+        return 0
+    return max(1, min(_MAX_SPARE, _SPARE_BYTES // spec.max_bytes))
+
+
+def slot_bytes(spec: ChannelSpec) -> int:
+    """Size of one slot."""
+    return aligned(header_bytes(spec)) + max(aligned(spec.max_bytes), ALIGNMENT)
+
+
+def _is_dense(frame: Frame) -> bool:
+    """Whether a payload equals its value's memory byte by byte, whatever the value is.
+
+    A complex value may be conjugated only where it is read; its memory says nothing of that.
+    """
+    layout = frame.layout
+    if layout is None or frame.dtype.is_complex or frame.device != "cpu":
+        return False
+    return layout.is_dense and layout.span > 0
+
+
+class _Lease:
+    """Clears a slot's word when the last tensor that sees the slot has gone."""
+
+    words: memoryview
+    word: int
+    fence: Callable[[], None]
+    region: Region  # keeps the memory mapped
+    process = -1
+
+    def __del__(self) -> None:
+        # A child made by fork has no say in memory that it shares with its parent.
+        if self.process == os.getpid():
+            self.fence()
+            self.words[self.word] = 0
+
+
+class Slot:
+    """Room for one message: its header, and its payload seen as the last layout sees it.
+
+    Args:
+        region: The channel's memory.
+        offset: Where the slot begins in it.
+        spec: The channel.
+        words: The channel's words.
+        lent_word: Which of them says that this slot is lent.
+        fence: Orders what comes before it with what comes after.
+
+    Attributes:
+        header: The header's bytes.
+        frame: The last layout.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        offset: int,
+        spec: ChannelSpec,
+        *,
+        words: memoryview,
+        lent_word: int,
+        fence: Callable[[], None],
+    ) -> None:
+        self._region = region
+        self._offset = offset
+        self._payload_at = aligned(header_bytes(spec))
+        self._address = region.address + offset + self._payload_at
+        self._reserved = -1
+        self._words = words
+        self._lent_word = lent_word
+        self._fence = fence
+        self.header = memoryview(region.buffer).cast("B")[offset : offset + header_bytes(spec)]
+        self._memory = torch.frombuffer(
+            region.buffer,
+            dtype=torch.uint8,
+            offset=offset + self._payload_at,
+            count=slot_bytes(spec) - self._payload_at,
+        )
+        self.frame: Frame | None = None
+        self._view: torch.Tensor | None = None
+        self._is_dense = self._is_cloned = False
+        self._lease: Any = None  # the class of the leases of this size
+
+    def adopt(self, frame: Frame) -> None:
+        """Turn to a new layout."""
+        if frame.payload_bytes > self._reserved:
+            self._region.reserve(self._offset, self._payload_at + frame.payload_bytes)
+            self._reserved = frame.payload_bytes
+        self.frame = frame
+        self._is_cloned, self._lease, self._view = False, None, None
+        self._is_dense = _is_dense(frame)
+        if frame.layout is None:
+            return
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._view = payload_view(self._memory, frame.layout, frame.dtype)
+            if self._is_dense and frame.is_whole and frame.offset == 0:
+                view = self._view.as_strided(frame.layout.shape, frame.layout.strides)
+                if torch.empty_like(view).stride() == frame.strides:
+                    self._view, self._is_cloned = view, True
+        if self._is_cloned and frame.payload_bytes >= LEND_BYTES:
+            octets = ctypes.c_ubyte * frame.payload_bytes
+            self._lease = type("Lease", (_Lease, octets), {})
+
+    def write(self, value: torch.Tensor) -> None:
+        """Copy in a value of the layout that was adopted last."""
+        frame = self.frame
+        assert frame is not None
+        if self._is_dense and not value.is_neg():
+            source = value.data_ptr()
+            if source:
+                size = frame.payload_bytes
+                copy = _copy if size < _UNLOCKED_BYTES else _copy_unlocked
+                copy(self._address, source, size)
+                return
+        if self._view is not None:
+            self._view.copy_(frame.wire(value))
+
+    def prepared(self) -> torch.Tensor | None:
+        """Memory for a value of the layout that was adopted last; None if that is not worth it.
+
+        Having it before a small value arrives leaves nothing to do then but to copy. Its pages are
+        touched, and so is the code that copies.
+        """
+        if not self._is_cloned or self._lease is not None or self._view is None:
+            return None
+        value = torch.empty_like(self._view)
+        assert self.frame is not None
+        address = value.data_ptr()
+        _clear(address, 0, self.frame.payload_bytes)
+        _copy(address, address, 0)
+        return value
+
+    def copy_into(self, value: torch.Tensor) -> None:
+        """Copy the value out, into memory that was prepared for this very layout."""
+        assert self.frame is not None
+        _copy(value.data_ptr(), self._address, self.frame.payload_bytes)
+
+    def sample(self) -> torch.Tensor | None:
+        """A tensor of the layout that was adopted last, for rehearsals; nobody reads its values."""
+        return self._view if self._is_cloned else None
+
+    def copy_out(self) -> torch.Tensor | None:
+        """The value in fresh memory of its own."""
+        view = self._view
+        if view is None:
+            return None
+        if self._is_cloned:
+            return view.clone()
+        assert self.frame is not None
+        value = self.frame.empty()
+        self.frame.wire(value).copy_(view)
+        return value
+
+    def lend(self) -> torch.Tensor | None:
+        """The value where it is, until its memory is freed; None if it has to be copied out.
+
+        The tensor is no view of another one: operations in place treat it as any other.
+        """
+        if self._lease is None:
+            return None
+        assert self.frame is not None
+        assert self.frame.layout is not None
+        lease = self._lease.from_address(self._address)
+        self._words[self._lent_word] = 1
+        lease.words, lease.word, lease.fence = self._words, self._lent_word, self._fence
+        lease.region, lease.process = self._region, os.getpid()
+        dtype, layout = self.frame.dtype, self.frame.layout
+        storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+        value = torch.empty(0, dtype=dtype, device="cpu")
+        return value.set_(storage, 0, layout.shape, layout.strides)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a value is still seen by somebody."""
+        return bool(self._words[self._lent_word])

@@ -1,0 +1,142 @@
+"""The two ends of a channel on a link over ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphsplit.errors import TransportError
+from graphsplit.transport._credit import CreditedReceiver, CreditedSender
+from graphsplit.transport._torch_wire import (
+    INLINE_BYTES,
+    MAX_HEADER_BYTES,
+    Kind,
+    Record,
+    octets,
+)
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.frame import Frame, describe, header_bytes
+from graphsplit.transport.layout import pack, unpack
+from graphsplit.transport.session import AbortWatch
+
+if TYPE_CHECKING:
+    from graphsplit.transport._torch_link import TorchLink
+
+
+class HostMessage:
+    """A value whose payload has arrived in host memory of its own."""
+
+    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
+        self.header = header
+        self._frame = frame
+        self._memory = memory
+
+    def value(self) -> torch.Tensor | None:
+        """See ``Arrived.value``."""
+        layout = self._frame.layout
+        if layout is None or layout.is_dense or self._memory is None:
+            return self._memory
+        return unpack(self._memory, layout, self._frame.dtype, self._frame.offset)
+
+
+def memory_for(frame: Frame) -> torch.Tensor | None:
+    """Memory to receive a payload in: the value itself if its memory has no gaps."""
+    if frame.layout is None:
+        return None
+    if frame.layout.is_dense:
+        return frame.empty()
+    return torch.empty(frame.payload_bytes, dtype=torch.uint8, device=frame.device)
+
+
+def is_plain(value: torch.Tensor, frame: Frame) -> bool:
+    """Whether the bytes in a value's memory are its payload."""
+    # Conjugation and negation may be pending in a value, and are not in its memory yet.
+    dense = frame.layout is not None and frame.layout.is_dense
+    return dense and not (value.is_conj() or value.is_neg())
+
+
+class TorchSender(CreditedSender):
+    """The sending end."""
+
+    def __init__(
+        self, spec: ChannelSpec, link: TorchLink, watch: AbortWatch, generation: int
+    ) -> None:
+        super().__init__(spec, link.outgoing, watch, generation)
+        if header_bytes(spec) > MAX_HEADER_BYTES:
+            raise TransportError(f"{describe(spec)}: too many dimensions for this transport")
+        self._link = link
+        self._holds = False
+        # Large payloads that the peer has not taken yet; None for each small one.
+        self._under_way: deque[tuple[torch.Tensor, Any] | None] = deque()
+        self._spare: list[torch.Tensor] = []
+
+    def hold(self) -> None:
+        """See ``Sender.hold``."""
+        self._holds = True
+
+    def send(
+        self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
+    ) -> None:
+        """See ``Sender.send``."""
+        hold, self._holds = self._holds, False
+        frame = self._encoder.frame_of(value)
+        header = self._next_header(frame, step, microbatch)
+        memory = None if value is None else value.detach()
+        kind = Kind.SMALL if frame.payload_bytes <= INLINE_BYTES else Kind.LARGE
+        if self.spec.device != "cpu" and frame.payload_bytes:
+            kind = Kind.DEVICE
+        record = Record(kind, self.spec.plan, self.spec.edge, 0, header, frame.payload_bytes)
+        try:
+            self._link.put_owed()
+            if kind is Kind.SMALL:
+                self._send_small(record, frame, memory, hold)
+            elif memory is not None:
+                self._send_large(record, frame, memory)
+        except TransportError as error:
+            self._watch.raise_broken(f"{describe(self.spec)}: worker {self._link.peer}: {error}")
+
+    def _send_small(
+        self, record: Record, frame: Frame, memory: torch.Tensor | None, hold: bool
+    ) -> None:
+        if memory is not None and not is_plain(memory, frame):
+            memory, _ = pack(memory)
+        self._under_way.append(None)
+        address = 0 if memory is None else memory.data_ptr()
+        self._link.writer.put(record, address=address, hold=hold)
+
+    def _send_large(self, record: Record, frame: Frame, memory: torch.Tensor) -> None:
+        if is_plain(memory, frame):
+            payload = self._copied(octets(memory, frame.payload_bytes))
+        else:
+            payload, _ = pack(memory)
+        if record.kind is Kind.DEVICE:
+            self._under_way.append(None)
+            self._link.put_device(record, payload)
+            return
+        self._under_way.append((payload, self._link.writer.put_large(record, payload)))
+
+    def _copied(self, payload: torch.Tensor) -> torch.Tensor:
+        """A copy, in memory that an earlier value of this size has left."""
+        spare = self._spare.pop() if self._spare else None
+        with torch.inference_mode(False), torch.no_grad():
+            if spare is None or spare.numel() != payload.numel():
+                return payload.clone()
+            return spare.copy_(payload)
+
+    def credited(self, messages: int) -> None:
+        """See ``CreditedSender.credited``."""
+        for _ in range(min(messages, len(self._under_way))):
+            taken = self._under_way.popleft()
+            if taken is not None and not self.closed:
+                self._spare.append(taken[0])
+
+    def close(self) -> None:
+        """See ``CreditedSender.close``."""
+        super().close()
+        self._spare.clear()
+
+
+class TorchReceiver(CreditedReceiver):
+    """The receiving end."""

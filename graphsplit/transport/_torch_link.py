@@ -1,0 +1,325 @@
+"""The link of two workers over ``torch.distributed``: one ordered stream in each direction.
+
+Whatever worker A sends to worker B, values of all channels and credits alike, goes through one
+stream of messages with one tag. B posts the receives of that tag ahead, and a thread of B's files
+what arrives by channel::
+
+    A's program     send(x) ── copy ──► message ══ Gloo, tag 0 ══► B's thread ──► channel ► receive
+    A's thread      ◄── credit ◄════════════ Gloo, tag 0 ◄════════════════════════ B's program
+
+So the order in which B's program receives need not be the order in which A's sends, and both may
+be any order at all: nothing is matched by the order of posting, which is what deadlocks programs
+that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``_credit``.
+
+[Note: ends of a link] A Gloo receive cannot be cancelled, and a wait that runs out of time breaks
+the link. So the thread waits without limit, ``abort`` breaks the link on purpose by a wait of one
+millisecond, and deadlines are kept by those who wait for the thread. A link that closes in peace
+says so and waits for the answer, because closing a Gloo pair drops what is still under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from graphsplit.errors import FrameError, GraphsplitError, TransportError
+from graphsplit.transport._credit import Arrived, Incoming, Outgoing
+from graphsplit.transport._torch_ends import HostMessage, TorchReceiver, TorchSender, memory_for
+from graphsplit.transport._torch_wire import (
+    ABORT_TAG,
+    FOREVER,
+    MESSAGE_TAG,
+    PAYLOAD_TAG,
+    Kind,
+    MessageBuffer,
+    Record,
+    octets,
+)
+from graphsplit.transport._torch_writer import Writer
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.frame import Frame
+
+if TYPE_CHECKING:
+    from graphsplit.transport._torch_device import DeviceWire
+
+FLUSH_S = 5.0
+"""How long ``close`` gives a healthy peer to take what was sent already."""
+
+_NUM_POSTED = 4  # receives of messages, so that a sender need not wait for one
+_ABORT_AFTER = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of two, and what each of them says first.
+
+    Attributes:
+        gloo: Moves host memory.
+        device: Moves device memory; None where there is none.
+        peer: The other one's rank in the group.
+        mine: What this worker says first.
+        theirs: What the other one must say first.
+        store: Must live as long as the group.
+    """
+
+    gloo: Any
+    device: DeviceWire | None
+    peer: int
+    mine: bytes
+    theirs: bytes
+    store: object
+
+
+class _Outgoing(Outgoing[TorchSender]):
+    """The channels to the peer."""
+
+    def __init__(self, peer: int, writer: Writer) -> None:
+        super().__init__(peer)
+        self._writer = writer
+
+    def want(self, spec: ChannelSpec) -> None:
+        """See ``Outgoing.want``. That the link broke is told by ``broken``."""
+        with suppress(TransportError):
+            self._writer.put(Record(Kind.WANT, spec.plan, spec.edge))
+
+    def flush(self) -> None:
+        """See ``Outgoing.flush``. That the link broke is told by ``broken``."""
+        with suppress(TransportError):
+            self._writer.flush()
+
+
+class _Incoming(Incoming[TorchReceiver]):
+    """The channels from the peer."""
+
+    def __init__(self, source: int, writer: Writer) -> None:
+        super().__init__(source)
+        self._writer = writer
+        self._largest = 0
+
+    def add(self, receiver: TorchReceiver) -> None:
+        """See ``Incoming.add``."""
+        self._largest = max(self._largest, receiver.spec.max_bytes)
+        super().add(receiver)
+
+    def grant(self, spec: ChannelSpec, messages: int) -> None:
+        """See ``Incoming.grant``. On a broken link nobody needs credit any more."""
+        with suppress(TransportError):
+            self._writer.put(Record(Kind.CREDIT, spec.plan, spec.edge, messages))
+
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """Memory for what was under way when its plan was closed, within what plans allow."""
+        if size_bytes > self._largest:
+            raise FrameError(f"a payload of {size_bytes} bytes; at most {self._largest} are open")
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+class TorchLink:
+    """Both directions between this worker and a peer. Thread-safe.
+
+    Args:
+        peer: The other worker.
+        connect: Makes the process group; runs on the link's thread, and may wait for the peer.
+
+    Attributes:
+        peer: The other worker.
+        outgoing: The channels to it.
+        incoming: The channels from it.
+        writer: Writes to it.
+    """
+
+    def __init__(self, peer: int, connect: Callable[[], Group]) -> None:
+        self.peer = peer
+        self.writer = Writer()
+        self.outgoing = _Outgoing(peer, self.writer)
+        self.incoming = _Incoming(peer, self.writer)
+        self._connect = connect
+        self._group: Group | None = None
+        self._posted: deque[MessageBuffer] = deque()
+        self._is_closing = False
+        self._peer_left = False
+        self._peer_has_read = threading.Event()
+        name = f"graphsplit-torch-{peer}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect; what is granted and sent meanwhile waits for that."""
+        self._thread.start()
+
+    def notify(self) -> None:
+        """Make every thread that waits for the peer look around."""
+        self.outgoing.notify()
+        self.incoming.notify()
+
+    def remove_plan(self, plan: int | None) -> None:
+        """Close the channels of a plan; of all plans for None."""
+        self.incoming.remove_plan(plan)
+        self.outgoing.remove_plan(plan)
+
+    def put_owed(self) -> None:
+        """Have credits that are owed ride along with what is written next."""
+        for spec, messages in self.incoming.owed():
+            self.writer.put(Record(Kind.CREDIT, spec.plan, spec.edge, messages), hold=True)
+
+    def put_device(self, record: Record, payload: torch.Tensor) -> None:
+        """Write a record, and send its payload from device to device."""
+        group = self._group
+        assert group is not None and group.device is not None, "checked when it was opened"
+        with group.device.lock:
+            self.writer.put(record)
+            group.device.send(payload)
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that nothing more will come; it answers when it has read everything."""
+        if self._group is None or self.outgoing.broken is not None:
+            self._peer_has_read.set()
+            return
+        try:
+            self.writer.put(Record(Kind.BYE))
+        except TransportError:
+            self._peer_has_read.set()
+
+    def close(self, *, flush: bool) -> None:
+        """End the link; with ``flush``, after the answer to ``say_goodbye``."""
+        if flush:
+            self._peer_has_read.wait(FLUSH_S)
+        self._is_closing = True
+        self.remove_plan(None)
+        self.abort()
+        self._thread.join(FLUSH_S)
+        self.writer.stop()
+        self._group = None
+
+    def abort(self) -> None:
+        """Break the link, whoever waits for it."""
+        group = self._group
+        if group is None:
+            return
+        with suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.gloo.recv([nothing], group.peer, ABORT_TAG).wait(_ABORT_AFTER)
+        if group.device is not None:
+            group.device.abort()
+
+    # Everything below runs on the thread.
+
+    def _run(self) -> None:
+        error: Exception
+        try:
+            group = self._connect()
+            for _ in range(_NUM_POSTED):
+                self._post(group, MessageBuffer())
+            self._group = group
+            self.writer.start(group.gloo, group.peer, Record(Kind.PROOF, header=group.mine))
+            if not self._is_closing:
+                self._check_proof(group)
+                while True:
+                    self._read(group)
+        except GraphsplitError as raised:
+            error = raised
+        except Exception as raised:
+            # Whatever torch raises here (it has no base class for it): the link ended.
+            error = TransportError(_reason(raised))
+        self._end(error)
+
+    def _post(self, group: Group, message: MessageBuffer) -> None:
+        message.work = group.gloo.recv([message.memory], group.peer, MESSAGE_TAG)
+        self._posted.append(message)
+
+    def _next(self, group: Group) -> MessageBuffer:
+        message = self._posted.popleft()
+        message.work.wait(FOREVER)
+        return message
+
+    def _check_proof(self, group: Group) -> None:
+        message = self._next(group)
+        record = message.read()[0][0]
+        if record.kind is not Kind.PROOF or not hmac.compare_digest(record.header, group.theirs):
+            raise FrameError(f"worker {self.peer}: a stranger answered in its place")
+        self._post(group, message)
+
+    def _read(self, group: Group) -> None:
+        message = self._next(group)
+        for record, address in message.read():
+            self._take(group, record, address)
+        self._post(group, message)
+
+    def _take(self, group: Group, record: Record, address: int) -> None:
+        if record.kind is Kind.CREDIT:
+            self.outgoing.granted(record.plan, record.edge, record.number)
+        elif record.kind is Kind.WANT:
+            self.incoming.wanted(record.plan, record.edge)
+        elif record.kind is Kind.BYE:
+            self._peer_left = True
+            self.writer.put(Record(Kind.READ))
+        elif record.kind is Kind.READ:
+            self._peer_has_read.set()
+        elif record.kind is Kind.PROOF:
+            raise FrameError(f"worker {self.peer} said twice who it is")
+        else:
+            self._take_value(group, record, address)
+
+    def _take_value(self, group: Group, record: Record, address: int) -> None:
+        receiver = self.incoming.find(record.plan, record.edge)
+        if receiver is None:
+            self._drop(group, record)
+            return
+        frame = receiver.begin(record.header)
+        if frame.payload_bytes != record.payload_bytes:
+            raise FrameError(
+                f"worker {self.peer} announced {record.payload_bytes} bytes of payload; "
+                f"expected {frame.payload_bytes}"
+            )
+        receiver.file(self._message(group, record, frame, address))
+
+    def _drop(self, group: Group, record: Record) -> None:
+        """Receive what was under way when its plan was closed, and forget it."""
+        if record.kind is Kind.SMALL:
+            return
+        scratch = self.incoming.scratch(record.payload_bytes)
+        if record.kind is Kind.LARGE:
+            self._receive(group, scratch)
+        elif group.device is not None:
+            group.device.drop(scratch)
+
+    def _message(self, group: Group, record: Record, frame: Frame, address: int) -> Arrived:
+        """Receive the payload of a checked header."""
+        memory = memory_for(frame)
+        is_on_device = memory is not None and not memory.is_cpu
+        if is_on_device != (record.kind is Kind.DEVICE):
+            raise FrameError(f"worker {self.peer} sent to host memory what is on a device")
+        if memory is not None and group.device is not None and is_on_device:
+            return group.device.receive(record.header, frame, memory)
+        if memory is not None and record.kind is Kind.SMALL:
+            ctypes.memmove(memory.data_ptr(), address, frame.payload_bytes)
+        elif memory is not None:
+            self._receive(group, octets(memory, frame.payload_bytes))
+        return HostMessage(record.header, frame, memory)
+
+    def _receive(self, group: Group, memory: torch.Tensor) -> None:
+        group.gloo.recv([memory], group.peer, PAYLOAD_TAG).wait(FOREVER)
+
+    def _end(self, error: Exception) -> None:
+        if self._peer_left or self._is_closing:
+            error = TransportError("closed its end")
+        # Its frames hold the group, and the group holds sockets.
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._peer_has_read.set()
+        self.incoming.end(error)
+        self.outgoing.fail(str(error))
+        self.abort()
+        self._posted.clear()
+
+
+def _reason(error: Exception) -> str:
+    """What Gloo says, without the path of its sources."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return f"the link broke: {first.rpartition('] ')[2] or first}"

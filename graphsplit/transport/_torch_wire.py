@@ -1,0 +1,176 @@
+"""The bytes of a link: records that share messages, and values too large to share one.
+
+A *message* is what one Gloo send carries, at most ``MESSAGE_BYTES``. It holds one or several
+records, each at a multiple of 64 bytes::
+
+    number of records u32 | record, header, payload | record, header, payload | ...
+
+A record's payload stands inside the message if it is small. A larger one follows under a tag of
+its own, straight out of the sender's memory and into the receiver's; on a device it goes from
+device to device instead. Large payloads arrive in the order of their records.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from graphsplit.errors import FrameError
+
+INLINE_BYTES = 64 << 10
+"""Payloads up to this size travel inside a message."""
+MESSAGE_BYTES = INLINE_BYTES + (4 << 10)
+MAX_HEADER_BYTES = 2 << 10
+
+FOREVER = timedelta(days=365)
+"""Gloo breaks a link when a wait ends by time; so waits end by the job's abort, or the peer's."""
+MESSAGE_TAG, PAYLOAD_TAG, ABORT_TAG = 0, 1, 2
+
+_COUNT = struct.Struct("<I")
+_RECORD = struct.Struct("<BxHIqqQ")
+_LINE = 64
+
+
+class Kind(IntEnum):
+    """What a record says."""
+
+    PROOF = 1  # the first one: header = who I am
+    CREDIT = 2  # number = messages that may be sent in (plan, edge)
+    SMALL = 3  # a value, payload behind the header
+    LARGE = 4  # a value, payload in a message of its own
+    DEVICE = 5  # a value, payload from device to device
+    BYE = 6  # nothing more will come
+    READ = 7  # answer to BYE: all of it was read
+    WANT = 8  # the sender of (plan, edge) waits for credit
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record.
+
+    Attributes:
+        kind: What it says.
+        plan: The channel's plan.
+        edge: The channel's edge.
+        number: Number of credits.
+        header: Header of a value, or the proof.
+        payload_bytes: Size of the payload, wherever it is.
+    """
+
+    kind: Kind
+    plan: int = 0
+    edge: int = 0
+    number: int = 0
+    header: bytes = b""
+    payload_bytes: int = 0
+
+    @property
+    def inline_bytes(self) -> int:
+        """Bytes of payload in the message itself."""
+        return self.payload_bytes if self.kind is Kind.SMALL else 0
+
+
+def aligned(size_bytes: int) -> int:
+    """The next multiple of 64."""
+    return -(-size_bytes // _LINE) * _LINE
+
+
+def record_bytes(record: Record) -> int:
+    """Room that a record takes in a message."""
+    return aligned(_RECORD.size + len(record.header)) + aligned(record.inline_bytes)
+
+
+class MessageBuffer:
+    """Memory for one message, to write it or to receive it.
+
+    Attributes:
+        memory: All of it.
+        used: Bytes written.
+        count: Records written.
+        work: The send that last read from it, or the receive that writes to it.
+    """
+
+    def __init__(self) -> None:
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.memory = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+        self._view = memoryview(self.memory.numpy().data).cast("B")
+        self.used = _LINE
+        self.count = 0
+        self.work: Any = None
+
+    def clear(self) -> None:
+        """Begin a new message."""
+        self.used, self.count = _LINE, 0
+
+    def has_room(self, record: Record) -> bool:
+        """Whether a record fits behind the others."""
+        return self.used + record_bytes(record) <= MESSAGE_BYTES
+
+    def write(self, record: Record) -> int:
+        """Add a record; the address for its payload."""
+        start, header = self.used, record.header
+        _RECORD.pack_into(
+            self._view,
+            start,
+            record.kind,
+            len(header),
+            record.number,
+            record.plan,
+            record.edge,
+            record.payload_bytes,
+        )
+        body = start + _RECORD.size
+        self._view[body : body + len(header)] = header
+        payload = start + aligned(_RECORD.size + len(header))
+        self.used = payload + aligned(record.inline_bytes)
+        self.count += 1
+        _COUNT.pack_into(self._view, 0, self.count)
+        return self.address + payload
+
+    def written(self) -> torch.Tensor:
+        """The message."""
+        return self.memory[: self.used]
+
+    def read(self) -> list[tuple[Record, int]]:
+        """The records, and the address of each one's payload.
+
+        Raises:
+            FrameError: A record does not lie inside the message.
+        """
+        (count,) = _COUNT.unpack_from(self._view)
+        records = []
+        at = _LINE
+        for _ in range(count):
+            if at + _RECORD.size > MESSAGE_BYTES:
+                raise FrameError(f"a message of {count} records, which is more than fit in it")
+            record, at = self._read_at(at)
+            records.append((record, self.address + at))
+            at += aligned(record.inline_bytes)
+        return records
+
+    def _read_at(self, at: int) -> tuple[Record, int]:
+        kind, size, number, plan, edge, payload = _RECORD.unpack_from(self._view, at)
+        body = at + _RECORD.size
+        end = at + aligned(_RECORD.size + size)
+        if kind not in Kind._value2member_map_ or size > MAX_HEADER_BYTES or end > MESSAGE_BYTES:
+            raise FrameError(f"a record of kind {kind} with a header of {size} bytes")
+        header = bytes(self._view[body : body + size])
+        record = Record(Kind(kind), plan, edge, number, header, payload)
+        if end + record.inline_bytes > MESSAGE_BYTES:
+            raise FrameError(f"a record with {payload} bytes of payload, more than fit in it")
+        return record, end
+
+
+def octets(value: torch.Tensor, size_bytes: int) -> torch.Tensor:
+    """The memory of a dense value as bytes, not copied."""
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(0, dtype=torch.uint8, device=value.device)
+        start = value.storage_offset() * value.dtype.itemsize
+        return flat.set_(value.untyped_storage(), start, (size_bytes,), (1,))

@@ -1,0 +1,125 @@
+"""The writing half of a link: records gathered into messages, messages handed to Gloo.
+
+Sending never waits for the peer's program, only for its thread, and that only when
+``_NUM_MESSAGES`` messages are under way. What is sent stands in memory of the writer's own, which
+is used again when the send that reads from it is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from typing import Any
+
+import torch
+
+from graphsplit.errors import TransportError
+from graphsplit.transport._torch_wire import (
+    FOREVER,
+    MESSAGE_TAG,
+    PAYLOAD_TAG,
+    MessageBuffer,
+    Record,
+)
+
+_NUM_MESSAGES = 16
+
+
+class Writer:
+    """Writes to one peer. Thread-safe; what is written before ``start`` waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: deque[MessageBuffer] = deque()
+        self._current: MessageBuffer | None = None
+        self._num_made = 0
+        self._early: list[Record] = []
+        self._gloo: Any = None
+        self._peer = -1
+
+    def start(self, gloo: Any, peer: int, first: Record) -> None:
+        """Begin to write, this record before all others."""
+        with self._lock:
+            self._gloo, self._peer = gloo, peer
+            for record in (first, *self._early):
+                self._add(record, 0)
+                self._flush()
+            self._early.clear()
+
+    def put(self, record: Record, *, address: int = 0, hold: bool = False) -> None:
+        """Write a record, with a payload copied from ``address`` if it is a small one.
+
+        Args:
+            record: The record.
+            address: Where the payload is.
+            hold: It may wait for the next record, to travel together.
+        """
+        with self._lock:
+            if self._gloo is None:
+                assert record.inline_bytes == 0, "a value needs credit, so there is a link"
+                self._early.append(record)
+                return
+            self._add(record, address)
+            if not hold:
+                self._flush()
+
+    def put_large(self, record: Record, payload: torch.Tensor) -> Any:
+        """Write a record and, out of the value's own memory, its payload.
+
+        Returns:
+            The send; it and the payload must be kept until the peer has taken the value.
+        """
+        with self._lock:
+            self._add(record, 0)
+            self._flush()
+            return self._call(self._gloo.send, payload, PAYLOAD_TAG)
+
+    def flush(self) -> None:
+        """Send what is held back."""
+        with self._lock:
+            self._flush()
+
+    def stop(self) -> None:
+        """Let go of the group."""
+        with self._lock:
+            self._gloo = None
+            self._free.clear()
+            self._current = None
+
+    def _add(self, record: Record, address: int) -> None:
+        message = self._current
+        if message is not None and not message.has_room(record):
+            self._flush()
+            message = None
+        if message is None:
+            message = self._current = self._empty()
+        target = message.write(record)
+        if record.inline_bytes:
+            ctypes.memmove(target, address, record.inline_bytes)
+
+    def _empty(self) -> MessageBuffer:
+        """Memory for a message: new, or the oldest, once its send is done."""
+        if self._num_made < _NUM_MESSAGES:
+            self._num_made += 1
+            return MessageBuffer()
+        message = self._free.popleft()
+        if message.work is not None:
+            try:
+                message.work.wait(FOREVER)
+            except RuntimeError as error:
+                raise TransportError(f"the link broke: {error}") from error
+        message.clear()
+        return message
+
+    def _flush(self) -> None:
+        message, self._current = self._current, None
+        if message is not None:
+            self._free.append(message)
+            message.work = self._call(self._gloo.send, message.written(), MESSAGE_TAG)
+
+    def _call(self, send: Any, memory: torch.Tensor, tag: int) -> Any:
+        try:
+            return send([memory], self._peer, tag)
+        except RuntimeError as error:
+            raise TransportError(f"the link broke: {error}") from error

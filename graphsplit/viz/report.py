@@ -1,0 +1,115 @@
+"""What is told of a measured and predicted step: a table, a trace, a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphsplit.partition.dump import human_bytes
+from graphsplit.partition.folding import align
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.schedule.timeline import Timeline
+from graphsplit.viz.chrome import chrome_trace
+from graphsplit.viz.svg import draw_timelines
+
+FILES = ("trace.json", "timeline.svg", "summary.txt", "summary.json")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A step, predicted and measured.
+
+    Attributes:
+        plan: The plan that was run.
+        predicted: The step as it is predicted.
+        measured: The step as it was measured.
+        resident_bytes: The most memory that each worker's process has held.
+        source: Where the costs come from, in words.
+    """
+
+    plan: PartitionPlan
+    predicted: Timeline
+    measured: Timeline
+    resident_bytes: tuple[int, ...]
+    source: str
+
+
+def describe_report(report: Report) -> str:
+    """Step time, and each worker's idle share and memory, as a table."""
+    predicted, measured = report.predicted, report.measured
+    lines = align(
+        [
+            ("step time", "predicted", "measured", "predicted / measured"),
+            (
+                "",
+                seconds_in_words(predicted.step_s),
+                seconds_in_words(measured.step_s),
+                f"{predicted.step_s / measured.step_s:.3f}",
+            ),
+        ],
+        right=frozenset({1, 2, 3}),
+    )
+    rows = [
+        ("worker", "busy, predicted", "measured", "idle, predicted", "measured",
+         "activations and messages", "process")
+    ]  # fmt: skip
+    for worker in range(len(measured.workers)):
+        rows.append(
+            (
+                str(worker),
+                seconds_in_words(predicted.busy_s(worker)),
+                seconds_in_words(measured.busy_s(worker)),
+                f"{predicted.idle_share(worker):.0%}",
+                f"{measured.idle_share(worker):.0%}",
+                _bytes(predicted.peak_bytes, worker),
+                _bytes(report.resident_bytes, worker),
+            )
+        )
+    table = align(rows, right=frozenset(range(len(rows[0]))))
+    return "\n".join([f"costs {report.source}", "", *lines, "", *table])
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Seconds, or milliseconds where it is less than one."""
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+def _bytes(sizes: Sequence[int], worker: int) -> str:
+    return human_bytes(sizes[worker]) if worker < len(sizes) else ""
+
+
+def summary(report: Report) -> dict[str, object]:
+    """The same numbers for programs, in seconds and bytes."""
+    predicted, measured = report.predicted, report.measured
+    return {
+        "source": report.source,
+        "predicted_step_s": predicted.step_s,
+        "measured_step_s": measured.step_s,
+        "ratio": predicted.step_s / measured.step_s,
+        "workers": [
+            {
+                "worker": worker,
+                "predicted_busy_s": predicted.busy_s(worker),
+                "measured_busy_s": measured.busy_s(worker),
+                "predicted_idle_share": predicted.idle_share(worker),
+                "measured_idle_share": measured.idle_share(worker),
+                "peak_bytes": predicted.peak_bytes[worker],
+                "resident_bytes": report.resident_bytes[worker],
+            }
+            for worker in range(len(measured.workers))
+        ],
+    }
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write ``FILES`` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    timelines = {"predicted": report.predicted, "measured": report.measured}
+    trace = chrome_trace(report.plan, timelines)
+    (folder / "trace.json").write_text(json.dumps(trace))
+    (folder / "timeline.svg").write_text(draw_timelines(report.plan, timelines))
+    (folder / "summary.txt").write_text(describe_report(report) + "\n")
+    # The last one: who waits for it finds all of them.
+    (folder / "summary.json").write_text(json.dumps(summary(report), indent=2) + "\n")
