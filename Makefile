@@ -15,10 +15,12 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Igraphsplit/_proto=proto/graphsplit
 SOURCES := graphsplit examples tests benchmarks docs
 DEMO_ARGS ?= --epochs 40 --lr 0.02
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench clean venv
+.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -67,8 +69,13 @@ format: $(STAMP) ## let ruff rewrite the sources
 docs: $(STAMP) ## build the API reference as HTML under docs/_build
 	$(BIN)/python docs/build_api.py
 
-bench: $(STAMP) ## measure, and write JSON under benchmarks/results/local
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+# The tests run a few seconds of each.
+fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ_ARGS="--frames N"
+	$(BIN)/python tests/fuzz/frame_fuzzer.py $(FUZZ_ARGS)
+	$(BIN)/python tests/fuzz/session_fuzzer.py
+
+bench: $(STAMP) ## measure every row of the table, and write JSON under benchmarks/results/local
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
 
 venv: $(STAMP) ## make .venv only
 

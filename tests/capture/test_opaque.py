@@ -107,16 +107,41 @@ def test_capture_leaves_all_generators_alone() -> None:
     assert (random.getstate(), repr(np.random.get_state())) == before[1:]
 
 
-def test_an_attribute_that_settles_is_kept_and_a_tensor_is_put_back() -> None:
+def test_what_forward_leaves_in_attributes_is_noted_and_put_back() -> None:
     def run(net: Any, x: torch.Tensor) -> torch.Tensor:
         net.steps = x.shape[0]
         net.last = net.fc(x)
         return net.last * net.steps
 
     net = Net(run)
-    captured(net, X)
-    assert net.steps == 2
+    graph = captured(net, X)
+    assert [str(change) for change in graph.changes] == ["steps from 0 to 2"]
+    assert not graph.is_other_after
+    assert net.steps == 0
     assert not hasattr(net, "last")
+
+
+def test_an_attribute_that_forward_sets_and_reads_gives_other_graphs() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = net.fc(x) if net.steps else x * 2
+        net.steps = 1
+        return y
+
+    net = Net(run)
+    graph = captured(net, X, mode=Mode.PREDICT)
+    assert graph.is_other_after
+    assert net.steps == 0
+    (change,) = graph.changes
+    assert (change.key, change.old, change.new) == (("network", "steps"), 0, 1)
+
+
+def test_a_constant_made_of_an_attribute_counts_as_another_graph() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.tensor(float(net.steps))
+        net.steps = 3
+        return y
+
+    assert captured(Net(run), X, mode=Mode.PREDICT).is_other_after
 
 
 def test_other_shapes_than_captured_are_an_error_of_the_step() -> None:

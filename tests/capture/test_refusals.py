@@ -83,6 +83,27 @@ def test_an_error_of_the_users_own_code_is_shown_with_its_line() -> None:
     assert line_of(run) in message
 
 
+def test_what_plain_pytorch_refuses_too_is_not_blamed_on_the_capture() -> None:
+    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        net.count = net.count + 1
+        return net.fc(x[:, :3])
+
+    def misspelt(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        return net.fcc(x)  # type: ignore[operator]
+
+    network = Runs(run)
+    count = network.count
+    with pytest.raises(CaptureError) as caught:
+        captured(network, X)
+    message = str(caught.value)
+    assert "the network itself raises this error, in plain PyTorch too" in message
+    assert "got [2, 3] X [4, 4]" in message
+    assert line_of(run, 2) in message
+    assert "Fix: look at the shapes and dtypes of the batch" in message
+    assert network.count is count
+    assert "the network itself raises this error" in refusal(misspelt)
+
+
 def test_the_users_line_is_found_in_a_folder_called_like_the_package(tmp_path: Any) -> None:
     file = tmp_path / "graphsplit" / "torch" / "train.py"
     code = compile("def run(net, x):\n    return x.sum() if x.sum() > 0 else x\n", file, "exec")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import graphsplit.settings
 from graphsplit.cluster.member import Member, NodeIdentity
 from graphsplit.cluster.scheduler import serve
 from graphsplit.failure import AbortSignal, FailureCause
+from graphsplit.security.options import SecurityOptions
 from graphsplit.settings import ClusterSettings
 
 DEADLINE_S = 15.0
@@ -79,16 +80,23 @@ class LiveCluster:
         )
         self.port = ports.get(timeout=DEADLINE_S)
 
-    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self._pool.submit(call, *arguments)
+    def submit(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+        return self._pool.submit(call, *arguments, **named)
 
-    def join(self, node_id: str = "", *, identity: NodeIdentity | None = None) -> Joined:
+    def join(
+        self,
+        node_id: str = "",
+        *,
+        identity: NodeIdentity | None = None,
+        security: SecurityOptions | None = None,
+    ) -> Joined:
         settings = replace(
             self.settings,
             role="MS_WORKER",
             scheduler_port=self.port,
             node_id=node_id,
             wished_rank=int(node_id) if node_id.isdigit() else None,
+            security=security or self.settings.security,
         )
         abort = AbortSignal()
         member = Member.join(
@@ -135,18 +143,28 @@ class LiveCluster:
 class Process:
     """One real process, and the lines it prints."""
 
-    def __init__(self, mode: str, *, role: str, num_workers: int, port: int, node_id: str) -> None:
-        environ = {
+    def __init__(
+        self,
+        mode: str,
+        *,
+        role: str,
+        num_workers: int,
+        port: int,
+        node_id: str,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        variables = {
             **os.environ,
             "MS_ROLE": role,
             "MS_WORKER_NUM": str(num_workers),
             "MS_SCHED_PORT": str(port),
             "MS_NODE_ID": node_id,
             "MS_TOPO_TIMEOUT": str(DEADLINE_S),
+            **(environ or {}),
         }
         self._process = subprocess.Popen(
             [sys.executable, str(PROCESS), str(PACKAGE), mode],
-            env=environ,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -68,8 +68,9 @@ def work() -> None:
         sys.exit(0)
 
 
-if mode == "serve":
+if mode in ("serve", "serve_here"):
     # Any free port, so that tests can run side by side.
-    settings = replace(settings, scheduler_port=0)
+    if mode == "serve":
+        settings = replace(settings, scheduler_port=0)
     sys.exit(serve(settings, on_listening=lambda host, port: tell(f"port {port}")))
 work()

@@ -10,17 +10,31 @@ import pytest
 
 from graphsplit.cluster.events import (
     Connected,
+    Drop,
     Effect,
     Event,
     Exit,
     Log,
+    Persist,
     Received,
     Refuse,
     Send,
     Tick,
 )
-from graphsplit.cluster.messages import Register, SchedulerMessage, WorkerMessage
-from graphsplit.cluster.scheduler_state import JobIdentity, JobRules, SchedulerState
+from graphsplit.cluster.image import JobImage
+from graphsplit.cluster.messages import (
+    Arrive,
+    Departed,
+    Formed,
+    Place,
+    Ready,
+    Register,
+    SchedulerMessage,
+    Started,
+    WorkerMessage,
+)
+from graphsplit.cluster.rules import JobIdentity, JobRules
+from graphsplit.cluster.scheduler_state import SchedulerState
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -62,15 +76,24 @@ class Driver:
         self.sent: dict[int, list[SchedulerMessage]] = {}
         self.refused: dict[int, str] = {}
         self.exit: Exit | None = None
+        self.images: list[JobImage] = []
+        self.dropped: list[int] = []
+        self.num_departed = 0
 
     def feed(self, event: Event) -> list[Effect]:
         effects = self.state.handle(event, self.now)
         for effect in effects:
             match effect:
                 case Send():
+                    if effect.node == 0 and isinstance(effect.message, Departed):
+                        self.num_departed += 1
                     self.sent.setdefault(effect.node, []).append(effect.message)
                 case Refuse():
                     self.refused[effect.node] = effect.reason
+                case Drop():
+                    self.dropped.append(effect.node)
+                case Persist():
+                    self.images.append(effect.image)
                 case Log():
                     self.log.append(effect.line)
                 case Exit():
@@ -78,16 +101,31 @@ class Driver:
                     self.exit = effect
         return effects
 
-    def say(self, node: int, message: WorkerMessage) -> None:
-        self.feed(Received(node, message))
+    def say(self, node: int, message: WorkerMessage, *, generation: int | None = None) -> None:
+        """A worker of the present generation says something."""
+        present = self.state.generation if generation is None else generation
+        self.feed(Received(node, message, present))
+
+    def arrive(self, node: int, place: Place, name: str = "", digest: str = "") -> None:
+        """A worker comes to its next meeting."""
+        self.say(node, Arrive(place, name, digest, self.num_departed + 1))
 
     def register(self, node: int, new: Register) -> None:
         self.feed(Connected(node))
-        self.say(node, replace(new, num_workers=self.rules.num_workers))
+        changes = {"num_workers": self.rules.num_workers, "recovery": self.rules.recovery}
+        self.say(node, replace(new, **changes))  # type: ignore[arg-type]
+
+    def answer_plan(self) -> None:
+        """Every worker that was told a plan is ready for it."""
+        for node, messages in list(self.sent.items()):
+            if isinstance(messages[-1], Formed):
+                self.say(node, Ready(messages[-1].generation))
 
     def form(self) -> Driver:
         for rank in range(self.rules.num_workers):
             self.register(rank, registration(str(rank)))
+        self.answer_plan()
+        assert all(messages[-1] == Started(1) for messages in self.sent.values())
         self.sent.clear()
         self.log.clear()
         return self

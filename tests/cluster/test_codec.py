@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graphsplit._proto import cluster_pb2 as pb
@@ -8,8 +10,13 @@ from graphsplit.cluster.codec import (
     MessageError,
     decode_scheduler,
     decode_worker,
+    encode_plan,
     encode_scheduler,
+    encode_scheduler_fence,
     encode_worker,
+    encode_worker_fence,
+    open_scheduler,
+    open_worker,
 )
 from graphsplit.cluster.identity import bounded, text_chunks
 from graphsplit.cluster.messages import (
@@ -19,13 +26,19 @@ from graphsplit.cluster.messages import (
     Departed,
     Failed,
     FailureNoted,
+    Fence,
     Formed,
     Heartbeat,
     Leave,
     Peer,
     Place,
     Progress,
+    Ready,
+    Recovering,
     Refused,
+    Rejoin,
+    Resume,
+    Started,
     Text,
     TextWanted,
 )
@@ -45,6 +58,10 @@ def test_every_message_of_a_worker_survives_the_wire(registration):
         Arrive(Place.FINISH),
         Text("x", b"\xff\x00", last=True),
         Failed(CAUSE),
+        Heartbeat(3, "here", watched=(0, 1023)),
+        Ready(2),
+        Rejoin(3, {"grpc": "h:1"}),
+        registration("3", recovery="restart", resume=Resume("job", 2, 3, 17)),
         Leave(),
     ]
     for message in messages:
@@ -53,10 +70,12 @@ def test_every_message_of_a_worker_survives_the_wire(registration):
 
 def test_every_message_of_the_scheduler_survives_the_wire():
     messages = [
-        Accepted(),
+        Accepted("ab" * 16, "wait_rejoin", keeps_journal=True),
         Refused("because\n  Fix: x"),
         Formed(1, "ab" * 16, 1, 2**63 - 1, PEERS, ("careful",)),
-        Progress((1, 2, 3)),
+        Started(3),
+        Recovering(4, CAUSE),
+        Progress({0: 1, 2: 3}),
         Departed(Place.FINISH),
         TextWanted("x"),
         FailureNoted(),
@@ -158,3 +177,32 @@ def test_the_method_is_the_one_in_the_proto_file():
     (service,) = pb.DESCRIPTOR.services_by_name.values()
     assert service.full_name == rpc.SERVICE
     assert [method.name for method in service.methods] == [rpc.METHOD]
+
+
+def test_the_fence_travels_behind_the_message():
+    fence = Fence("job", 3, "life", 9)
+    data = encode_worker(Ready(3)) + encode_worker_fence(fence)
+    assert open_worker(data) == (fence, Ready(3))
+    data = encode_scheduler(Started(3)) + encode_scheduler_fence(fence)
+    assert open_scheduler(data) == (fence, Started(3))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (pb.WorkerMessage(ready=pb.Ready()), "the generation is missing"),
+        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[0] * 65)), "65 ranks are watched"),
+        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "rank is 1024"),
+        (pb.WorkerMessage(arrive=pb.Arrive(place=3)), "number of the meeting is missing"),
+        (pb.WorkerMessage(fence=pb.Fence(job="x")), "the message is empty"),
+    ],
+)
+def test_what_the_protocol_added_is_bounded_too(message, reason):
+    with pytest.raises(MessageError, match=reason):
+        decode_worker(message.SerializeToString())
+
+
+def test_a_plan_may_be_encoded_in_two_parts():
+    formed = Formed(1, "ab" * 16, 2, 7, PEERS, ("careful",))
+    parts = encode_scheduler(replace(formed, peers=())) + encode_plan(PEERS)
+    assert decode_scheduler(parts) == formed

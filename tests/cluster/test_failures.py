@@ -3,7 +3,6 @@ from __future__ import annotations
 from graphsplit.cluster.events import Connected, Disconnected, Interrupted, Malformed
 from graphsplit.cluster.messages import (
     Abort,
-    Arrive,
     Departed,
     Failed,
     FailureNoted,
@@ -118,7 +117,7 @@ def test_failures_that_follow_the_abort_are_acknowledged_but_never_causes(drive)
     scheduler.say(3, Failed(RAISED))
     scheduler.say(1, Failed(FailureCause("exception", "secondary", rank=1)))
     scheduler.feed(Malformed(2, "secondary too"))
-    scheduler.say(4, Arrive(Place.BARRIER, "x"))
+    scheduler.arrive(4, Place.BARRIER, "x")
     assert scheduler.last(1) == FailureNoted()
     leave_all(scheduler)
     assert scheduler.exit.cause.message == "ValueError: no"
@@ -158,58 +157,52 @@ def test_a_scheduler_that_was_frozen_itself_blames_nobody(drive):
     scheduler.pass_time(3600, step_s=3600)
     assert scheduler.state.phase is Phase.RUNNING
     scheduler.pass_time(31)
-    assert scheduler.state.phase is Phase.ABORTING
+    assert scheduler.state.phase is Phase.FAILED
 
 
-def test_progress_of_all_ranks_is_pushed_at_most_once_a_second_and_only_when_it_grew(drive):
-    scheduler = drive(num_workers=2).form()
-    scheduler.pass_time(1)
-    scheduler.sent.clear()
-    for progress in range(1, 6):
-        scheduler.say(1, Heartbeat(progress))
-        scheduler.pass_time(0.2)
-    scheduler.pass_time(5)
-    pushed = [message.values for message in scheduler.sent[0] if isinstance(message, Progress)]
-    assert pushed[-1] == (0, 5)
-    assert len(pushed) == 2
-    assert scheduler.sent[0] == scheduler.sent[1]
+def test_a_worker_is_told_the_progress_of_those_it_asks_for_and_nobody_else_is(drive):
+    scheduler = drive(num_workers=3).form()
+    scheduler.say(1, Heartbeat(5, "step 5"))
+    assert scheduler.sent == {}
+    scheduler.say(0, Heartbeat(0, "", watched=(1, 2, 77)))
+    assert scheduler.sent == {0: [Progress({1: 5, 2: 0})]}
 
 
 def test_progress_never_shrinks(drive):
     scheduler = drive(num_workers=2).form()
     scheduler.say(0, Heartbeat(9))
     scheduler.say(0, Heartbeat(4))
-    scheduler.pass_time(1)
-    assert scheduler.last(1) == Progress((9, 0))
+    scheduler.say(1, Heartbeat(0, watched=(0,)))
+    assert scheduler.last(1) == Progress({0: 9})
 
 
 def test_the_job_finishes_when_all_have_and_ends_when_all_have_left(drive):
     scheduler = drive().form()
     for node in range(4):
-        scheduler.say(node, Arrive(Place.FINISH))
+        scheduler.arrive(node, Place.FINISH)
     assert scheduler.sent == {}
-    scheduler.say(4, Arrive(Place.FINISH))
-    assert scheduler.state.phase is Phase.RELEASING
+    scheduler.arrive(4, Place.FINISH)
+    assert scheduler.state.phase is Phase.DRAINING
     for node in range(5):
         assert scheduler.last(node) == Departed(Place.FINISH)
         scheduler.say(node, Leave())
     leave_all(scheduler)
     assert (scheduler.exit.status, scheduler.exit.cause) == (0, None)
-    assert scheduler.state.phase is Phase.ENDED
+    assert (scheduler.state.phase, scheduler.state.is_over) == (Phase.FINISHED, True)
 
 
 def test_a_released_worker_that_lingers_does_not_keep_the_scheduler(drive):
     scheduler = drive(num_workers=2).form()
     for node in (0, 1):
-        scheduler.say(node, Arrive(Place.FINISH))
+        scheduler.arrive(node, Place.FINISH)
     scheduler.pass_time(5.2)
     assert scheduler.exit.status == 0
 
 
 def test_a_finished_worker_may_break_off_but_a_failure_still_reaches_those_who_wait(drive):
     scheduler = drive(num_workers=3).form()
-    scheduler.say(0, Arrive(Place.FINISH))
-    scheduler.say(1, Arrive(Place.FINISH))
+    scheduler.arrive(0, Place.FINISH)
+    scheduler.arrive(1, Place.FINISH)
     scheduler.feed(Disconnected(1))
     scheduler.pass_time(1)
     assert scheduler.state.phase is Phase.RUNNING

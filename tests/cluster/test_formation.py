@@ -7,8 +7,10 @@ import pytest
 
 from graphsplit.cluster.events import Connected, Disconnected, Malformed, Tick
 from graphsplit.cluster.formation import assign_ranks
-from graphsplit.cluster.messages import Accepted, Formed, Heartbeat
+from graphsplit.cluster.messages import Accepted, Formed, Heartbeat, Started
 from graphsplit.cluster.scheduler_state import Phase
+
+ACCEPTED = Accepted(job="ab" * 16)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def test_ranks_do_not_depend_on_the_order_of_arrival(drive, registration, order)
         scheduler.register(rank, registration(str(rank)))
 
     for rank in range(3):
-        assert scheduler.sent[rank][0] == Accepted()
+        assert scheduler.sent[rank][0] == ACCEPTED
         formed = scheduler.sent[rank][1]
         assert isinstance(formed, Formed)
         assert formed.rank == rank
@@ -40,13 +42,16 @@ def test_ranks_do_not_depend_on_the_order_of_arrival(drive, registration, order)
         assert (formed.job, formed.generation, formed.seed) == ("ab" * 16, 1, 4711)
         assert formed.peers[1].endpoints == {"grpc": "10.0.0.1:4711"}
         assert formed.warnings == ()
+    assert scheduler.state.phase is Phase.PLANNED
+    scheduler.answer_plan()
     assert scheduler.state.phase is Phase.RUNNING
+    assert [scheduler.last(rank) for rank in range(3)] == [Started(1)] * 3
 
 
 def test_nobody_is_told_a_rank_before_all_have_arrived(drive, registration):
     scheduler = drive(num_workers=2)
     scheduler.register(7, registration("named"))
-    assert scheduler.sent[7] == [Accepted()]
+    assert scheduler.sent[7] == [ACCEPTED]
     scheduler.register(8, registration("0"))
     assert scheduler.last(7).rank == 1
     assert scheduler.last(8).rank == 0
@@ -132,7 +137,7 @@ def test_a_worker_that_does_not_fit_is_refused_and_harms_nobody(
     scheduler.feed(Disconnected(99))
     for rank in ("0", "1", "2"):
         scheduler.register(int(rank), registration(rank))
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is Phase.PLANNED
 
 
 def test_a_worker_of_a_job_of_another_size_is_refused(drive, registration):
@@ -225,6 +230,6 @@ def test_a_worker_that_is_lost_while_the_job_forms_ends_it(drive, registration):
 def test_nothing_happens_after_the_end(drive, registration):
     scheduler = drive(topo_timeout_s=1)
     scheduler.pass_time(1)
-    assert scheduler.state.phase is Phase.ENDED
+    assert (scheduler.state.phase, scheduler.state.is_over) == (Phase.FAILED, True)
     assert scheduler.feed(Tick()) == []
     assert scheduler.feed(Connected(1)) == []

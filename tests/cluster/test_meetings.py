@@ -6,7 +6,6 @@ from graphsplit.cluster.events import Disconnected
 from graphsplit.cluster.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.messages import (
     Abort,
-    Arrive,
     Departed,
     Heartbeat,
     Place,
@@ -18,28 +17,29 @@ from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 
 
 def barrier(name="epoch"):
-    return Arrive(Place.BARRIER, name)
+    return (Place.BARRIER, name)
 
 
 def agreement(text, name="plan 0"):
-    return Arrive(Place.AGREEMENT, name, hashlib.sha256(text.encode()).hexdigest())
+    return (Place.AGREEMENT, name, hashlib.sha256(text.encode()).hexdigest())
 
 
 def test_a_barrier_opens_when_all_are_there_and_can_be_used_again(drive):
     scheduler = drive(num_workers=3).form()
-    for _ in range(2):
+    for number in (1, 2):
         scheduler.sent.clear()
-        scheduler.say(2, barrier())
-        scheduler.say(0, barrier())
+        scheduler.arrive(2, *barrier())
+        scheduler.arrive(0, *barrier())
         assert scheduler.sent == {}
-        scheduler.say(1, barrier())
-        assert [scheduler.last(node) for node in range(3)] == [Departed(Place.BARRIER, "epoch")] * 3
+        scheduler.arrive(1, *barrier())
+        departed = Departed(Place.BARRIER, "epoch", number)
+        assert [scheduler.last(node) for node in range(3)] == [departed] * 3
 
 
 def test_workers_at_different_places_are_told_so_at_once(drive):
     scheduler = drive().form()
-    scheduler.say(1, barrier("a"))
-    scheduler.say(4, barrier("b"))
+    scheduler.arrive(1, *barrier("a"))
+    scheduler.arrive(4, *barrier("b"))
     cause = scheduler.last(0).cause
     assert cause.kind == "disagreement"
     assert "worker 1 at the barrier 'a', worker 4 at the barrier 'b'" in cause.message
@@ -47,8 +47,8 @@ def test_workers_at_different_places_are_told_so_at_once(drive):
 
 def test_a_barrier_that_a_finished_worker_will_never_reach_is_an_error(drive):
     scheduler = drive().form()
-    scheduler.say(1, Arrive(Place.FINISH))
-    scheduler.say(4, barrier("b"))
+    scheduler.arrive(1, Place.FINISH)
+    scheduler.arrive(4, *barrier("b"))
     assert "worker 1 at the end of the job, worker 4 at the barrier 'b'" in (
         scheduler.last(2).cause.message
     )
@@ -56,21 +56,23 @@ def test_a_barrier_that_a_finished_worker_will_never_reach_is_an_error(drive):
 
 def test_a_worker_cannot_arrive_twice_or_before_the_job_has_formed(drive, registration):
     scheduler = drive().form()
-    scheduler.say(1, barrier())
-    scheduler.say(1, barrier())
+    scheduler.arrive(1, *barrier())
+    scheduler.arrive(1, *barrier())  # says it again, on a new stream: counts once
+    assert scheduler.state.phase is Phase.RUNNING
+    scheduler.arrive(1, *barrier("other"))
     assert scheduler.last(1).cause.kind == "refused"
-    assert "arrived at the barrier 'epoch' out of turn" in scheduler.last(1).cause.message
+    assert "arrived at the barrier 'other' out of turn" in scheduler.last(1).cause.message
 
     early = drive()
     early.register(0, registration("0"))
-    early.say(0, barrier())
+    early.arrive(0, *barrier())
     assert early.last(0).cause.rank == 0
 
 
 def test_equal_digests_agree_without_any_text(drive):
     scheduler = drive(num_workers=2).form()
-    scheduler.say(0, agreement("same"))
-    scheduler.say(1, agreement("same"))
+    scheduler.arrive(0, *agreement("same"))
+    scheduler.arrive(1, *agreement("same"))
     assert scheduler.sent == {
         0: [Departed(Place.AGREEMENT, "plan 0")],
         1: [Departed(Place.AGREEMENT, "plan 0")],
@@ -79,7 +81,7 @@ def test_equal_digests_agree_without_any_text(drive):
 
 def disagree(scheduler, texts):
     for rank, text in enumerate(texts):
-        scheduler.say(rank, agreement(text))
+        scheduler.arrive(rank, *agreement(text))
 
 
 def test_different_digests_ask_rank_zero_and_the_first_that_differs(drive):
@@ -145,7 +147,7 @@ def test_texts_that_nobody_asked_for_or_that_are_too_long_are_refused(drive):
 
 def test_a_barrier_waits_for_workers_that_make_progress_and_names_those_that_do_not(drive):
     scheduler = drive(num_workers=3, receive_timeout_s=60, node_timeout_s=1000).form()
-    scheduler.say(0, barrier())
+    scheduler.arrive(0, *barrier())
     for progress in range(1, 5):
         scheduler.pass_time(50, step_s=1)
         scheduler.say(1, Heartbeat(progress, "step 3"))
@@ -160,7 +162,7 @@ def test_a_barrier_waits_for_workers_that_make_progress_and_names_those_that_do_
 
 def test_workers_at_the_end_wait_for_the_others_as_long_as_they_live(drive):
     scheduler = drive(num_workers=2, receive_timeout_s=60, node_timeout_s=10_000).form()
-    scheduler.say(0, Arrive(Place.FINISH))
+    scheduler.arrive(0, Place.FINISH)
     scheduler.pass_time(1000, step_s=1)
     assert scheduler.state.phase is Phase.RUNNING
 

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from graphsplit.cluster.identity import Position, failure_of
-from graphsplit.cluster.member_state import EndJob, MemberPhase, MemberState, Say, ShowText
+from graphsplit.cluster.member_state import (
+    BeginGeneration,
+    EndJob,
+    MemberPhase,
+    MemberState,
+    Say,
+    ShowText,
+    Tell,
+)
 from graphsplit.cluster.messages import (
     Abort,
     Accepted,
@@ -14,7 +22,9 @@ from graphsplit.cluster.messages import (
     Peer,
     Place,
     Progress,
+    Ready,
     Refused,
+    Started,
     TextWanted,
 )
 from graphsplit.errors import (
@@ -32,8 +42,9 @@ CAUSE = FailureCause("exception", "no", rank=1)
 @pytest.fixture
 def running() -> MemberState:
     state = MemberState("10.0.0.1:8118")
-    state.handle(Accepted())
+    state.handle(Accepted("job"))
     state.handle(FORMED)
+    state.handle(Started(1))
     return state
 
 
@@ -42,8 +53,10 @@ def test_a_worker_joins_waits_and_runs():
     assert state.phase is MemberPhase.JOINING
     assert state.handle(Accepted()) == []
     assert state.phase is MemberPhase.WAITING
-    assert state.handle(FORMED) == [Say("warning: careful")]
-    assert (state.phase, state.formed) == (MemberPhase.RUNNING, FORMED)
+    assert state.handle(FORMED) == [Tell(Ready(1)), Say("warning: careful")]
+    assert (state.phase, state.formed) == (MemberPhase.READY, FORMED)
+    assert state.handle(Started(1)) == [BeginGeneration(1)]
+    assert (state.phase, state.generation) == (MemberPhase.RUNNING, 1)
 
 
 def test_a_refusal_is_kept_and_what_follows_does_not_matter():
@@ -73,7 +86,7 @@ def test_a_stream_that_ends_later_is_a_lost_scheduler(messages):
     (end,) = state.lose_stream("UNAVAILABLE: Socket closed")
     assert end.cause.kind == "scheduler_lost"
     assert "10.0.0.1:8118 ended (UNAVAILABLE: Socket closed)" in end.cause.message
-    assert state.phase is MemberPhase.ABORTED
+    assert state.phase is MemberPhase.FAILED
 
 
 def test_an_abort_ends_the_job_once(running):
@@ -83,24 +96,26 @@ def test_an_abort_ends_the_job_once(running):
 
 
 def test_a_worker_leaves_a_place_when_told_and_is_finished_after_the_last(running):
-    running.arrive(Arrive(Place.BARRIER, "x"))
-    assert running.handle(Departed(Place.BARRIER, "x")) == []
+    assert running.arrive(Place.BARRIER, "x") == Arrive(Place.BARRIER, "x", number=1)
+    assert running.handle(Departed(Place.BARRIER, "x", 1)) == []
     assert running.waits_at is None
-    running.arrive(Arrive(Place.FINISH))
-    running.handle(Departed(Place.FINISH))
+    assert running.arrive(Place.FINISH) == Arrive(Place.FINISH, number=2)
+    running.handle(Departed(Place.BARRIER, "x", 1))  # once more
+    assert running.waits_at is not None
+    running.handle(Departed(Place.FINISH, number=2))
     assert running.phase is MemberPhase.FINISHED
     assert running.lose_stream("closed") == []
 
 
 def test_being_let_go_from_where_one_does_not_wait_is_an_error(running):
-    running.arrive(Arrive(Place.BARRIER, "x"))
+    running.arrive(Place.BARRIER, "x")
     (end,) = running.handle(Departed(Place.BARRIER, "y"))
     assert "let us go from barrier 'y'" in end.cause.message
 
 
 def test_progress_text_and_acknowledgement(running):
     assert running.progress(1) == 0
-    running.handle(Progress((4, 9)))
+    running.handle(Progress({0: 4, 1: 9}))
     assert [running.progress(rank) for rank in (-1, 0, 1, 2)] == [0, 4, 9, 0]
     assert running.handle(TextWanted("plan")) == [ShowText("plan")]
     assert not running.is_failure_noted

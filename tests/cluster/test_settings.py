@@ -105,9 +105,9 @@ def test_a_lower_retry_interval_above_the_default_upper_one_moves_it():
         ("MS_RECEIVE_MSG_TIMEOUT", "soon", "a number of seconds above 0"),
         ("MS_RETRY_INTERVAL_LOWER", "-1", "a number of seconds above 0"),
         ("MS_RETRY_INTERVAL_UPPER", "1", "at least MS_RETRY_INTERVAL_LOWER (3)"),
-        ("MS_ENABLE_RECOVERY", "1", "0, or unset: recovery of a failed job is not there yet"),
+        ("GS_RECOVERY", "hope", "fail_fast or wait_rejoin or restart"),
         ("MS_ENABLE_RECOVERY", "perhaps", "1 or 0"),
-        ("GS_TRANSPORT", "pigeon", "auto or shm or grpc"),
+        ("GS_TRANSPORT", "pigeon", "auto or shm or gloo or nccl or grpc"),
     ],
 )
 def test_a_malformed_variable_is_named_with_what_was_found_and_how_to_mend_it(
@@ -132,3 +132,19 @@ def test_missing_variables_are_all_listed_at_once():
 
 def test_an_enormous_value_is_not_repeated_whole():
     assert len(problems(GS_TRANSPORT="x" * 10_000)) < 400
+
+
+@pytest.mark.parametrize(
+    ("enabled", "policy", "expected"),
+    [
+        ("", "", "fail_fast"),
+        ("0", "", "fail_fast"),
+        ("1", "", "wait_rejoin"),
+        ("1", "restart", "restart"),
+        ("1", "fail_fast", "fail_fast"),
+        ("", "wait_rejoin", "wait_rejoin"),
+    ],
+)
+def test_gs_recovery_wins_over_the_flag_that_users_know(enabled, policy, expected):
+    settings = read(MS_ENABLE_RECOVERY=enabled, GS_RECOVERY=policy)
+    assert settings.recovery == expected

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from graphsplit.partition import splitting
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.scattered import Scattered
 from graphsplit.testing.simulate import Captures
@@ -29,6 +31,16 @@ def batches_of(*shape: int, num: int = 2) -> list[Any]:
 def rows_against_target(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss for outputs of any shape."""
     return F.mse_loss(outputs.flatten(1).sum(1), target)
+
+
+@contextmanager
+def splitting_all() -> Iterator[None]:
+    """Let weight gradients be computed apart however small they are."""
+    before, splitting.LEAST_WORK = splitting.LEAST_WORK, 0
+    try:
+        yield
+    finally:
+        splitting.LEAST_WORK = before
 
 
 def num_workers_of(seed: int) -> int:

@@ -71,13 +71,18 @@ def run(net: nn.Module) -> Any:
     return captured(net, torch.zeros(6, 3), torch.zeros(6), loss_fn=lambda o, t: o.sum() + t.sum())
 
 
-def test_branches_placed_on_several_workers_are_refused_by_line() -> None:
-    net = Net(branch)
+def test_a_loop_placed_on_several_workers_is_refused_by_line() -> None:
+    def inside(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return map_rows(lambda row, a, b: row * a + b, x, net.one.bias, net.other.bias)
+
+    net = Net(inside)
     net.one.place("MS_WORKER", 1)
     net.other.place("MS_WORKER", 2)
     with pytest.raises(PlacementError) as caught:
         placed(net, run(net))
-    assert "runs whole on one worker" in str(caught.value)
+    assert "runs whole on one worker, but" in str(caught.value)
+    assert "one on 1" in str(caught.value) and "other on 2" in str(caught.value)
+    assert "place them on one worker, or put gs.place around the call" in str(caught.value)
     assert __file__ in str(caught.value)
 
 

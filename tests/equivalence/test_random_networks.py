@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import Scattered, batches_of, rows_against_target
+from equivalence_helpers import Scattered, batches_of, rows_against_target, splitting_all
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -255,6 +255,7 @@ def runs_in_eager(network: tuple[Step, ...], batch: int) -> bool:
     network=st.lists(steps(), min_size=3, max_size=14).map(tuple),
     batch=st.integers(2, 4),
     microbatches=st.sampled_from([1, 1, 2, 3, 4]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble", "zero_bubble"]),
     placements=st.lists(
         st.tuples(st.integers(0, 10_000), st.integers(2, 5)), min_size=4, max_size=4
     ),
@@ -263,16 +264,19 @@ def test_random_networks_cut_at_random(
     network: tuple[Step, ...],
     batch: int,
     microbatches: int,
+    schedule: str,
     placements: list[tuple[int, int]],
 ) -> None:
     assume(runs_in_eager(network, batch))
     base = Captures()
-    for seed, num_workers in placements:
-        assert_same_bits(
-            lambda: RandomNetwork(network),
-            batches_of(batch, WIDTH, WIDTH),
-            num_workers=num_workers,
-            loss_fn=rows_against_target,
-            captures=Scattered(base, seed=seed, num_workers=num_workers),
-            microbatches=microbatches,
-        )
+    with splitting_all():
+        for seed, num_workers in placements:
+            assert_same_bits(
+                lambda: RandomNetwork(network),
+                batches_of(batch, WIDTH, WIDTH),
+                num_workers=num_workers,
+                loss_fn=rows_against_target,
+                captures=Scattered(base, seed=seed, num_workers=num_workers),
+                microbatches=microbatches,
+                schedule=schedule,
+            )

@@ -116,6 +116,21 @@ def test_the_gradient_of_a_real_value_may_be_half_of_a_complex_one() -> None:
     assert_same_wherever_placed(lambda: Applied(function), batches_of(4, 8), placements=range(10))
 
 
+def test_a_view_reaches_as_far_as_what_it_is_a_view_of() -> None:
+    # Of a permuted tensor, batch_norm makes a contiguous one; capture was told other strides, and
+    # the channel of a piece refused it.
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            found = self.norm(self.first(x).permute(2, 0, 1).contiguous().permute(1, 2, 0))
+            return torch.cat(found.chunk(3, 2)[::-1], 2) * 2
+
+    assert_same_wherever_placed(Pieces, batches_of(2, 6, 6), placements=range(10))
+
+
 def test_zeros_like_a_value_ask_for_no_gradient() -> None:
     # A mask made like a value was taken to carry a gradient; attention then chose another kernel.
     def function(h):

@@ -86,3 +86,39 @@ def test_a_death_by_signal_has_the_status_of_the_shell(
 ) -> None:
     assert exit_status(returncode) == status
     assert words in describe(returncode)
+
+
+def test_a_killed_worker_is_started_again_as_often_as_allowed() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, restarts=2)
+    assert ending.exited("worker 1", returncode=-9, now_s=1.0)
+    assert ending.exited("worker 1", returncode=75, now_s=2.0)
+    assert (ending.status, ending.running) == (0, {"scheduler", "worker 0", "worker 1"})
+    assert ending.next_s is None
+    assert not ending.exited("worker 1", returncode=-9, now_s=3.0)
+    assert (ending.status, ending.reason) == (137, "worker 1 was killed by SIGKILL")
+
+
+def test_a_worker_that_raised_or_was_ended_by_the_user_is_not_started_again() -> None:
+    ending = JobEnding({"scheduler", "worker 0"}, restarts=5)
+    assert not ending.exited("worker 0", returncode=1, now_s=1.0)
+    assert ending.status == 1
+
+    ending = JobEnding({"scheduler", "worker 0"}, restarts=5)
+    ending.interrupted(signal.SIGINT, now_s=0.0)
+    assert not ending.exited("worker 0", returncode=-2, now_s=1.0)
+
+
+def test_a_scheduler_is_started_again_only_if_it_keeps_a_journal() -> None:
+    ending = JobEnding({"scheduler", "worker 0"}, restarts=1)
+    assert not ending.exited("scheduler", returncode=-9, now_s=1.0)
+    ending = JobEnding({"scheduler", "worker 0"}, restarts=1, restarts_scheduler=True)
+    assert ending.exited("scheduler", returncode=-9, now_s=1.0)
+
+
+def test_a_status_that_asks_for_another_try_is_remembered() -> None:
+    ending = make_ending()
+    ending.exited("worker 1", returncode=-9, now_s=1.0)
+    assert not ending.asks_for_another_try
+    ending.exited("scheduler", returncode=75, now_s=1.2)
+    assert ending.asks_for_another_try
+    assert ending.status == 137

@@ -192,3 +192,50 @@ def test_the_launcher_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_killed_worker_is_started_again_under_wait_rejoin(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GS_RECOVERY", "wait_rejoin")
+    mark = tmp_path / "mark"
+    script = (
+        "import pathlib, signal, sys\n"
+        "mark = pathlib.Path(sys.argv[1])\n"
+        "if name == 'MS_WORKER1' and not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "print('done')\n"
+    )
+    launcher = launch(script, str(mark), options=("-n", "2", "--restarts", "1"))
+    out, err = launcher.communicate()
+    assert launcher.returncode == 0
+    assert "[worker 1] done" in out.splitlines()
+    assert "worker 1 was killed by SIGKILL; starting it again (0 restarts left)" in err
+
+
+def test_a_job_that_asks_for_it_is_started_again_under_restart(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GS_RECOVERY", "restart")
+    mark = tmp_path / "mark"
+    script = (
+        "import pathlib, sys\n"
+        "mark = pathlib.Path(sys.argv[1])\n"
+        "if name == 'MS_SCHED' and not mark.exists():\n"
+        "    mark.touch()\n"
+        "    sys.exit(75)\n"
+        "print('done')\n"
+    )
+    launcher = launch(script, str(mark), options=("-n", "1", "--restarts", "2"))
+    out, err = launcher.communicate()
+    assert launcher.returncode == 0
+    assert out.splitlines().count("[worker 0] done") == 2
+    assert "starting the job again; 1 more tries after this" in err
+
+
+def test_restarts_without_recovery_are_refused(launch: Launch) -> None:
+    launcher = launch("", options=("-n", "1", "--restarts", "1"))
+    _, err = launcher.communicate()
+    assert launcher.returncode == 2
+    assert "GS_RECOVERY=wait_rejoin" in err

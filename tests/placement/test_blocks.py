@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph
-from graphsplit.errors import CaptureError, PlacementError
+from graphsplit.errors import CaptureError
 from graphsplit.testing.equivalence import assert_same_bits
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ def test_a_block_inside_a_branch_is_refused(
     assert "Fix: put gs.place around the branch or loop." in str(caught.value)
 
 
-def test_modules_inside_branches_that_are_placed_apart_are_refused() -> None:
+def test_branches_are_one_operation_until_their_modules_are_placed_apart() -> None:
     network = Branching(lambda module, x: module(x))
     network.a.place("MS_WORKER", 1)
     graph = captured(network, X)
@@ -209,8 +209,13 @@ def test_modules_inside_branches_that_are_placed_apart_are_refused() -> None:
     (cond,) = (p for p, node in enumerate(graph.nodes) if node.target == "cond")
     assert result.workers[cond] == 1
     network.b.place("MS_WORKER", 2)
-    with pytest.raises(PlacementError, match="placed apart: a on 1, b on 2"):
-        placed(network, graph)
+    result = placed(network, graph)
+    workers = {
+        node.module_path: worker
+        for node, worker in zip(result.graph.nodes, result.workers, strict=True)
+        if node.target == "in_branch[aten.linear.default]"
+    }
+    assert workers == {"a": 1, "b": 2}
 
 
 class PlacedAtRandom(TorchFunctionMode):

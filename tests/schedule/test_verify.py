@@ -21,6 +21,7 @@ from graphsplit.program.lower import WorkerProgram, lower
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.gpipe import gpipe
 from graphsplit.schedule.verify import verify_programs
+from graphsplit.schedule.wait_grid import draw_circle
 
 
 def programs_of(*texts: Sequence[str]) -> tuple[WorkerProgram, ...]:
@@ -182,7 +183,11 @@ def test_a_circle_of_waits_is_printed() -> None:
         "  worker 0 #0: RECEIVE mb0 edge1  (then)\n"
         "  worker 0 #1: SEND mb0 edge0  (is waited for by worker 1)\n"
         "  worker 1 #0: RECEIVE mb0 edge0  (then)\n"
-        "  worker 1 #1: SEND mb0 edge1  (is waited for by worker 0)"
+        "  worker 1 #1: SEND mb0 edge1  (is waited for by worker 0)\n"
+        "each is stopped at its first instruction; '--> n' is what worker n waits for:\n"
+        "  time      now                then\n"
+        "  worker 0  RECEIVE mb0 edge1  SEND mb0 edge0 --> 1\n"
+        "  worker 1  RECEIVE mb0 edge0  SEND mb0 edge1 --> 0"
     )
     assert not finishes(plan, programs, depth=9)
 
@@ -198,7 +203,8 @@ def test_of_a_long_circle_both_ends_are_printed() -> None:
     with pytest.raises(ScheduleError) as caught:
         verify_programs(plan, [sent_last, second])
     num = len(first.instructions)
-    assert str(caught.value).splitlines()[1:] == [
+    lines = str(caught.value).splitlines()
+    assert lines[1:-4] == [
         "  worker 0 #2: RECEIVE mb0 edge1  (then)",
         "  worker 0 #3: FORWARD mb0 seg2  (then)",
         "  worker 0 #4: SEND mb0 edge2  (then)",
@@ -209,6 +215,21 @@ def test_of_a_long_circle_both_ends_are_printed() -> None:
         "  worker 1 #1: RECEIVE mb0 edge0  (then)",
         "  worker 1 #2: FORWARD mb0 seg1  (then)",
         "  worker 1 #3: SEND mb0 edge1  (is waited for by worker 0)",
+    ]
+    assert [" ".join(line.split()) for line in lines[-2:]] == [
+        f"worker 0 RECEIVE mb0 edge1 FORWARD mb0 seg2 ... {num - 6} more {first.instructions[-1]} "
+        f"SEND mb0 edge0 --> 1",
+        "worker 1 RECEIVE mb0 edge0 FORWARD mb0 seg1 SEND mb0 edge1 --> 0",
+    ]
+
+
+def test_of_a_circle_of_many_workers_the_first_and_the_last_are_drawn() -> None:
+    waits = tuple(map(Instruction.parse, ["RECEIVE mb0 edge1", "SEND mb0 edge2"]))
+    lines = draw_circle([(worker, waits) for worker in range(20)])
+    assert [line.split("  ")[1].strip() for line in lines[2:]] == [
+        *(f"worker {worker}" for worker in range(7)),
+        "... 12 more workers",
+        "worker 19",
     ]
 
 

@@ -28,10 +28,16 @@ class Finished:
 
 
 def run_job(
-    script: str | Path, *arguments: str, workers: int, timeout_s: float = 240, **environment: str
+    script: str | Path,
+    *arguments: str,
+    workers: int,
+    timeout_s: float = 240,
+    restarts: int = 0,
+    **environment: str,
 ) -> Finished:
     """Run a script on a scheduler and some workers, to its end."""
-    command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(workers), "--",
+    command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(workers),
+               "--restarts", str(restarts), "--",
                str(JOBS / script), *arguments]  # fmt: skip
     start = time.monotonic()
     done = subprocess.run(

@@ -9,6 +9,19 @@ from system.jobs import same_bits
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(400)]
 
+# One is enough: what carries values does not change them.
+GLOO_SCENARIO = "dropout and the rest in 4"
+
+
+def test_five_workers_give_the_same_bits_over_gloo():
+    (name,) = (s.name for s in same_bits.scenarios() if GLOO_SCENARIO in s.name)
+
+    job = run_job("same_bits.py", GLOO_SCENARIO, workers=5, timeout_s=180, GS_TRANSPORT="gloo")
+
+    assert job.status == 0, job.output[-4000:]
+    for rank in range(5):
+        assert job.lines_of(f"worker {rank}") == [f"same bits: {name}"]
+
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
 def test_five_workers_give_the_bits_of_a_plain_loop(transport):

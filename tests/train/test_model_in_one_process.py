@@ -10,6 +10,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
+from graphsplit.train.recompute import recomputed_paths
 
 BATCHES = [(torch.ones(4, 3) * i, torch.tensor([0, 1, 0, 1])) for i in range(1, 4)]
 
@@ -134,7 +135,6 @@ def test_unknown_options_are_refused(options, message):
         ({"optimizer": torch.optim.SGD}, "optimizer is the class SGD"),
         ({"dynamic_dims": [0, 1]}, "dynamic_dims is a list; expected a dictionary"),
         ({"dynamic_dims": {0: 1}}, "dynamic_dims has 0: 1; expected a dimension"),
-        ({"schedule": "zero_bubble", "microbatches": 2}, "not there yet for several microbatches"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(options, message):
@@ -157,9 +157,37 @@ def test_arguments_of_train_of_a_wrong_kind_are_refused(arguments, message):
         model.train(*arguments)
 
 
-def test_every_schedule_name_is_accepted_with_one_microbatch():
+def test_every_schedule_and_a_policy_of_ones_own_are_accepted():
     for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"):
         make(schedule=schedule)
+        make(schedule=schedule, microbatches=4)
+    make(schedule=lambda plan, microbatches: [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "2f2b"}, "schedule is '2f2b'; expected one of gpipe, 1f1b, .*, or a funct"),
+        ({"schedule": 3}, "schedule is an int; expected one of"),
+        ({"recompute": "0"}, "recompute='0'; expected True, False, or a list of modules or patt"),
+        ({"recompute": ["layers.*"]}, r"recompute has 'layers.\*', which matches no module"),
+        ({"recompute": ["["]}, r"recompute has '\['"),
+        ({"recompute": [3]}, "recompute has 3; expected modules, or patterns of their names"),
+        ({"recompute": [nn.Linear(2, 2)]}, "recompute has a Linear that is not in net"),
+        ({"recompute": True, "compile": True}, "recompute is given, and compile: the compiler"),
+    ],
+)
+def test_wrong_schedules_and_modules_to_recompute_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(**options)
+
+
+def test_modules_to_recompute_are_given_by_pattern_or_as_they_are():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    assert recomputed_paths(net, ["1.*"]) == ("1.0", "1.1")
+    assert recomputed_paths(net, [net[1], "0"]) == ("1", "0")
+    assert recomputed_paths(net, [net]) is True
+    assert recomputed_paths(net, False) is False
 
 
 def test_lbfgs_is_refused_because_it_needs_a_closure():

@@ -22,7 +22,8 @@ from graphsplit.transport.grpc_stream import GrpcTransport
 from graphsplit.transport.session import Hello, Session
 
 TOKENS = ("0" * 32, "1" * 32)
-HELLO = Session("job", 1, 0, TOKENS).hello_to(1)
+SOURCE = Session("job", 1, 0, TOKENS)
+HELLO = SOURCE.hello_to(1)
 SPEC = spec_of(depth=1)
 
 
@@ -30,21 +31,29 @@ class Stranger:
     """A client that says what it likes."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+        # Two strangers never share a connection: a port allows one stream on each.
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self._channel = grpc.insecure_channel(address, options=options)
         self.requests: SimpleQueue[pb.Chunk | None] = SimpleQueue()
         self.call: Any = None
 
-    def hello(self, hello: Hello | bytes) -> None:
+    def hello(self, hello: Hello | bytes, *, source: Session = SOURCE) -> None:
         if isinstance(hello, Hello):
-            fields = {name: getattr(hello, name) for name in hello.__dataclass_fields__}
+            names = ("job", "generation", "source", "destination")
+            fields = {name: getattr(hello, name) for name in names}
             hello = pb.Hello(**fields).SerializeToString()
+        dialer = source.dialer_to(1)
         carry = self._channel.stream_stream(
             f"/{SERVICE}/Carry",
             request_serializer=pb.Chunk.SerializeToString,
             response_deserializer=pb.Credit.FromString,
         )
         requests = iter(self.requests.get, None)
-        self.call = carry(requests, metadata=[(HELLO_KEY, hello)], timeout=DEADLINE_S)
+        metadata = [(HELLO_KEY, hello), *dialer.metadata()]
+        self.call = carry(requests, metadata=metadata, timeout=DEADLINE_S)
+        # The answer of somebody with other secrets is sent all the same.
+        answer = dialer.answer(self.call.initial_metadata() or ())
+        self.requests.put(pb.Chunk(proof=answer or b"?" * 32))
 
     def chunk(self, header: bytes = b"", payload: bytes = b"", edge: int = 0) -> None:
         self.requests.put(pb.Chunk(plan=0, edge=edge, header=header, payload=payload))
@@ -101,7 +110,6 @@ def header(sequence: int = 0, generation: int = 1) -> bytes:
         (replace(HELLO, source=2), "source: expected a rank below 2, got 2"),
         (replace(HELLO, source=-1), "source: expected a rank below 2, got -1"),
         (replace(HELLO, destination=0), "destination: this is worker 1, not worker 0"),
-        (replace(HELLO, token="x"), "source: this is not worker 0"),
         (b"\xff\xff\xff", "no hello"),
     ],
 )
@@ -109,6 +117,19 @@ def test_only_members_are_let_in(stranger: Stranger, hello: Hello | bytes, reaso
     stranger.hello(hello)
     code, details = stranger.error()
     assert code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(reason)
+
+
+def test_who_does_not_know_the_secrets_is_refused_and_leaves_the_place_free(
+    stranger: Stranger, victim: tuple[GrpcTransport, str], receiver: Receiver
+) -> None:
+    stranger.hello(HELLO, source=replace(SOURCE, tokens=("x" * 32, "y" * 32)))
+    code, details = stranger.error()
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert details == "source: this is not worker 0, it does not know its secret"
+    member = Stranger(victim[1])
+    member.hello(HELLO)
+    assert next(member.call) == pb.Credit(messages=1)
+    member.close()
 
 
 def test_a_second_stream_of_one_source_is_refused(

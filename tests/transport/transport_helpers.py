@@ -15,7 +15,7 @@ from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
-KINDS = ("memory", "shm", "grpc")
+KINDS = ("memory", "shm", "grpc", "gloo")
 
 
 def start(call: Callable[[], T]) -> Future[T]:

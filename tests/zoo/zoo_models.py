@@ -415,6 +415,19 @@ add(
     **DECODER,
 )
 
+# Rescales its weights in place in eval mode, and back in train mode, as an attribute tells.
+add(
+    "rwkv",
+    "RwkvForCausalLM",
+    batches.next_token,
+    hidden_size=16,
+    num_hidden_layers=2,
+    context_length=32,
+    rescale_every=1,
+    vocab_size=VOCABULARY,
+    **ENDS,
+)
+
 # Speech.
 add(
     "whisper",

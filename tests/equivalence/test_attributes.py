@@ -1,0 +1,162 @@
+"""Attributes that forward sets: left as in eager mode, and read by the next step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import CaptureError
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import SimulatedCluster
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+
+class Rescaled(Base):
+    """Halves its weights for eval mode and doubles them again, as RWKV of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_rescaled = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training == self.is_rescaled:
+            with torch.no_grad():
+                if self.training:
+                    self.second.weight.mul_(2)
+                else:
+                    self.second.weight.div_(2)
+            self.is_rescaled = not self.training
+        made: torch.Tensor = self.second(self.first(x).relu())
+        return made * 2 if self.is_rescaled else made
+
+
+class Alternating(Base):
+    """Two graphs in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.odd = not self.odd
+        h = self.first(x)
+        made: torch.Tensor = self.second(h) if self.odd else self.second(h.relu()) + 1
+        return made
+
+
+class WarmingUp(Base):
+    """An attribute that is not there at first, one that is None, one that grows for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width: int | None = None
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.width is None:
+            self.width = x.shape[1]
+        self.seen = [*self.seen, 1][-2:]
+        made: torch.Tensor = self.second(self.first(x)) * len(self.seen)
+        if not hasattr(self, "is_warm"):
+            self.is_warm = True
+            return made
+        return made * self.width
+
+
+def place(net: Any) -> None:
+    net.first.place("MS_WORKER", 0)
+    net.second.place("MS_WORKER", 1)
+
+
+def trained(make: type[nn.Module], microbatches: int = 1) -> SimulatedCluster:
+    return assert_same_bits(
+        make,
+        batches_of(7, 3, num=5),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        evaluate_after=(1, 2, 4),
+    )
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("make", [Rescaled, Alternating, WarmingUp])
+def test_graphs_follow_the_attributes_that_forward_sets(
+    make: type[nn.Module], microbatches: int
+) -> None:
+    trained(make, microbatches)
+
+
+def test_every_worker_has_the_attributes_of_eager_mode() -> None:
+    cluster = trained(Rescaled)  # ends in eval mode
+    assert all(worker.task.network.is_rescaled for worker in cluster.workers)
+
+
+def test_a_plan_is_found_again_when_an_attribute_has_its_value_again() -> None:
+    cluster = trained(Rescaled)
+    plans = cluster.workers[0].planner._plans
+    assert sorted(key[0].value for key in plans).count(Mode.TRAIN.value) == 2
+
+
+def test_an_attribute_that_never_settles_is_refused_by_name() -> None:
+    class Counting(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            made: torch.Tensor = self.second(self.first(x)) * self.calls
+            return made
+
+    with pytest.raises(CaptureError, match="calls from 0 to 1") as caught:
+        trained(Counting)
+    assert "Fix: count in a buffer" in str(caught.value)
+
+
+class Remembering(Base):
+    """Keeps its last hidden state, and adds it to the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.hidden is not None:
+            h = h + self.hidden
+        self.hidden = h.detach()
+        made: torch.Tensor = self.second(h)
+        return made
+
+
+class Collecting(Base):
+    """Shows its hidden states to whoever looks; what it computes does not depend on them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [self.first(x)]
+        self.seen.append(self.seen[0].relu())
+        made: torch.Tensor = self.second(self.seen[-1])
+        return made
+
+
+def test_a_tensor_that_the_next_forward_reads_is_refused_by_name() -> None:
+    with pytest.raises(
+        CaptureError, match=r"reads them when it is called again: hidden;.*\n.*buff"
+    ):
+        assert_same_bits(Remembering, batches_of(3, 3), num_workers=2, loss_fn=rows_against_target)
+
+
+def test_tensors_left_in_attributes_that_forward_does_not_read_do_no_harm() -> None:
+    assert_same_bits(Collecting, batches_of(3, 3), num_workers=2, loss_fn=rows_against_target)

@@ -1,0 +1,273 @@
+"""What backward runs again has the bits of the first time, and is not kept in between."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import (
+    assert_same_wherever_placed,
+    batches_of,
+    rows_against_target,
+    splitting_all,
+)
+from test_microbatches import Changing, Counting, Everything, placed
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import PlacementError, StepFailedError
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures, SimulatedCluster
+from graphsplit.train.planner import Task
+
+
+@pytest.fixture(autouse=True)
+def _split_all() -> Iterator[None]:
+    with splitting_all():
+        yield
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "schedule"), [(1, "1f1b"), (4, "1f1b"), (4, "zero_bubble")]
+)
+def test_everything_wherever_placed(microbatches: int, schedule: str) -> None:
+    """Branches, skips, shared weights, dropout on several workers, batch normalisation."""
+    assert_same_wherever_placed(
+        Everything,
+        batches_of(8, 6, 6),
+        microbatches=microbatches,
+        placements=range(4),
+        schedule=schedule,
+        recompute=True,
+    )
+
+
+class Block(nn.Module):
+    """A residual layer with dropout and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.BatchNorm1d(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.drop, self.relu = nn.Dropout(0.2), nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.second(self.relu(self.first(self.norm(x)))))
+
+
+class Blocks(nn.Module):
+    """A chain of layers; which of them are checkpoints of its own can be chosen."""
+
+    def __init__(self, checkpoints: str = "") -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if str(index) in self.checkpoints:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x.tanh()
+
+
+def blocks(network: Any, **options: Any) -> SimulatedCluster:
+    ranks = {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}
+    return assert_same_bits(
+        network,
+        batches_of(8, 6),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=placed(**ranks),
+        **options,
+    )
+
+
+def num_groups(cluster: SimulatedCluster) -> int:
+    planned = cluster.latest(Mode.TRAIN)
+    assert planned is not None
+    return sum(len(groups) for groups in planned.plan.recomputed.values())
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_modules_are_run_again_one_by_one(microbatches: int) -> None:
+    paths = ("blocks.0", "blocks.1", "blocks.3")
+    cluster = blocks(
+        Blocks, microbatches=microbatches, recompute=paths, schedule="zero_bubble", accumulate=2
+    )
+    assert num_groups(cluster) == 3
+
+
+def test_checkpoints_of_the_network_itself_modify_buffers_twice_as_in_eager_mode() -> None:
+    assert num_groups(blocks(lambda: Blocks("013"))) == 3
+    assert num_groups(blocks(lambda: Blocks("03"), recompute=True)) == 5
+
+
+def test_with_microbatches_a_checkpoint_that_modifies_a_buffer_is_refused() -> None:
+    message = (
+        r"batch_norm \(aten.batch_norm.default\) modifies 'blocks.0.norm.running_mean' inside "
+        r"torch.utils.checkpoint.*\n.*\n  Fix: leave torch.utils.checkpoint out, and ask"
+    )
+    with pytest.raises(PlacementError, match=message):
+        blocks(lambda: Blocks("0"), microbatches=4)
+
+
+def test_checkpoints_of_the_network_itself_are_run_again() -> None:
+    def make() -> nn.Module:
+        network = Blocks("013")
+        for block in network.blocks:
+            block.norm = nn.LayerNorm(6)
+        return network
+
+    assert num_groups(blocks(make, microbatches=4, schedule="zero_bubble")) == 3
+
+
+def test_nothing_is_run_again_without_being_asked_for() -> None:
+    assert num_groups(blocks(Blocks)) == 0
+
+
+def test_mixed_precision() -> None:
+    cluster = blocks(Blocks, recompute=("blocks.0", "blocks.2"), autocast=torch.bfloat16)
+    assert num_groups(cluster) == 2
+    blocks(Blocks, recompute=True, autocast=torch.bfloat16, microbatches=2)
+
+
+@pytest.mark.parametrize("network", [Counting, Changing])
+def test_state_and_inputs_that_change(network: Any) -> None:
+    for ranks in ((0, 1), (0, 0)):
+        assert_same_bits(
+            network,
+            batches_of(8, 6),
+            num_workers=2,
+            loss_fn=rows_against_target,
+            place=placed(first=ranks[0], second=ranks[1]),
+            microbatches=4,
+            recompute=True,
+        )
+
+
+class Overwriting(nn.Module):
+    """What goes into the second module is modified once that has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.third = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x)
+        half = made * 0.5
+        result = self.third(half.detach() + made) + F.relu(half + 1)
+        half.mul_(3)
+        return result * self.second(made)
+
+
+def test_a_module_whose_input_is_modified_later_is_not_run_again() -> None:
+    cluster = assert_same_bits(
+        Overwriting,
+        batches_of(8, 6),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=placed(first=0, second=0, third=0),
+        recompute=True,
+    )
+    assert num_groups(cluster) == 1
+    assert_same_wherever_placed(
+        Overwriting, batches_of(8, 6), recompute=("second", "third"), microbatches=2
+    )
+
+
+class Watch(torch.autograd.Function):
+    """Notes what it saves for backward."""
+
+    kept: list[weakref.ref[torch.Tensor]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        saved = x * 2
+        ctx.save_for_backward(saved)
+        Watch.kept.append(weakref.ref(saved))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (saved,) = ctx.saved_tensors
+        return gradients[0] * torch.ones_like(saved)
+
+
+class Watching(nn.Module):
+    """Three layers, each with something that is saved."""
+
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+
+            def run(x: torch.Tensor, layer: nn.Module = layer) -> torch.Tensor:
+                return Watch.apply(torch.tanh(layer(x)))
+
+            x = checkpoint(run, x, use_reentrant=False) if self.checkpoints else run(x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["kept", "everything", "checkpoints"])
+def test_what_is_run_again_is_not_kept(how: str) -> None:
+    def make_task() -> Task:
+        torch.manual_seed(0)
+        net = Watching(checkpoints=how == "checkpoints")
+        return Task(
+            net,
+            rows_against_target,
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            "affinity",
+            with_loss=False,
+            recompute=how == "everything",
+        )
+
+    cluster = SimulatedCluster(make_task, 1, captures=Captures())
+    cluster.train_step((batches_of(4, 6)[0], {}))
+    planned = cluster.workers[0].planner.latest(Mode.TRAIN)
+    assert planned is not None
+    alive: list[int] = []
+
+    def looking(position: int, action: Any) -> Any:
+        def run(state: Any) -> None:
+            action(state)
+            alive.append(sum(ref() is not None for ref in Watch.kept))
+
+        return run
+
+    planned.runner.watch(looking)
+    Watch.kept.clear()
+    cluster.train_step((batches_of(4, 6)[0], {}))
+    assert max(alive) == (3 if how == "kept" else 0)
+    assert alive[-1] == 0
+    assert len(Watch.kept) == (3 if how == "kept" else 6)
+
+
+def test_an_operation_that_fails_inside_is_named() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(4, 6), nn.Linear(6, 6)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.last(self.embedding(ids)))
+
+    def make_task() -> Task:
+        net = Failing()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return Task(net, rows_against_target, optimizer, "affinity", False, recompute=True)
+
+    cluster = SimulatedCluster(make_task, 1, captures=Captures())
+    batch = (torch.full((3, 2), 9), torch.zeros(3))
+    with pytest.raises(StepFailedError, match=r"operation embedding = aten.embedding"):
+        cluster.train_step((batch, {}))

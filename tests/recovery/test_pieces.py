@@ -1,0 +1,166 @@
+"""Parts, streams, agreements and remembered results, each by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import ClusterError, ConfigurationError, FrameError, StateError
+from graphsplit.failure import AbortSignal
+from graphsplit.testing.compare import difference
+from graphsplit.train.recovery.agreement import START, Offer, choose
+from graphsplit.train.recovery.log import kept
+from graphsplit.train.recovery.part import FlatTensors, Part
+from graphsplit.train.recovery.results import Memory, Results, pack, unpack
+from graphsplit.train.recovery.stream import CHUNK_BYTES, Incoming, Outgoing, stream_spec
+from graphsplit.transport.memory import MemoryFabric, MemoryTransport
+from graphsplit.transport.wait import WaitPolicy
+
+assert threads_as_workers
+
+
+def made_part() -> tuple[Part, dict[str, torch.Tensor]]:
+    tensors = {
+        "plain": torch.randn(3, 4),
+        "turned": torch.randn(4, 5).t(),
+        "expanded": torch.ones(1).expand(7),
+        "none": torch.empty(0, dtype=torch.int64),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+    flat = FlatTensors()
+    flat.copy(tensors)
+    return Part(4, {"models": [], "x": 1.5}, flat.memory, dict(flat.slots)), tensors
+
+
+def test_a_part_comes_back_however_it_was_cut():
+    part, tensors = made_part()
+    octets = torch.cat(part.pieces())
+    for size in (1, 7, 4096):
+        found = Part.read(octets.split(size), what="a part")
+        assert (found.number, found.values) == (4, part.values)
+        for name, tensor in tensors.items():
+            assert difference(tensor.contiguous(), found.tensor(name).contiguous()) is None
+        assert found.tensor("turned").stride() == (1, 5)
+
+
+@pytest.mark.parametrize("size", [0, 5, 20, 200])
+def test_a_part_that_was_cut_off_is_refused(size: int):
+    octets = torch.cat(made_part()[0].pieces())
+    with pytest.raises(FrameError, match="worker 3's part"):
+        Part.read([octets[:size]], what="worker 3's part")
+
+
+def ends(limit: int) -> tuple[Outgoing, Incoming]:
+    fabric, policy = MemoryFabric(), WaitPolicy(AbortSignal(), 5.0)
+    spec = stream_spec(0, 1, 2)
+    sender = MemoryTransport(fabric, generation=1, policy=policy).open_sender(spec)
+    receiver = MemoryTransport(fabric, generation=1, policy=policy).open_receiver(spec)
+    return Outgoing(sender), Incoming(receiver, source=0, limit_bytes=limit)
+
+
+def test_messages_of_any_length_pass_without_waiting():
+    outgoing, incoming = ends(1 << 30)
+    content = torch.arange(5 * CHUNK_BYTES // 8).view(torch.uint8)
+    outgoing.put(1, 7, [content[:100], content[100:]])
+    outgoing.put(2, 8)
+    found = []
+    while len(found) < 2:
+        outgoing.pump()
+        found += [message for message in incoming.pump() if message is not None]
+    assert [(m.kind, m.number) for m in found] == [(1, 7), (2, 8)]
+    assert found[0].octets() == content.numpy().tobytes()
+    outgoing.pump()
+    assert outgoing.is_empty
+    assert not incoming.is_amid_message
+
+
+def test_a_message_larger_than_allowed_is_refused_before_it_comes():
+    outgoing, incoming = ends(1000)
+    outgoing.put(1, 7, [torch.zeros(1001, dtype=torch.uint8)])
+    outgoing.pump()
+    with pytest.raises(FrameError, match="1001 bytes; at most 1000"):
+        list(incoming.pump())
+
+
+def test_more_bytes_than_were_announced_are_refused():
+    outgoing, incoming = ends(1000)
+    outgoing.put(1, 7, [torch.zeros(3, dtype=torch.uint8)])
+    outgoing._queue.append(iter([torch.zeros(9, dtype=torch.uint8)]))
+    outgoing._queue[0] = iter([next(outgoing._queue[0])])  # its header alone
+    outgoing.pump()
+    with pytest.raises(FrameError, match="announced 3 bytes of a snapshot; 9 came"):
+        list(incoming.pump())
+
+
+def offer(own: tuple[int, ...] = (), held: tuple[int, ...] = (), **more: Any) -> Offer:
+    return Offer.read(Offer(False, own, held, can_start=False, **more).text())
+
+
+FRESH = Offer(is_fresh=True)
+
+
+@pytest.mark.parametrize(
+    ("offers", "number", "from_disk"),
+    [
+        ([offer((5, 6)), offer((5, 6), (5, 6)), offer((5, 6))], 6, False),
+        ([FRESH, offer((5, 6), (5,)), offer((5, 6))], 5, False),  # 6 was not brought away
+        ([offer((5,), (5,)), offer((5, 6)), FRESH], 5, False),
+        ([Offer(False, can_start=True), FRESH, FRESH], START, False),
+        ([offer((5,), disk=(3,), reaches=(3, 5)), FRESH, FRESH], 3, True),
+        ([Offer(True, disk=(2, 4)), Offer(True, disk=(2,))], 4, True),
+        ([FRESH, FRESH], START, False),
+    ],
+)
+def test_the_newest_snapshot_of_which_all_parts_are_there_is_chosen(
+    offers: list[Offer], number: int, from_disk: bool
+):
+    target = choose(offers)
+    assert (target.number, target.from_disk) == (number, from_disk)
+
+
+def test_nothing_left_to_go_on_from_names_the_neighbours():
+    with pytest.raises(ClusterError, match=r"workers 1, 2: worker 1 was lost together with"):
+        choose([offer((5,), (5,)), FRESH, FRESH])
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"is_fresh": true}', '{"own": ["x"]}'])
+def test_an_offer_that_is_none_is_refused(text: str):
+    with pytest.raises(FrameError):
+        Offer.read(text)
+
+
+def test_results_come_back_with_their_bits():
+    value = {"a": torch.randn(3, 2), "b": [1, 2.5, None], 3: torch.tensor(float("nan"))}
+    assert difference(value, unpack(pack(value, what="it"), what="it")) is None
+
+
+def test_another_call_than_before_is_named():
+    results = Results()
+    results.add_call(0, "train", 0, lambda: pack(None, what="train"))
+    with pytest.raises(StateError, match=r"call 1 of the script is eval\(\).*was train\(\) of Mod"):
+        Memory(results.lines).call(0, "eval", 0)
+
+
+def test_a_kept_tensor_has_the_same_strides_and_its_own_memory():
+    for tensor in (torch.randn(3, 4).t(), torch.randn(2).expand(3, 2), torch.randn(9)[::3]):
+        copy = kept(tensor)
+        assert copy.stride() == tensor.stride()
+        assert difference(tensor.contiguous(), copy.contiguous()) is None
+        assert copy.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_a_loader_that_ends_is_refused_before_training_begins():
+    def script(rank: int) -> None:
+        net = nn.Linear(2, 2)
+        model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+        model.train(1, iter([(torch.ones(1, 2), torch.ones(1, 2))]))
+
+    with pytest.raises(ConfigurationError, match="train was given a list_iterator"):
+        ThreadCluster(script, 1).run()

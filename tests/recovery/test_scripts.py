@@ -1,0 +1,196 @@
+"""Scripts whose workers are killed at any instruction end in the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import graphsplit as gs
+from graphsplit.errors import ClusterError, JobFailedError
+from graphsplit.testing.compare import difference
+from graphsplit.train.recovery.settings import SnapshotSettings
+
+assert threads_as_workers
+# Filters of warnings belong to the process: a thread beside compute sees those of a capture.
+pytestmark = [
+    pytest.mark.usefixtures("threads_as_workers"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.timeout(300),
+]
+NUM_WORKERS = 3
+
+
+def make(*, place: bool = True, **options: Any) -> tuple[gs.Model, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+    if place:
+        for index, rank in ((0, 0), (1, 1), (3, 2), (5, 0)):
+            net[index].place("MS_WORKER", rank)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    metrics = {"Loss": gs.metrics.Loss()}
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, metrics, **options)
+    return model, schedule
+
+
+def loader() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(20, 4, generator=generator), torch.arange(20) % 3)
+    return DataLoader(data, batch_size=5, shuffle=True)
+
+
+def state_of(model: gs.Model) -> Any:
+    return model.state_dict(), model.optimizer_state_dict(), torch.get_rng_state()
+
+
+def epochs(**options: Any) -> Any:
+    """Training by ``train``, with evaluation in between and after."""
+    model, schedule = make(**options)
+    data = loader()
+    model.train(2, data, [gs.callbacks.LearningRateScheduler(schedule, "step")])
+    first = model.eval(data)
+    torch.rand(3)
+    model.train(1, data)
+    return first, model.eval(data), state_of(model), model.position
+
+
+def steps(**options: Any) -> Any:
+    """A loop of the user's own."""
+    model, schedule = make(**options)
+    losses = []
+    for _ in range(2):
+        for inputs, target in loader():
+            losses.append(model.train_step(inputs + 0.1 * torch.rand(5, 4), target))
+            schedule.step()
+            if model.network[0].weight.shape and len(losses) == 5:
+                outputs = model.predict(inputs)
+    return losses, outputs, state_of(model), model.position
+
+
+_expected: dict[Any, Any] = {}
+
+
+def undisturbed(script: Callable[..., Any]) -> Any:
+    """What one process returns."""
+    if script not in _expected:
+        before = torch.default_generator.get_state()
+        _expected[script] = script(place=False)
+        torch.default_generator.set_state(before)
+    return _expected[script]
+
+
+def run(
+    script: Callable[..., Any],
+    kills: dict[int, list[int]],
+    *,
+    settings: SnapshotSettings | None = None,
+    together: tuple[int, ...] = (),
+) -> ThreadCluster:
+    expected = undisturbed(script)
+    settings = settings or SnapshotSettings(every=3)
+    cluster = ThreadCluster(lambda rank: script(), NUM_WORKERS, settings, kills, together=together)
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    return cluster
+
+
+@pytest.mark.parametrize("script", [epochs, steps])
+def test_snapshots_change_nothing(script: Callable[..., Any]):
+    assert run(script, {}).num_killed == 0
+
+
+@pytest.mark.parametrize("script", [epochs, steps])
+@pytest.mark.parametrize("rank", range(NUM_WORKERS))
+@pytest.mark.parametrize("at", [0, 25, 60])
+def test_a_killed_worker_comes_back_and_the_bits_are_the_same(
+    script: Callable[..., Any], rank: int, at: int
+):
+    assert run(script, {rank: [at]}).num_killed == 1
+
+
+def test_killed_again_and_again_while_it_comes_back():
+    assert run(epochs, {0: [30, 5], 1: [44, 0]}).num_killed == 4
+
+
+def test_two_workers_killed_at_once_come_back_where_snapshots_are_on_disk(tmp_path: Path):
+    settings = SnapshotSettings(every=3, disk_every=3, folder=tmp_path)
+    cluster = run(epochs, {1: [40]}, settings=settings, together=(1, 2))
+    assert cluster.num_killed == 2
+    assert list(tmp_path.iterdir()) == []  # the job has finished
+
+
+def test_a_worker_lost_with_the_holder_of_its_state_ends_the_job_where_nothing_is_on_disk():
+    cluster = ThreadCluster(
+        lambda rank: steps(), NUM_WORKERS, SnapshotSettings(every=3), {1: [85]}, together=(1, 2)
+    )
+    with pytest.raises(ClusterError, match="worker 1 was lost together with worker 2"):
+        cluster.run()
+
+
+# Started again as a whole.
+
+
+def crash(script: Callable[..., Any], folder: Path, *, at: int, workers: int = NUM_WORKERS) -> None:
+    settings = SnapshotSettings(every=2, disk_every=2, folder=folder)
+    cluster = ThreadCluster(lambda rank: script(), workers, settings, {0: [at]}, comes_back=False)
+    with pytest.raises(JobFailedError):
+        cluster.run()
+
+
+def go_on(script: Callable[..., Any], folder: Path, *, workers: int = NUM_WORKERS) -> None:
+    expected = undisturbed(script)
+    settings = SnapshotSettings(every=2, disk_every=2, folder=folder)
+    for found in ThreadCluster(lambda rank: script(), workers, settings).run():
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("script", [epochs, steps])
+def test_a_job_that_is_started_again_goes_on_from_disk(script: Callable[..., Any], tmp_path: Path):
+    crash(script, tmp_path, at=80)
+    assert list(tmp_path.glob("*/snapshot.json"))
+    go_on(script, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Counts(gs.callbacks.Callback):
+    """Counts the steps that were really run."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.steps += 1
+
+
+def ruled(num_workers: int, counts: Counts | None = None) -> Any:
+    """Placed by a rule that follows the number of workers; 0: not at all."""
+    model, schedule = make(place=False)
+    for index, name in enumerate(("0", "1", "3", "5")):
+        if num_workers:
+            model.network.get_submodule(name).place("MS_WORKER", index % num_workers)
+    data = loader()
+    callbacks = [gs.callbacks.LearningRateScheduler(schedule, "step"), counts or Counts()]
+    model.train(3, data, callbacks)
+    return model.eval(data), state_of(model)
+
+
+def test_a_job_goes_on_with_fewer_and_with_more_workers(tmp_path: Path):
+    expected = ruled(0)
+    for workers, at in ((3, 60), (2, 40)):
+        crash(functools.partial(ruled, workers), tmp_path, at=at, workers=workers)
+    settings = SnapshotSettings(every=2, disk_every=2, folder=tmp_path)
+    counts = [Counts() for _ in range(4)]
+    for found in ThreadCluster(lambda rank: ruled(4, counts[rank]), 4, settings).run():
+        assert difference(expected, found) is None
+    assert len({one.steps for one in counts}) == 1 and 0 < counts[0].steps < 12, counts[0].steps

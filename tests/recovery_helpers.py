@@ -1,0 +1,353 @@
+"""Workers of a job that recovers, as threads that take turns: scripts run whole, in one process.
+
+Each thread is a worker; one runs at a time, until it waits for another. So each can have the
+default generator for itself. Killing a worker means that an exception ends its thread, at any
+instruction, and that another thread takes its rank and runs the script from its first line.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from graphsplit.cluster.identity import failure_of
+from graphsplit.errors import GraphsplitError, PlanMismatchError
+from graphsplit.failure import AbortSignal, FailureCause
+from graphsplit.runtime import job as jobs
+from graphsplit.runtime.control import ControlChannels
+from graphsplit.runtime.job import Job
+from graphsplit.train import planner
+from graphsplit.train.recovery.replicator import Replicator
+from graphsplit.train.recovery.script import RecoveringScript
+from graphsplit.train.recovery.settings import SnapshotSettings
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.memory import MemoryFabric, MemoryTransport
+from graphsplit.transport.wait import Wait, WaitPolicy
+
+DEADLINE_S = 240.0
+_here = threading.local()
+
+
+class Killed(BaseException):
+    """The worker is gone, without a word."""
+
+
+class Turns:
+    """Who runs. A thread that waits lets others run, and keeps its own generator meanwhile."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.deadline = time.monotonic() + DEADLINE_S
+
+    def pause(self) -> None:
+        """Let others run for a moment. The caller holds ``changed``."""
+        if time.monotonic() > self.deadline:
+            raise TimeoutError("the simulated job hangs")
+        if not hasattr(_here, "job"):  # a thread beside compute
+            self.changed.wait(0.01)
+            return
+        state = torch.default_generator.get_state()
+        self.changed.wait(0.01)
+        torch.default_generator.set_state(state)
+
+    def wait_for(self, is_done: Callable[[], bool], abort: AbortSignal | None = None) -> None:
+        while not is_done():
+            if abort is not None:
+                abort.raise_if_set()
+            self.pause()
+
+
+class TurnsFabric(MemoryFabric):
+    """Messages between threads that take turns."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__()
+        self.changed = turns.changed
+        self._turns = turns
+
+    def wait(self, spec: ChannelSpec, wait: Wait, is_ready: Callable[[], bool]) -> None:
+        while not is_ready():
+            wait.check()
+            self._turns.pause()
+
+
+class CountedPosition:
+    """Where a worker is; ends it at the instruction that was chosen."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self._progress = 0
+        self.kill_at = kill_at
+        self.text_source: Callable[[], str] = lambda: ""
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    @progress.setter
+    def progress(self, value: int) -> None:
+        self._progress = value
+        if self.kill_at is not None and threading.current_thread() is _here.job.thread:
+            self.kill_at -= 1
+            if self.kill_at < 0:
+                raise Killed
+
+
+class ThreadMember:
+    """Membership, as a job sees it."""
+
+    def __init__(self, cluster: ThreadCluster, rank: int, kill_at: int | None) -> None:
+        self._cluster = cluster
+        self.rank = rank
+        self.num_workers = cluster.num_workers
+        self.generation = cluster.generation
+        self.position: Any = CountedPosition(kill_at)
+        self.job = "threads"
+        self.abort = AbortSignal()
+
+    def agree(self, topic: str, text: str) -> None:
+        texts = self._cluster.texts.setdefault((self.generation, topic), {})
+        texts[self.rank] = text
+        self._cluster.turns.wait_for(lambda: len(texts) == self.num_workers, self.abort)
+        if len(set(texts.values())) > 1:
+            raise PlanMismatchError(f"{topic}: {texts}")
+
+    def barrier(self, name: str) -> None:
+        self.agree(f"barrier {name}", name)
+
+    def failure_of(self, error: BaseException) -> FailureCause | None:
+        if isinstance(error, Killed):  # a process that is killed says nothing
+            return None
+        return failure_of(error, rank=self.rank, host="", pid=0, position="")
+
+    def report_failure(self, cause: FailureCause) -> None:
+        self._cluster.fail(cause)
+
+
+class ThreadJob(Job):
+    """A job whose workers are threads."""
+
+    thread: threading.Thread
+
+    def __init__(self, cluster: ThreadCluster, rank: int, kill_at: int | None) -> None:
+        self._cluster = cluster
+        member: Any = ThreadMember(cluster, rank, kill_at)
+        super().__init__(member, None, member.abort)  # type: ignore[arg-type]
+        self._connect()
+
+    @property
+    def recovery_policy(self) -> str:
+        return "wait_rejoin"
+
+    def _connect(self) -> None:
+        member: Any = self.member
+        cluster = self._cluster
+        member.generation = cluster.generation
+        self.abort = member.abort = cluster.aborts[self.rank]
+        policy = WaitPolicy(self.abort, DEADLINE_S)
+        fabric = cluster.fabric
+        self.transport = MemoryTransport(fabric, generation=cluster.generation, policy=policy)
+        self.control = ControlChannels(self.transport, self.rank, self.num_workers)
+        self._num_plans = 0
+        self.is_ending = False
+
+    def recover(self) -> None:
+        if self.rank in self._cluster.doomed:
+            self._cluster.doomed.discard(self.rank)
+            raise Killed
+        self._cluster.gather(self.rank)
+        self._connect()
+
+
+@dataclass
+class ThreadCluster:
+    """A job whose workers are threads.
+
+    Attributes:
+        script: What every worker runs, given its rank; returns what is to be looked at.
+        num_workers: How many workers.
+        settings: How often snapshots are taken.
+        kills: For each worker, how many instructions each of its lives lasts; the last one lasts
+            to the end.
+        comes_back: Whether a killed worker is started again; if not, the job fails.
+        together: Workers that die with the first of them, once.
+    """
+
+    script: Callable[[int], Any]
+    num_workers: int
+    settings: SnapshotSettings = field(default_factory=SnapshotSettings)
+    kills: dict[int, list[int]] = field(default_factory=dict)
+    comes_back: bool = True
+    together: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.turns = Turns()
+        self.generation = 0
+        self.texts: dict[Any, dict[int, str]] = {}
+        self.results: dict[int, Any] = {}
+        self.num_killed = 0
+        self.doomed: set[int] = set()
+        self.lengths: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._finished: set[int] = set()
+        self._threads: list[threading.Thread] = []
+        self._failure: FailureCause | None = None
+        self._form()
+
+    def _form(self) -> None:
+        self.generation += 1
+        self._waiting.clear()
+        self._finished.clear()
+        self.fabric = TurnsFabric(self.turns)
+        self.aborts = [AbortSignal(self.generation) for _ in range(self.num_workers)]
+
+    def gather(self, rank: int) -> None:
+        """Wait until all have left the generation that is over."""
+        before = self.generation
+        self._waiting.add(rank)
+        if len(self._waiting) == self.num_workers:
+            self._form()
+            self.turns.changed.notify_all()
+        self.turns.wait_for(lambda: self.generation > before or self._failure is not None)
+        if self._failure is not None:
+            self.aborts[rank].set(self._failure)
+            self.aborts[rank].raise_if_set()
+
+    def fail(self, cause: FailureCause) -> None:
+        self._failure = self._failure or cause
+        for abort in self.aborts:
+            abort.set(cause)
+
+    def _lose(self, rank: int) -> None:
+        self.num_killed += 1
+        cause = FailureCause("lost", "killed", rank=rank)
+        if rank in self.together:
+            self.doomed.update(set(self.together) - {rank})
+            self.together = ()
+        if not self.comes_back:
+            self.fail(cause)
+            return
+        for peer, abort in enumerate(self.aborts):
+            if peer != rank:
+                abort.set(cause, recovers=True)
+        self._start(rank)
+
+    def _start(self, rank: int) -> None:
+        thread = threading.Thread(target=self._live, args=(rank, self.generation), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _live(self, rank: int, generation: int) -> None:
+        """One life of one worker."""
+        job: Any = None
+        with self.turns.changed:
+            state = torch.default_generator.get_state()
+            try:
+                if self.num_killed:
+                    self.gather(rank)
+                lives = self.kills.get(rank, [])
+                kill_at = lives.pop(0) if lives else None
+                _here.job = job = ThreadJob(self, rank, kill_at)
+                job.thread = threading.current_thread()
+                job.script = RecoveringScript(job, self.settings)
+                result = self.script(rank)
+                self._finish(job)
+                self.results[rank] = result
+                self.lengths[rank] = job.member.position.progress
+                job.script.finished()
+            except Killed:
+                self._lose(rank)
+            except BaseException as error:
+                self.results[rank] = error
+                if not isinstance(error, GraphsplitError):
+                    traceback.print_exc()
+                self.fail(FailureCause("exception", repr(error), rank=rank))
+            finally:
+                if job is not None:
+                    job.script.close()
+                torch.default_generator.set_state(state)
+                self.turns.changed.notify_all()
+
+    def _finish(self, job: Any) -> None:
+        """As ``finalize``: come to the end together, or go back once more."""
+        from graphsplit.errors import MembershipChangedError
+
+        while True:
+            try:
+                job.member.agree("finish", "")
+                return
+            except MembershipChangedError:
+                job.recover()
+                job.after_recovery()
+
+    def run(self) -> list[Any]:
+        """Run the script on all workers; returns what each returned.
+
+        Raises:
+            BaseException: What the first worker that failed raised.
+        """
+        with self.turns.changed:
+            for rank in range(self.num_workers):
+                self._start(rank)
+        while any(thread.is_alive() for thread in list(self._threads)):
+            for thread in list(self._threads):
+                thread.join(DEADLINE_S)
+                assert not thread.is_alive(), "a worker hangs"
+        found = [self.results.get(rank) for rank in range(self.num_workers)]
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found
+
+
+@pytest.fixture
+def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every thread find its own job."""
+    monkeypatch.setattr(jobs, "current", lambda: getattr(_here, "job", None))
+    monkeypatch.setattr(jobs, "get_rank", lambda: _here.job.rank if hasattr(_here, "job") else 0)
+
+    def wait(self: Any) -> None:
+        self._changed.release()
+        try:
+            with _turns_of(self).changed:
+                _turns_of(self).pause()
+        finally:
+            self._changed.acquire()
+
+    def join(self: Any) -> None:
+        if self._thread is not None:
+            while self._thread.is_alive():
+                _turns_of(self).pause()
+
+    monkeypatch.setattr(planner, "capture_graph", _CAPTURES.graph)
+    monkeypatch.setattr(Replicator, "_wait", wait)
+    monkeypatch.setattr(Replicator, "_join", join)
+
+
+class _Captures:
+    """Graphs of networks that are alike, kept: capture takes most of a test."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, Any] = {}
+
+    def graph(self, task: Any, mode: Any, signature: Any) -> Any:
+        parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
+        key = (str(task.network), str(task.loss_fn), parameters, mode, signature.text)
+        if key not in self._graphs:
+            self._graphs[key] = _capture_graph(task, mode, signature)
+        return self._graphs[key]
+
+
+_CAPTURES = _Captures()
+_capture_graph = planner.capture_graph
+
+
+def _turns_of(replicator: Any) -> Turns:
+    turns: Turns = replicator._job._cluster.turns
+    return turns

@@ -1,0 +1,134 @@
+"""Segments that are compiled give what the plain loop gives, within the stated tolerances."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import ConfigurationError
+from graphsplit.runtime.compiled import compiler_of
+from graphsplit.testing.simulate import SimulatedCluster
+from graphsplit.train.planner import Task
+
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="left out: torch.compile's own backend needs a C++ compiler",
+)
+
+
+class Branches(nn.Module):
+    """Two workers, there and back, with dropout and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16).place("MS_WORKER", 0)
+        self.norm = nn.BatchNorm1d(16).place("MS_WORKER", 1)
+        self.last = nn.Linear(16, 4).place("MS_WORKER", 0)
+
+    def forward(self, x):
+        hidden = F.gelu(self.first(x))
+        return self.last(F.dropout(self.norm(hidden), 0.3, self.training) + hidden)
+
+
+def task(compile: bool | Mapping[str, Any] = False) -> Task:
+    torch.manual_seed(0)
+    net = Branches()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    loss = nn.CrossEntropyLoss()
+    return Task(net, loss, optimizer, "affinity", False, compiler=compiler_of(compile))
+
+
+def batches(sizes: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 8, generator=generator), torch.arange(size) % 4) for size in sizes]
+
+
+def trained(
+    compile: bool | Mapping[str, Any], sizes: tuple[int, ...]
+) -> tuple[list[torch.Tensor], SimulatedCluster]:
+    """Every loss, then the outputs of predict."""
+    cluster = SimulatedCluster(lambda: task(compile), num_workers=2)
+    torch.manual_seed(2)
+    losses = [cluster.train_step((batch, {}))[0] for batch in batches(sizes)]
+    return [*losses, cluster.predict(((torch.ones(3, 8),), {}))[0]], cluster
+
+
+def test_segments_are_compiled_once_for_each_shape() -> None:
+    compiled = []
+
+    def count(graph_module, inputs):
+        compiled.append(graph_module)
+        return graph_module.forward
+
+    sizes = (6, 6, 6, 5, 6, 5)
+    found, cluster = trained({"backend": count}, sizes)
+
+    num_segments = {
+        mode: len(cluster.latest(mode).plan.segments) for mode in (Mode.TRAIN, Mode.PREDICT)
+    }
+    assert len(compiled) == 2 * num_segments[Mode.TRAIN] + num_segments[Mode.PREDICT]
+    expected, _ = trained(False, sizes)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@needs_a_compiler
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
+def test_the_compiler_of_torch_gives_close_results_and_draws_the_same_numbers() -> None:
+    def losses(compile: bool) -> list[torch.Tensor]:
+        def make_task() -> Task:
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.3))
+            net[1].place("MS_WORKER", 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            return Task(
+                net, lambda y, t: (y * t).mean(), optimizer, "affinity", False,
+                compiler=compiler_of(compile),
+            )  # fmt: skip
+
+        cluster = SimulatedCluster(make_task, num_workers=2)
+        torch.manual_seed(2)
+        batch = torch.ones(6, 8), torch.arange(24.0).reshape(6, 4)
+        return [cluster.train_step((batch, {}))[0] for _ in range(2)]
+
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        found = losses(True)
+
+    for one, other in zip(found, losses(False), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_one_process_compiles_the_network() -> None:
+    compiled = []
+
+    def count(graph_module, inputs):
+        compiled.append(graph_module)
+        return graph_module.forward
+
+    def losses(compile: bool | Mapping[str, Any]) -> list[torch.Tensor]:
+        mine = task()
+        model = gs.Model(mine.network, mine.loss_fn, mine.optimizer, compile=compile)
+        torch.manual_seed(2)
+        return [model.train_step(*batch) for batch in batches((6, 6))]
+
+    found, expected = losses({"backend": count}), losses(False)
+
+    assert compiled
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_what_torch_compile_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"compile='max'; expected True, False, or a dict"):
+        gs.Model(Branches(), compile="max")
+    with pytest.raises(ConfigurationError, match=r"compile has 'modes'; expected some of backend"):
+        gs.Model(Branches(), compile={"modes": "max"})

@@ -1,0 +1,234 @@
+"""Orders of the policies besides GPipe and 1F1B, and what ``auto`` chooses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pass_helpers import Op, lenet_plan, placed_graph, placed_graphs
+
+from graphsplit.errors import ScheduleError
+from graphsplit.partition.edges import partition
+from graphsplit.partition.plan import BackwardSplit, PartitionPlan, WeightUse
+from graphsplit.partition.splitting import with_splits
+from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.lower import lower
+from graphsplit.schedule.auto import NAMED, auto, choose, tried
+from graphsplit.schedule.costs import Costs, Link
+from graphsplit.schedule.depths import channel_depths
+from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
+from graphsplit.schedule.orders import check_orders
+from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
+from graphsplit.schedule.simulate import simulate
+from graphsplit.schedule.verify import verify_programs
+
+_LETTERS = {
+    Opcode.FORWARD: "F",
+    Opcode.BACKWARD: "B",
+    Opcode.BACKWARD_INPUT: "I",
+    Opcode.BACKWARD_WEIGHT: "W",
+    Opcode.ACCUMULATE: "A",
+}
+
+
+def chain(*workers: int) -> PartitionPlan:
+    """One operation after the other, each with a weight; all but the first can be split."""
+    names = ["x", *(f"op{i}" for i in range(len(workers)))]
+    ops = {
+        name: Op(worker, (before, f"w{i}"))
+        for i, (worker, before, name) in enumerate(zip(workers, names, names[1:], strict=False))
+    }
+    parameters = {f"w{i}": worker for i, worker in enumerate(workers)}
+    return split_wherever_possible(partition(placed_graph(ops, parameters=parameters)))
+
+
+def split_wherever_possible(plan: PartitionPlan) -> PartitionPlan:
+    """Split operations of any name whose last operand is a weight that nothing else uses."""
+    nodes = plan.placed.graph.nodes
+    uses = Counter(operand for node in nodes for operand in node.reads)
+    splits = {}
+    for segment in plan.segments:
+        found = [
+            WeightUse(p, (len(nodes[p].reads) - 1,), (-1,), 1)
+            for p in segment.nodes
+            if nodes[p].reads[-1] in plan.io[segment.index].parameters
+            and uses[nodes[p].reads[-1]] == 1
+        ]
+        if found and plan.io[segment.index].leaves:
+            splits[segment.index] = BackwardSplit(tuple(found))
+    return replace(plan, splits=splits)
+
+
+def text(
+    plan: PartitionPlan, name: str, num_microbatches: int, *, levels: bool = False
+) -> list[str]:
+    """Each worker's order; segments on a higher level in small letters if asked for."""
+
+    def letter(instruction: Instruction) -> str:
+        found = _LETTERS[instruction.opcode]
+        is_high = plan.segments[instruction.operand].level >= plan.num_workers
+        return (found.lower() if levels and is_high else found) + str(instruction.microbatch)
+
+    return [" ".join(map(letter, order)) for order in POLICIES[name](plan, num_microbatches)]
+
+
+def test_zero_bubble_on_a_straight_pipeline_runs_as_published() -> None:
+    assert text(chain(0, 1, 2), "zero_bubble", 5) == [
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",  # nobody waits for its gradients: it is not split
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4",
+    ]
+
+
+def test_with_one_microbatch_weight_gradients_wait_until_nothing_else_can_run() -> None:
+    plan = chain(0, 1, 0, 1)
+    assert text(plan, "zero_bubble", 1) == ["F0 F0 I0 W0 B0", "F0 F0 I0 W0 I0 W0"]
+    sent = lower(plan, POLICIES["zero_bubble"])[1].instructions
+    lines = [str(i) for i in sent]
+    first = lines.index("BACKWARD_INPUT mb0 seg3")
+    assert lines[first + 1].startswith("SEND")
+    assert lines[first + 2] == "BACKWARD_WEIGHT mb0 seg3"
+
+
+def test_interleaved_sends_groups_of_microbatches_through_every_chunk() -> None:
+    plan = replace(chain(0, 1, 0, 1), splits={})
+    first, second = text(plan, "interleaved_1f1b", 4, levels=True)
+    assert first == "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3"
+    assert second == "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3"
+
+
+def proven(plan: PartitionPlan, orders: Sequence[Sequence[Instruction]], number: int) -> None:
+    check_orders(plan, orders, number)
+    programs = lower(plan, lambda *_: orders, num_microbatches=number)
+    verify_programs(plan, programs, depths=channel_depths(programs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    placed=placed_graphs(),
+    number=st.sampled_from([1, 2, 3, 5, 8]),
+    name=st.sampled_from(sorted(POLICIES)),
+)
+def test_every_policy_on_any_graph_is_complete_and_free_of_deadlock(
+    placed: PlacedGraph, number: int, name: str
+) -> None:
+    plan = split_wherever_possible(partition(placed, is_microbatched=number > 1))
+    proven(plan, POLICIES[name](plan, number), number)
+
+
+COSTS = {"as estimated": None, "uneven": (1.0, 4.0, 2.0, 1.0), "one slow": (1.0, 1.0, 5.0, 1.0)}
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+@pytest.mark.parametrize("costs", sorted(COSTS))
+def test_auto_is_never_slower_than_a_named_policy(costs: str, number: int) -> None:
+    plan = chain(0, 1, 2, 3)
+    given_costs = costs_of(plan, COSTS[costs])
+    chosen = choose(plan, number, given_costs)
+    assert given_costs.backward_weight
+    for name in NAMED:
+        programs = lower(plan, POLICIES[name], num_microbatches=number)
+        assert chosen.step_s <= simulate(plan, programs, given_costs, num_steps=2).step_s + 1e-12
+    proven(plan, chosen.orders, number)
+
+
+def costs_of(plan: PartitionPlan, forward: Sequence[float] | None) -> Costs:
+    if forward is None:
+        return estimated_costs(plan)
+    each = dict(enumerate(forward))
+    costs = Costs(
+        each,
+        {segment: 2 * seconds for segment, seconds in each.items()},
+        {},
+        activations=dict.fromkeys(each, 1000),
+        links={(a, b): Link(0.1, 1e9) for a in range(4) for b in range(4)},
+    )
+    return with_weights_apart(plan, costs)
+
+
+def test_auto_keeps_within_the_memory_and_says_so_if_it_cannot() -> None:
+    plan = chain(0, 1, 2, 3)
+    costs = costs_of(plan, (1.0, 4.0, 2.0, 1.0))
+    free = choose(plan, 8, costs)
+    most = max(free.peak_bytes)
+    tight = choose(plan, 8, costs, most - 1000)
+    assert max(tight.peak_bytes) <= most - 1000
+    assert tight.step_s >= free.step_s
+    with pytest.raises(ScheduleError, match=r"no schedule keeps worker \d within 10 B: the one"):
+        choose(plan, 8, costs, 10)
+
+
+def test_auto_is_faster_than_every_named_policy_where_messages_are_slow() -> None:
+    plan = chain(0, 1, 2, 3)
+    costs = replace(
+        costs_of(plan, (1.0, 1.0, 1.0, 1.0)),
+        links={(a, b): Link(3.0, 1e9) for a in range(4) for b in range(4)},
+    )
+    found = {choice.name: choice.step_s for choice in tried(plan, 12, costs)}
+    named = [seconds for name, seconds in found.items() if name in ("1f1b", "zero_bubble")]
+    assert min(found.values()) < 0.9 * min(named)
+
+
+def test_equal_plans_and_costs_give_equal_orders() -> None:
+    first, second = (POLICIES["auto"](with_splits(lenet_plan()), 4) for _ in range(2))
+    assert first == second
+
+
+def test_with_one_microbatch_the_whole_policies_are_one() -> None:
+    names = ("gpipe", "1f1b", "interleaved_1f1b")
+    assert len({policy_of(name, 1) for name in names}) == 1
+    assert len({policy_of(name, 2) for name in names}) == 3
+
+
+def test_auto_with_a_bound_on_memory_is_given_measured_costs_too() -> None:
+    assert [name for name in POLICIES if takes_costs(name)] == ["auto"]
+    assert takes_costs(partial(auto, memory_limit=10))
+    assert not takes_costs(lambda plan, number: [])
+
+
+def orders(plan: PartitionPlan) -> list[list[Instruction]]:
+    return [list(order) for order in POLICIES["1f1b"](plan, 2)]
+
+
+def test_an_order_that_leaves_something_out_is_refused() -> None:
+    plan = chain(0, 1)
+    given = orders(plan)
+    given[1].pop()
+    with pytest.raises(ScheduleError, match="leaves out 'BACKWARD mb1 seg1' of worker 1, and 0"):
+        check_orders(plan, given, 2)
+
+
+def test_an_order_that_computes_twice_too_early_or_elsewhere_is_refused() -> None:
+    plan = chain(0, 1)
+    first, second = orders(plan)
+    with pytest.raises(ScheduleError, match="worker 0 runs 'FORWARD mb0 seg0' twice"):
+        check_orders(plan, [[first[0], *first], second], 2)
+    with pytest.raises(ScheduleError, match="worker 1 runs 'BACKWARD mb1 seg1' before 'B"):
+        check_orders(plan, [first, second[::-1]], 2)
+    with pytest.raises(ScheduleError, match="'FORWARD mb0 seg1', which belongs to worker 1"):
+        check_orders(plan, [second, first], 2)
+    with pytest.raises(
+        ScheduleError, match=r"an order for 1 worker\(s\); expected one for each of 2"
+    ):
+        check_orders(plan, [first], 2)
+
+
+def test_backward_in_two_parts_is_refused_where_it_cannot_be_split() -> None:
+    plan = chain(0, 1)
+    first, second = orders(plan)
+    parts = [Instruction(Opcode.BACKWARD_INPUT, 0), Instruction(Opcode.BACKWARD_WEIGHT, 0)]
+    with pytest.raises(
+        ScheduleError, match="backward of seg0 cannot be split\n  Fix: give it 'BACK"
+    ):
+        check_orders(plan, [[*first[:2], *parts], second], 2)
+    with pytest.raises(ScheduleError, match="before 'BACKWARD_INPUT mb0 seg1'"):
+        whole = [i for i in second if i.opcode is Opcode.FORWARD]
+        kinds = (Opcode.BACKWARD_WEIGHT, Opcode.BACKWARD_INPUT)
+        whole += [Instruction(opcode, 1, m) for m in range(2) for opcode in kinds]
+        check_orders(plan, [first, whole], 2)

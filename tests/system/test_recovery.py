@@ -1,0 +1,63 @@
+"""Real workers are killed, and the job ends in the bits of a run in which nothing happened."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from system.helpers import JOBS, Finished, run_job
+
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[str]:
+    """What one process prints."""
+    done = subprocess.run(
+        [sys.executable, str(JOBS / "recovering.py")], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def recovering(
+    moments: str, folder: Path, *, workers: int, restarts: int = 0, **environment: str
+) -> Finished:
+    """A job whose workers die at some moments. Snapshots are taken after every second step."""
+    environment = {"GS_SNAPSHOT_EVERY": "2", "GS_SNAPSHOT_DISK_EVERY": "2", **environment}
+    return run_job(
+        "recovering.py", "--die", moments, "--marks", str(folder),
+        workers=workers, restarts=restarts, timeout_s=380, **environment,
+    )  # fmt: skip
+
+
+def test_killed_workers_come_back_and_nothing_is_different(plain: list[str], tmp_path: Path):
+    """In backward, while a snapshot leaves, and in evaluation; each of the three once."""
+    moments = "1:BACKWARD:5,2:SNAPSHOT:6,0:EVAL:17"
+    job = recovering(moments, tmp_path, workers=3, restarts=3, GS_RECOVERY="wait_rejoin")
+    assert job.status == 0, job.output[-6000:]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(moments.split(","))
+    for rank in range(3):
+        said = job.lines_of(f"worker {rank}")
+        lives = 1 + sum(moment.startswith(f"{rank}:") for moment in moments.split(","))
+        assert said[-len(plain) :] == plain
+        assert all(line in plain for line in said)
+        assert len(said) < (lives + 1) * len(plain)
+
+
+def test_a_killed_job_goes_on_from_disk_with_fewer_and_with_more_workers(
+    plain: list[str], tmp_path: Path
+):
+    path = tmp_path / "recovery"
+    always = {"GS_RECOVERY": "restart", "MS_RECOVERY_PATH": str(path)}
+    for workers, moment in ((3, "1:BACKWARD:8"), (2, "0:FORWARD:13")):
+        job = recovering(moment, tmp_path, workers=workers, **always)
+        assert job.status != 0
+        assert list(path.glob("snapshots/*/snapshot.json")), job.output
+    job = recovering("", tmp_path, workers=4, **always)
+    assert job.status == 0, job.output[-4000:]
+    for rank in range(4):
+        assert job.lines_of(f"worker {rank}") == plain
+    assert list((path / "snapshots").iterdir()) == []

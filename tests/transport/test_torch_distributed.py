@@ -1,0 +1,245 @@
+"""Links over ``torch.distributed``: who and what is believed, and what travels together."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_helpers import DEADLINE_S, Workers, spec_of, start
+
+from graphsplit.errors import FrameError, TransportError
+from graphsplit.transport import Hub, WaitPolicy
+from graphsplit.transport._torch_meeting import Meeting
+from graphsplit.transport._torch_wire import (
+    MESSAGE_BYTES,
+    MESSAGE_TAG,
+    PAYLOAD_TAG,
+    Kind,
+    MessageBuffer,
+    Record,
+)
+from graphsplit.transport._torch_writer import Writer
+from graphsplit.transport.frame import MESSAGE, FrameEncoder
+from graphsplit.transport.torch_distributed import TorchTransport
+
+SPEC = spec_of(depth=1)
+
+
+@pytest.fixture
+def workers() -> Any:
+    """Two workers over Gloo."""
+    made = Workers("gloo", 2, DEADLINE_S)
+    yield made
+    made.close()
+
+
+def test_the_default_process_group_is_the_users(workers: Workers) -> None:
+    assert not dist.is_initialized()
+    sender, receiver = workers.open(SPEC)
+    sender.send(torch.ones(4), step=0, microbatch=0)
+    assert receiver.receive(step=0, microbatch=0) is not None
+    assert not dist.is_initialized()
+
+
+def test_values_of_all_sizes_pass_each_other_in_any_order(workers: Workers) -> None:
+    sizes = [4, 70_000, 16, 300_000]
+    specs = [
+        spec_of(shape=(size,), edge=edge, max_bytes=4 * size) for edge, size in enumerate(sizes)
+    ]
+    ends = [workers.open(spec) for spec in specs]
+    for step in range(2):
+        for (sender, _), size in zip(ends, sizes, strict=True):
+            sender.send(torch.full((size,), float(step)), step=step, microbatch=0)
+    for step in range(2):
+        for (_, receiver), size in reversed(list(zip(ends, sizes, strict=True))):
+            value = receiver.receive(step=step, microbatch=0)
+            assert value is not None and value.shape == (size,) and value[-1] == step
+
+
+def test_a_large_value_under_way_when_its_plan_is_closed_does_not_hold_up_others(
+    workers: Workers,
+) -> None:
+    sender, receiver = workers.open(spec_of(plan=0))
+    late, _ = workers.open(spec_of(shape=(50_000,), max_bytes=200_000, plan=1))
+    sender.send(torch.ones(4), step=0, microbatch=0)
+    assert receiver.receive(step=0, microbatch=0) is not None
+    workers.transports[1].close_plan(1)
+    late.send(torch.ones(50_000), step=0, microbatch=0)
+    sender.send(torch.ones(4), step=1, microbatch=0)
+    assert receiver.receive(step=1, microbatch=0) is not None
+
+
+class _FakeGloo:
+    """Notes what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.sent.append((tag, tensors[0].numel()))
+        return type("Work", (), {"wait": lambda self, timeout: True})()
+
+
+def test_records_that_may_wait_travel_with_the_next() -> None:
+    gloo, writer = _FakeGloo(), Writer()
+    writer.start(gloo, 1, Record(Kind.PROOF, header=b"p"))
+    gloo.sent.clear()
+    value = torch.ones(16)
+    small = Record(Kind.SMALL, header=b"h" * 72, payload_bytes=64)
+    for hold in (True, True, False):
+        writer.put(small, address=value.data_ptr(), hold=hold)
+    assert len(gloo.sent) == 1 and gloo.sent[0][0] == MESSAGE_TAG
+    writer.put(small, address=value.data_ptr(), hold=True)
+    writer.put_large(Record(Kind.LARGE, header=b"h", payload_bytes=1 << 20), torch.empty(1 << 20))
+    assert [tag for tag, _ in gloo.sent] == [MESSAGE_TAG, MESSAGE_TAG, PAYLOAD_TAG]
+
+
+def test_a_sender_that_waits_for_credit_holds_nothing_back(workers: Workers) -> None:
+    first, first_end = workers.open(spec_of(edge=0))
+    second, second_end = workers.open(spec_of(edge=1, depth=1))
+    second.send(torch.zeros(4), step=0, microbatch=0)
+    first.hold()
+    first.send(torch.ones(4), step=0, microbatch=0)
+    blocked = start(lambda: second.send(torch.ones(4), step=1, microbatch=0))
+    assert first_end.receive(step=0, microbatch=0) is not None
+    for step in range(2):
+        assert second_end.receive(step=step, microbatch=0) is not None
+    blocked.result(DEADLINE_S)
+
+
+records = st.builds(
+    Record,
+    kind=st.sampled_from([Kind.CREDIT, Kind.SMALL, Kind.LARGE, Kind.BYE]),
+    plan=st.integers(-(2**63), 2**63 - 1),
+    edge=st.integers(-(2**63), 2**63 - 1),
+    number=st.integers(0, 2**32 - 1),
+    header=st.binary(max_size=200),
+    payload_bytes=st.integers(0, 5000),
+)
+
+
+@given(st.lists(records, max_size=8))
+def test_records_read_back_as_they_were_written(written: list[Record]) -> None:
+    buffer = MessageBuffer()
+    for record in written:
+        buffer.write(record)
+    assert [record for record, _ in buffer.read()] == written
+
+
+@settings(max_examples=300)
+@given(st.binary(min_size=1, max_size=400), st.integers(0, 2**32 - 1))
+def test_no_message_is_believed_beyond_its_end(noise: bytes, count: int) -> None:
+    buffer = MessageBuffer()
+    octets = torch.frombuffer(bytearray(count.to_bytes(4, "little")), dtype=torch.uint8)
+    buffer.memory[:4] = octets
+    buffer.memory[64 : 64 + len(noise)] = torch.frombuffer(bytearray(noise), dtype=torch.uint8)
+    try:
+        for record, address in buffer.read():
+            assert address + record.inline_bytes <= buffer.address + MESSAGE_BYTES
+    except FrameError:
+        pass
+
+
+class Attacker:
+    """A member that does not keep to the protocol: worker 0, at its end of the group."""
+
+    def __init__(self, victim: Any) -> None:
+        hubs = [Hub(bind_host="127.0.0.1", mode="gloo") for _ in range(2)]
+        peers = [hub.endpoints for hub in hubs]
+        policy = WaitPolicy(deadline_s=DEADLINE_S)
+        self.routers = [
+            hub.connect(rank=rank, job="job", generation=1, peers=peers, policy=policy)
+            for rank, hub in enumerate(hubs)
+        ]
+        self.receiver: Any = self.routers[1].open_receiver(SPEC)
+        mine: TorchTransport = self.routers[0]._transports["gloo"]  # type: ignore[attr-defined]
+        meeting = Meeting(mine._meetings, session=mine._session, peer=1, num_workers=2)
+        meeting.swap_nonces()
+        device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        self.group = meeting.gloo_group(device)
+        self.proof = Record(Kind.PROOF, header=meeting.proof(0, 1))
+        self.held: list[Any] = [meeting.store, device, victim]
+
+    def say(self, *records: Record) -> None:
+        """Send a message."""
+        buffer = MessageBuffer()
+        for record in records:
+            buffer.write(record)
+        self.held.append((buffer, self.group.send([buffer.written()], 1, MESSAGE_TAG)))
+
+    def close(self) -> None:
+        """Leave, and close the victim."""
+        nothing = torch.empty(1, dtype=torch.uint8)
+        with pytest.raises(RuntimeError):
+            self.group.recv([nothing], 1, 9).wait(timedelta(milliseconds=1))
+        self.group = None
+        self.held.clear()
+        for future in [start(router.close) for router in self.routers]:
+            future.result(DEADLINE_S)
+
+
+@pytest.fixture
+def attacker() -> Any:
+    """Worker 0, which does as it likes, and worker 1 with one open channel."""
+    made = Attacker(None)
+    yield made
+    made.close()
+
+
+def header(sequence: int = 0, generation: int = 1) -> bytes:
+    frame = FrameEncoder(SPEC, generation=generation).frame_of(torch.ones(4))
+    return MESSAGE.pack(sequence, 0, 0) + frame.raw
+
+
+VALUE = Record(Kind.SMALL, 0, 0, 0, header(), 16)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ([Record(Kind.PROOF, header=b"?" * 32)], "a stranger answered in its place"),
+        ([VALUE], "a stranger answered in its place"),
+        ([None, replace(VALUE, edge=7)], "plan 0, edge 7, which is not open"),
+        ([None, replace(VALUE, header=header(generation=2))], "generation: expected 1, got 2"),
+        ([None, replace(VALUE, header=header(1))], "sequence number: expected 0, got 1"),
+        ([None, replace(VALUE, payload_bytes=32)], "announced 32 bytes of payload; expected 16"),
+        ([None, VALUE, replace(VALUE, header=header(1))], "at most 1 messages under way"),
+        ([None, replace(VALUE, kind=Kind.DEVICE)], "what is on a device"),
+        ([None, None], "said twice who it is"),
+    ],
+)
+def test_what_the_plan_does_not_expect_breaks_the_link(
+    attacker: Attacker, said: list[Record | None], reason: str
+) -> None:
+    for record in said:
+        attacker.say(record or attacker.proof)
+    incoming = attacker.receiver._incoming
+    with incoming._changed:
+        assert incoming._changed.wait_for(lambda: incoming.broken is not None, DEADLINE_S)
+    with pytest.raises(FrameError, match=reason):
+        for _ in range(2):
+            attacker.receiver.receive(step=0, microbatch=0)
+
+
+def test_values_on_devices_need_nccl(workers: Workers) -> None:
+    spec = replace(spec_of(), device="cuda")
+    with pytest.raises(TransportError, match=r"on cuda cannot travel by 'gloo'\n  Fix: set GS_TR"):
+        workers.transports[0].open_sender(spec)
+
+
+def test_closing_while_the_peer_has_not_come_does_not_wait_for_it() -> None:
+    made = Workers("gloo", 2, DEADLINE_S)
+    receiver = made.transports[1].open_receiver(SPEC)
+    receiving = start(lambda: receiver.receive(step=0, microbatch=0))
+    made.close()
+    with pytest.raises(TransportError):
+        receiving.result(DEADLINE_S)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("graphsplit-torch") for name in names)
