@@ -1,59 +1,58 @@
-"""One-way time of a value between two processes: shared memory, gRPC, and Gloo beside them.
+"""One-way time of a value between two workers on one host: shared memory, and Gloo beside it.
 
-    python benchmarks/bench_hop.py [--rounds 5] > hop.json
+    python benchmarks/bench_hop.py [--rounds 5] [--json FILE]
 
 Two processes play ping-pong: worker 0 sends, worker 1 receives and sends back; half of a round
 trip is one hop, with its Python. The transports alternate within every round, so that a noisy
-minute hits all of them. Figures are medians over all rounds. Beside them stand the first and the
-last tenth (on busy cores Gloo's times fall in two heaps, and its median may be in either), and the
-minor page faults of one process per round trip, which is one send and one receive.
+minute hits both. A round's figure is its median; p10 stands in the notes, because on busy cores
+Gloo's times fall in two heaps, and its median may be in either. Page faults are those of one round
+trip in one process, which is one send and one receive.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import platform
-import resource
-import socket
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-import grpc
 import torch
-import torch.distributed as dist
+from common import (
+    Row,
+    Samples,
+    compared,
+    environment,
+    equal_conditions,
+    minor_faults,
+    parser,
+    tell_measuring,
+    write,
+)
+from common_cluster import free_port
+from hop_peers import Ends, gloo_ends
 
-import graphsplit
-from graphsplit.transport import ChannelSpec, Hub, Mode, WaitPolicy
+from graphsplit.transport import ChannelSpec, Hub, WaitPolicy
 
-SIZES_BYTES = (1 << 10, 16 << 10, 64 << 10, 16 << 20)
-OURS: tuple[Mode, ...] = ("shm", "grpc")
-TRANSPORTS = (*OURS, "gloo")
-Send = Callable[[torch.Tensor, int], None]
-Receive = Callable[[torch.Tensor, int], torch.Tensor]
-Ends = tuple[Send, Receive, Callable[[], None]]
+# Bytes of a value, and how much of Gloo's time a hop may take.
+REACH = {1 << 10: None, 64 << 10: 0.3, 16 << 20: 0.5}
+NAMES = {1 << 10: "1 KiB", 64 << 10: "64 KiB", 16 << 20: "16 MiB"}
+SIDES = ("shm", "gloo")
 
 
-def graphsplit_ends(mode: Mode, rank: int, link: Connection) -> Ends:
-    """Send, receive and close, through one of our transports."""
-    hub = Hub(bind_host="127.0.0.1", mode=mode)
+def shm_ends(rank: int, link: Connection) -> Ends:
+    """Send, receive and close, through channels as a plan's edges have them."""
+    hub = Hub(bind_host="127.0.0.1", mode="shm")
     link.send(hub.endpoints)
     other = link.recv()
     peers = [hub.endpoints, other] if rank == 0 else [other, hub.endpoints]
     transport = hub.connect(rank=rank, job="hop", generation=1, peers=peers, policy=WaitPolicy())
     sends, receives = {}, {}
-    for edge, size in enumerate(SIZES_BYTES):
-        shape = (size // 4,)
+    for edge, size in enumerate(REACH):
         specs = [
-            ChannelSpec(0, 2 * edge + way, way, 1 - way, torch.float32, shape, size)
+            ChannelSpec(
+                *(0, 2 * edge + way, way, 1 - way, torch.float32, (size // 4,), size), lends=True
+            )
             for way in (0, 1)
         ]
         sends[size] = transport.open_sender(specs[rank])
@@ -70,24 +69,8 @@ def graphsplit_ends(mode: Mode, rank: int, link: Connection) -> Ends:
     return send, receive, transport.close
 
 
-def gloo_ends(rank: int, port: int) -> Ends:
-    """The same through ``torch.distributed``, into fresh memory as ours."""
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-
-    def send(value: torch.Tensor, step: int) -> None:
-        dist.send(value, 1 - rank)
-
-    def receive(value: torch.Tensor, step: int) -> torch.Tensor:
-        received = torch.empty_like(value)
-        dist.recv(received, 1 - rank)
-        return received
-
-    return send, receive, dist.destroy_process_group
-
-
 def ping_pong(ends: Ends, rank: int, value: torch.Tensor, first: int, count: int) -> list[float]:
-    """Seconds of each hop, as worker 0 sees them."""
+    """Seconds of each hop, as this worker sees them."""
     send, receive, _ = ends
     times = []
     for step in range(first, first + count):
@@ -101,95 +84,65 @@ def ping_pong(ends: Ends, rank: int, value: torch.Tensor, first: int, count: int
     return times
 
 
-def run(rank: int, link: Connection, port: int, rounds: int) -> dict[str, Any]:
-    """One of the two processes; worker 0 returns the figures."""
-    torch.set_num_threads(1)
-    ends: dict[str, Ends] = {mode: graphsplit_ends(mode, rank, link) for mode in OURS}
-    ends["gloo"] = gloo_ends(rank, port)
-    times: dict[tuple[str, int], list[float]] = {}
-    faults: dict[tuple[str, int], int] = {}
-    steps = dict.fromkeys(((name, size) for name in TRANSPORTS for size in SIZES_BYTES), 0)
-    for round_number in range(rounds + 1):
-        for size in SIZES_BYTES:
-            value = torch.zeros(size // 4)
-            count = 8 if size > 1 << 20 else 300
-            for name in TRANSPORTS:
-                key = name, size
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-                seconds = ping_pong(ends[name], rank, value, steps[key], count)
-                after = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-                steps[key] += count
-                if round_number > 0:  # The first round warms up.
-                    times.setdefault(key, []).extend(seconds)
-                    faults[key] = faults.get(key, 0) + after - before
+def play(rank: int, link: Connection, port: int, rounds: int) -> dict[tuple[str, int], Any]:
+    """One of the two processes: times and page faults of every round, by side and size."""
+    equal_conditions()
+    ends = {"shm": shm_ends(rank, link), "gloo": gloo_ends(rank, port)}
+    found: dict[tuple[str, int], Any] = {(side, size): [] for side in SIDES for size in REACH}
+    first = dict.fromkeys(found, 0)
+    if rank == 0:
+        tell_measuring(True)
+    for number in range(rounds + 1):
+        for size in REACH:
+            value, count = torch.zeros(size // 4), 16 if size > 1 << 20 else 300
+            for side in SIDES:
+                key, before = (side, size), minor_faults()
+                times = ping_pong(ends[side], rank, value, first[key], count)
+                first[key] += count
+                if number:  # the first round warms up
+                    found[key].append((times, (minor_faults() - before) / count))
     for _, _, close in ends.values():
         close()
-    return {"times": times, "faults": faults}
+    return found
 
 
 def _child(link: Connection, port: int, rounds: int) -> None:
-    run(1, link, port, rounds)
+    play(1, link, port, rounds)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":")[1].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def report(figures: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The figures as they are printed."""
-    results = [
-        {
-            "transport": name,
-            "bytes": size,
-            "p10_us": round(statistics.quantiles(times, n=10)[0] * 1e6, 1),
-            "median_us": round(statistics.median(times) * 1e6, 1),
-            "p90_us": round(statistics.quantiles(times, n=10)[-1] * 1e6, 1),
-            "minor_faults_per_round_trip": round(figures["faults"][name, size] / len(times), 1),
-            "round_trips": len(times),
-        }
-        for (name, size), times in figures["times"].items()
-    ]
-    return {
-        "benchmark": "hop",
-        "rounds": rounds,
-        "hardware": {"processor": _processor(), "cores": os.cpu_count()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "grpcio": grpc.__version__,
-            "graphsplit": getattr(graphsplit, "__version__", "source"),
-            "kernel": platform.release(),
-        },
-        "load_average": os.getloadavg(),
-        "omp_num_threads": os.environ["OMP_NUM_THREADS"],
-        "results": results,
-    }
+def row(size: int, found: dict[tuple[str, int], Any]) -> Row:
+    """One size."""
+    samples, deciles = {}, []
+    for side in SIDES:
+        rounds = found[side, size]
+        medians = [statistics.median(times) for times, _ in rounds]
+        samples[side] = Samples(medians, [faults for _, faults in rounds])
+        everything = [seconds for times, _ in rounds for seconds in times]
+        tens = statistics.quantiles(everything, n=10)
+        deciles.append(f"{side} p10 {tens[0] * 1e6:.1f}, p90 {tens[-1] * 1e6:.1f} µs")
+    bandwidth = [f"{side} {size / samples[side].median_s / 1e9:.2f} GB/s" for side in SIDES]
+    return compared(
+        f"a value of {NAMES[size]} between two workers, one way",
+        ("shm", samples["shm"]),
+        ("gloo", samples["gloo"]),
+        reach=REACH[size],
+        notes="; ".join(deciles + bandwidth),
+    )
 
 
 def main() -> None:
-    """Run both processes and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up")
-    rounds = parser.parse_args().rounds
+    """Run both processes."""
+    arguments = parser(__doc__).parse_args()
+    conditions = environment()
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
-    port = _free_port()
-    child = context.Process(target=_child, args=(theirs, port, rounds), daemon=True)
+    port = free_port()
+    child = context.Process(target=_child, args=(theirs, port, arguments.rounds), daemon=True)
     child.start()
-    figures = run(0, mine, port, rounds)
+    found = play(0, mine, port, arguments.rounds)
+    tell_measuring(False)
     child.join(30)
-    json.dump(report(figures, rounds), sys.stdout, indent=1)
-    print()
+    write(arguments, [row(size, found) for size in REACH], conditions)
 
 
 if __name__ == "__main__":

@@ -22,20 +22,25 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import Row
 from torch import nn
 
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
+from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.spans import gradient_spans
+from graphsplit.partition.splitting import with_splits
 from graphsplit.partition.verify import verify
 from graphsplit.placement.annotations import place_module
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
+from graphsplit.program.liveness import last_uses
 from graphsplit.program.lower import describe_programs, lower
 from graphsplit.runtime.segment_code import build_code
 from graphsplit.schedule.depths import channel_depths
@@ -99,8 +104,12 @@ def plan_once(size: int, placement: str, num_microbatches: int) -> dict[str, Any
     laps("verify")
     gradient_spans(plan)
     laps("spans")
+    plan = with_splits(with_recomputation(plan))
+    laps("split")
     programs = lower(plan, one_forward_one_backward, num_microbatches=num_microbatches)
     laps("lower")
+    last_uses(plan, programs[0])
+    laps("liveness")
     depths = channel_depths(programs)
     laps("depths")
     verify_programs(plan, programs, depths=depths)
@@ -220,6 +229,28 @@ def measure(name: str, jobs: dict[int, list[str]], rounds: int) -> dict[str, Any
     return result
 
 
+def rows_of(name: str, found: dict[str, Any]) -> list[Row]:
+    """The row of the table: the largest graph, against one of a tenth of its size."""
+    large = max(map(int, found))
+    small = large // 10
+    if str(small) not in found:
+        return []
+    seconds = {size: found[str(size)]["total_s"] for size in (small, large)}
+    growth = seconds[large] / seconds[small]
+    return [
+        Row(
+            work=f"planning, verification and lowering of {large:,} operations, {name}",
+            against=f"{small:,} operations",
+            figure="time of the large graph ÷ time of the small one",
+            ratio=growth,
+            spread=(growth, growth),
+            reach=12.0,
+            at_most=True,
+            sides={f"{size:,} operations": f"{seconds[size]:.2f} s" for size in (small, large)},
+        )
+    ]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -245,6 +276,8 @@ def main() -> None:
         name = f"{placement}, {number} microbatch{'es' if number > 1 else ''}"
         jobs = {size: [str(size), placement, str(number)] for size in kept}
         results[name] = measure(name, jobs, arguments.rounds)
+        if number > 1 and placement == "by layer":
+            results["rows"] = [asdict(row) for row in rows_of(name, results[name])]
     jobs = {layers: [str(layers)] for layers in LAYERS}
     results["tall network, layers"] = measure("tall network, layers", jobs, arguments.rounds)
     if arguments.json:

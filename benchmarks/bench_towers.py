@@ -1,0 +1,115 @@
+"""Two towers of four blocks on two workers, against one process and two independent processes.
+
+    python benchmarks/bench_towers.py [--rounds 5] [--microbatches 1 8] [--json FILE]
+
+What two workers can reach is what two processes reach that know nothing of each other and train
+one tower each: they share the memory's bandwidth, and nothing else. So three sides take turns in
+the same two processes: one process trains everything (the other waits), each trains one tower
+with a head of its own, and graphsplit trains everything on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from common import Row, compared, environment, equal_conditions, parser, write
+from common_cluster import (
+    agreed,
+    breakdown,
+    breakdowns,
+    is_worker,
+    launch,
+    report,
+    same_parameters,
+    slowest,
+    take_turns,
+)
+from common_models import LastLoss, Towers, made, plain_loop, token_batches
+from torch.nn import functional as F
+
+STEPS, ROWS = 1, 16
+REACH = 0.95
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One worker's part."""
+    equal_conditions()
+    import graphsplit as gs
+
+    gs.init()
+    rank, number = gs.get_rank(), arguments.microbatches[0]
+    batches = token_batches(STEPS, ROWS)
+    whole, whole_optimizer = made(Towers)
+    single, single_optimizer = made(lambda: Towers(1))
+    net, optimizer = made(Towers)
+    for index, tower in enumerate(net.towers):
+        tower.place("MS_WORKER", index)
+    net.head.place("MS_WORKER", 0)
+    model = gs.Model(net, F.cross_entropy, optimizer, microbatches=number)
+    keep = LastLoss()
+    losses = []
+
+    def one_process() -> None:
+        losses[:] = [plain_loop(whole, whole_optimizer, batches, microbatches=number)]
+
+    turns = take_turns(
+        {
+            "one process": one_process if rank == 0 else None,
+            "graphsplit": lambda: model.train(1, batches, callbacks=[keep]),
+            "two processes": lambda: (
+                plain_loop(single, single_optimizer, batches, microbatches=number),
+                None,
+            )[1],
+        },
+        rounds=arguments.rounds,
+        steps=STEPS,
+    )
+    same = "equal"
+    if rank == 0:
+        same = same_parameters(net, whole)
+        if losses != [float(keep.loss)]:
+            same = f"losses differ: {float(keep.loss)!r} and {losses}"
+    report({"turns": turns, "bits": same, "breakdown": breakdown(model, batches)})
+
+
+def rows(arguments: argparse.Namespace) -> list[Row]:
+    """One row for each number of microbatches."""
+    found = []
+    for number in arguments.microbatches:
+        options = ["--rounds", str(arguments.rounds), "--microbatches", str(number)]
+        reports = launch(os.path.abspath(__file__), 2, options)
+        ours, one = slowest(reports, "graphsplit"), slowest(reports, "one process")
+        two = slowest(reports, "two processes")
+        # Two processes do the work of one whole step together, but for half a head.
+        speedups = f"{one.median_s / ours.median_s:.2f} times one process; two processes reach "
+        found.append(
+            compared(
+                f"two towers, 2 workers, {number} microbatches",
+                ("graphsplit", ours),
+                ("two processes", two),
+                reach=REACH,
+                inverse=True,
+                bits=agreed([report["bits"] for report in reports]),
+                breakdown=breakdowns(reports),
+                further_sides={"one process": one.summary()},
+                notes=speedups + f"{one.median_s / two.median_s:.2f}",
+            )
+        )
+    return found
+
+
+def main() -> None:
+    """Read the command line."""
+    made_parser = parser(__doc__)
+    made_parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8])
+    arguments = made_parser.parse_args()
+    if is_worker():
+        work(arguments)
+    else:
+        conditions = environment()
+        write(arguments, rows(arguments), conditions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Jobs for benchmarks: a scheduler and workers on this machine, and sides that take turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Samples, checked, tell_measuring, timed
+
+import graphsplit as gs
+from graphsplit.capture.graph import Mode
+from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.schedule.simulate import simulate
+
+COMPUTE = ("FORWARD", "BACKWARD", "WEIGHT", "ACCUMULATE", "OPTIMIZER")
+Report = dict[str, Any]
+
+
+def is_worker() -> bool:
+    """Whether this process is one of a job that ``launch`` has started."""
+    return bool(os.environ.get("MS_ROLE"))
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(script: str, num_workers: int, options: Sequence[str]) -> list[Report]:
+    """Run a script as a scheduler and workers; what each worker wrote with ``report``."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(num_workers), "--"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GS_BENCH_REPORT": folder}
+        checked([*command, script, *options], env=environment)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(num_workers)]
+
+
+def report(found: Report) -> None:
+    """Hand this worker's findings to ``launch``."""
+    if gs.get_rank() == 0:
+        tell_measuring(False)
+    Path(os.environ["GS_BENCH_REPORT"], str(gs.get_rank())).write_text(json.dumps(found))
+
+
+def take_turns(
+    sides: Mapping[str, Callable[[], None] | None], *, rounds: int, steps: int
+) -> Report:
+    """Every worker: A B A B, each behind a barrier; what a step took here, side by side.
+
+    Args:
+        sides: What each side runs on this worker in a round; None where it only waits.
+        rounds: How many rounds to count, after one that warms up.
+        steps: How many steps a round has.
+    """
+    found: Report = {name: {"seconds": [], "faults": []} for name in sides}
+    for number in range(rounds + 1):
+        if number == 1 and gs.get_rank() == 0:
+            tell_measuring(True)
+        for name, run in sides.items():
+            gs.barrier()
+            seconds, faults = timed(run) if run is not None else (0.0, 0)
+            if number:
+                found[name]["seconds"].append(seconds / steps)
+                found[name]["faults"].append(faults / steps)
+    gs.barrier()
+    return found
+
+
+def slowest(reports: Sequence[Report], side: str) -> Samples:
+    """Round by round, the worker that took longest: a side is done when all its workers are."""
+    of_workers = [report["turns"][side] for report in reports]
+    return Samples(
+        [max(values) for values in zip(*(w["seconds"] for w in of_workers), strict=True)],
+        [max(values) for values in zip(*(w["faults"] for w in of_workers), strict=True)],
+    )
+
+
+def breakdown(model: gs.Model, batches: Sequence[Any]) -> dict[str, float]:
+    """Milliseconds a step of each kind of instruction, in a round of its own with timers in it.
+
+    ``RECEIVE`` holds the waiting; ``rest`` is what a step costs besides its instructions.
+    """
+    spent: Counter[str] = Counter()
+    runner = watch(model, spent, time.perf_counter)
+    gs.barrier()
+    whole, _ = timed(lambda: model.train(1, batches))
+    runner.watch(None)
+    spent["rest"] = whole - sum(spent.values())
+    return {kind: seconds * 1e3 / len(batches) for kind, seconds in spent.items()}
+
+
+def watch(model: gs.Model, spent: Counter[str], clock: Callable[[], float]) -> ProgramRunner:
+    """Have the seconds of every instruction of this worker added up, by kind."""
+    planned = model._engine.planner.latest(Mode.TRAIN)  # type: ignore[union-attr]
+    assert planned is not None
+    runner = planned.runner
+
+    def with_clock(position: int, action: Callable[[Any], None]) -> Callable[[Any], None]:
+        kind = runner.instructions[position].opcode.value
+
+        def run(state: Any) -> None:
+            start = clock()
+            action(state)
+            spent[kind] += clock() - start
+
+        return run
+
+    runner.watch(with_clock)
+    return runner
+
+
+class ComputeClock:
+    """How long this worker's core computes in each round, whoever else has it meanwhile."""
+
+    def __init__(self, model: gs.Model, num_steps: int) -> None:
+        self._model, self._num_steps = model, num_steps
+        self._spent: Counter[str] = Counter()
+        self._is_watching = False
+        self.seconds: list[float] = []
+
+    def run(self, train: Callable[[], None]) -> None:
+        """Run a round; its first call, which plans, is not watched."""
+        self._spent.clear()
+        train()
+        if self._is_watching:
+            spent = sum(s for kind, s in self._spent.items() if kind in COMPUTE)
+            self.seconds.append(spent / self._num_steps)
+        else:
+            watch(self._model, self._spent, time.thread_time)
+            self._is_watching = True
+
+
+def breakdowns(reports: Sequence[Report]) -> dict[str, dict[str, float]]:
+    """Those of all workers, by name."""
+    return {f"worker {rank}": report["breakdown"] for rank, report in enumerate(reports)}
+
+
+def simulated_ideal_s(model: gs.Model, batches: Sequence[Any]) -> float:
+    """Seconds of a step that the simulator predicts if nothing but computing took time.
+
+    The costs of computing are those that the profiler measures now; collective.
+    """
+    gs.barrier()
+    with model.profile() as profiling:
+        model.train(1, batches)
+    found = profiling.result
+    costs = replace(found.costs, links={}, send={}, receive={}, others={}, between={})
+    return simulate(found.plan, found.programs, costs, num_steps=3).step_s
+
+
+def busiest(reports: Sequence[Report]) -> Samples:
+    """Seconds of a step if nothing but computing took time, and nobody waited, round by round.
+
+    The busiest worker, or all of them divided by the cores, whichever is more.
+    """
+    rounds = zip(*(report["compute"] for report in reports), strict=True)
+    cores = os.cpu_count() or 1
+    return Samples([max(max(compute), sum(compute) / cores) for compute in rounds])
+
+
+def same_parameters(net: torch.nn.Module, other: torch.nn.Module, *, prefix: str = "") -> str:
+    """Compare what this worker owns of ``net`` with the same names of ``other``, bit by bit.
+
+    Args:
+        net: Trained by graphsplit.
+        other: The reference; it may hold more, or fewer, parameters.
+        prefix: What the reference's names lack in front.
+
+    Returns:
+        ``"equal"``, or the first name that differs.
+    """
+    theirs = {prefix + name: p for name, p in other.named_parameters()}
+    compared = 0
+    for name, mine in net.named_parameters():
+        if is_elsewhere(mine) or name not in theirs:
+            continue
+        compared += 1
+        reference = theirs[name]
+        if not torch.equal(mine, reference):
+            return f"{name} differs"
+        if (mine.grad is None) != (reference.grad is None):
+            return f"the gradient of {name} is missing on one side"
+        if mine.grad is not None and not torch.equal(mine.grad, reference.grad):
+            return f"the gradient of {name} differs"
+    return "equal" if compared else "nothing to compare"
+
+
+def agreed(words: Sequence[str]) -> str:
+    """What all workers found: ``"equal"``, or what differs."""
+    different = [word for word in words if word != "equal"]
+    return different[0] if different else "equal"

@@ -1,0 +1,240 @@
+"""The networks that benchmarks train, and the plain loops that they are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import graphsplit as gs
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 128, 256
+
+
+class Block(nn.Module):
+    """A transformer's block: attention, then two linear layers, each beside a skip."""
+
+    def __init__(self, *, causal: bool = True, memory: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        if memory:
+            self.norm3 = nn.LayerNorm(WIDTH)
+            self.query, self.key_value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+            self.project_memory = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, LENGTH, WIDTH) to the same."""
+        query, key, value = self.qkv(self.norm1(x)).split(WIDTH, dim=-1)
+        x = x + self.project(_attend(query, key, value, causal=self.causal))
+        if memory is not None:
+            key, value = self.key_value(memory).split(WIDTH, dim=-1)
+            found = _attend(self.query(self.norm3(x)), key, value, causal=False)
+            x = x + self.project_memory(found)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool
+) -> torch.Tensor:
+    rows, length, width = query.shape
+    heads = [t.view(rows, -1, HEADS, width // HEADS).transpose(1, 2) for t in (query, key, value)]
+    found = F.scaled_dot_product_attention(*heads, is_causal=causal)
+    return found.transpose(1, 2).reshape(rows, length, width)
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place_of = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, LENGTH) to (rows, LENGTH, WIDTH)."""
+        positions = torch.arange(tokens.shape[1])
+        return self.token(tokens) + self.place_of(positions)
+
+
+class GPT(nn.Module):
+    """GPT-like: the embedding, blocks, and a head."""
+
+    def __init__(self, num_blocks: int = 8) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, LENGTH) to (rows, VOCABULARY, LENGTH), as the loss wants it."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
+class Tower(nn.Module):
+    """An embedding and four blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, LENGTH) to (rows, LENGTH, WIDTH)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Towers(nn.Module):
+    """Two towers over the same tokens, concatenated, and a head."""
+
+    def __init__(self, num_towers: int = 2) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(Tower() for _ in range(num_towers))
+        self.head = nn.Linear(num_towers * WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, LENGTH) to (rows, VOCABULARY, LENGTH)."""
+        found = torch.cat([tower(tokens) for tower in self.towers], dim=-1)
+        return self.head(found).transpose(1, 2)
+
+
+class EncoderDecoder(nn.Module):
+    """Every layer of the decoder reads what the encoder made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = Embedding(), Embedding()
+        self.encoder = nn.ModuleList(Block(causal=False) for _ in range(5))
+        self.decoder = nn.ModuleList(Block(memory=True) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, LENGTH) to (rows, VOCABULARY, LENGTH)."""
+        memory = self.source(tokens)
+        for block in self.encoder:
+            memory = block(memory)
+        x = self.target(tokens)
+        for block in self.decoder:
+            x = block(x, memory)
+        return self.head(x).transpose(1, 2)
+
+
+def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+        nn.ReLU(),
+    )
+
+
+class UNet(nn.Module):
+    """Down and up again, with a skip from every level to its counterpart."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        widths = [width, 2 * width, 4 * width]
+        self.down = nn.ModuleList(
+            _convolutions(inputs, outputs)
+            for inputs, outputs in zip([3, *widths], widths, strict=False)
+        )
+        self.bottom = _convolutions(4 * width, 8 * width)
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in widths)
+        self.up = nn.ModuleList(_convolutions(2 * w, w) for w in widths)
+        self.head = nn.Conv2d(width, 2, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """(rows, 3, H, W) to (rows, 2, H, W)."""
+        x, kept = image, []
+        for level in self.down:
+            x = level(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for widen, level, skip in zip(
+            reversed(self.widen), reversed(self.up), reversed(kept), strict=True
+        ):
+            x = level(torch.cat([widen(x), skip], dim=1))
+        return self.head(x)
+
+
+def made(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network and its optimizer, the same for a seed."""
+    torch.manual_seed(seed)
+    net = build()
+    return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def token_batches(num_steps: int, rows: int = 32) -> list[Batch]:
+    """Random tokens and targets, made before anything is timed."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (rows, LENGTH)
+    return [
+        (
+            torch.randint(0, VOCABULARY, shape, generator=generator),
+            torch.randint(0, VOCABULARY, shape, generator=generator),
+        )
+        for _ in range(num_steps)
+    ]
+
+
+def image_batches(num_steps: int, rows: int = 16, size: int = 96) -> list[Batch]:
+    """Random images, and a class for every pixel."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(rows, 3, size, size, generator=generator),
+            torch.randint(0, 2, (rows, size, size), generator=generator),
+        )
+        for _ in range(num_steps)
+    ]
+
+
+def plain_loop(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    microbatches: int = 1,
+    loss_fn: Callable[..., torch.Tensor] = F.cross_entropy,
+) -> float:
+    """The reference: ordinary PyTorch in this process. Returns the last loss."""
+    loss = torch.zeros(())
+    for inputs, target in batches:
+        optimizer.zero_grad()
+        if microbatches == 1:
+            loss = loss_fn(net(inputs), target)
+            loss.backward()
+        else:
+            total: Any = 0
+            for (part, part_target), weight in gs.split_microbatches(
+                (inputs, target), microbatches
+            ):
+                loss = loss_fn(net(part), part_target) * weight
+                loss.backward()
+                total = total + loss.detach()
+            loss = total
+        optimizer.step()
+    return float(loss.detach())
+
+
+class LastLoss(gs.callbacks.Callback):
+    """Keeps the last loss, to compare it with the plain loop's."""
+
+    loss = torch.zeros(())
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        """Remember it."""
+        assert context.loss is not None
+        self.loss = context.loss

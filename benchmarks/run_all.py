@@ -1,0 +1,74 @@
+"""Run every benchmark of the table, and write all rows into one JSON file.
+
+    python benchmarks/run_all.py [--rounds 5] [--only NAME ...] [--json FILE] [--notes TEXT]
+
+Each is also a script of its own. `python benchmarks/compare.py A.json B.json` compares two files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import environment, parser
+
+HERE = Path(__file__).resolve().parent
+DEFAULT = HERE / "results" / "local" / "all.json"
+# In the order of the table; those below the line have figures of their own kind.
+TABLE = (
+    *("bench_pipeline", "bench_towers", "bench_skips", "bench_lenet_step", "bench_one_worker"),
+    *("bench_hop", "bench_ring", "bench_peak_memory", "bench_planning", "bench_prediction"),
+    *("bench_startup", "bench_memory"),
+)
+NO_ROUNDS = ("bench_memory",)
+# Growth with size, and memory, hardly differ from round to round, and take their time.
+FEWER_ROUNDS = {"bench_planning": 1, "bench_peak_memory": 3}
+
+
+def run(name: str, rounds: int, folder: Path) -> dict[str, Any] | None:
+    """Run one benchmark, whose output is shown; what it wrote, or None if it failed."""
+    written = folder / f"{name}.json"
+    command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(written)]
+    if name not in NO_ROUNDS:
+        command += ["--rounds", str(min(rounds, FEWER_ROUNDS.get(name, rounds)))]
+    print(f"== {name}", flush=True)
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode or not written.exists():
+        print(f"{name} FAILED with status {done.returncode}", flush=True)
+        return None
+    found = json.loads(written.read_text())
+    return found if isinstance(found, dict) else {"other": found}
+
+
+def main() -> None:
+    """Read the command line."""
+    made = parser(__doc__)
+    made.add_argument("--only", nargs="+", choices=TABLE, default=list(TABLE))
+    arguments = made.parse_args()
+    path = Path(arguments.json or DEFAULT)
+    content = environment() | {"rounds": arguments.rounds, "notes": arguments.notes}
+    rows: list[Any] = []
+    others: dict[str, Any] = {}  # what they wrote besides, in forms of their own
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.only:
+            found = run(name, arguments.rounds, Path(folder))
+            if found is None:
+                failed.append(name)
+                continue
+            rows += [{"benchmark": name, **row} for row in found.pop("rows", ())]
+            others[name] = {key: value for key, value in found.items() if key not in content}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**content, "rows": rows, "others": others, "failed": failed}, indent=1)
+    path.write_text(text + "\n")
+    print(f"{len(rows)} rows in {path}" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
