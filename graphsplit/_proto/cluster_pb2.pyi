@@ -91,7 +91,7 @@ class Resume(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., num_departed: _Optional[int] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("node_id", "incarnation", "role", "num_workers", "wished_rank", "host", "pid", "endpoints", "versions", "script_digest", "num_threads", "cpu_capability", "seed", "recovery", "resume")
+    __slots__ = ("node_id", "incarnation", "role", "num_workers", "wished_rank", "host", "pid", "endpoints", "versions", "script_digest", "num_threads", "cpu_capability", "seed", "recovery", "resume", "attempt")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class Register(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     incarnation: str
     role: str
@@ -136,7 +137,8 @@ class Register(_message.Message):
     seed: int
     recovery: str
     resume: Resume
-    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ..., recovery: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+    attempt: int
+    def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ..., recovery: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("progress", "position", "watched")

@@ -180,6 +180,7 @@ def _register_to_pb(message: Register) -> pb.Register:
         seed=message.seed,
         recovery=message.recovery,
         resume=None if message.resume is None else _resume_to_pb(message.resume),
+        attempt=message.attempt,
     )
 
 
@@ -325,7 +326,14 @@ def _register(message: pb.WorkerMessage) -> Register:
         seed=raw.seed if raw.HasField("seed") else None,
         recovery=_recovery(raw.recovery),
         resume=_resume(raw.resume) if raw.HasField("resume") else None,
+        attempt=_attempt(raw.attempt),
     )
+
+
+def _attempt(value: int) -> int:
+    if value < 1:
+        raise MessageError("the number of the attempt is missing")
+    return value
 
 
 def _recovery(name: str) -> str:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from graphsplit.cluster import limits
 from graphsplit.cluster.forked import drop_in_children
@@ -124,6 +125,7 @@ class Member:
         self._collective = threading.Lock()
         self._session: Session | None = None
         self._answered: Session | None = None
+        self._num_attempts = 0
         self._is_reconnecting = False
         self._has_left = False
         self._to_report: Failed | None = None
@@ -399,14 +401,13 @@ class Member:
     def _attempt(self, deadline: float) -> StreamEnd | None:
         """Open one stream and say who this is on it. None once the scheduler has answered."""
         with self._changed:
-            assert self._registration is not None
             if self._is_done:
                 return StreamEnd("this worker has left", is_retryable=False)
             former = self._session
             session = self._session = Session(
                 self._settings,
                 protection=self._protection,
-                first=self._state.registration(self._registration),
+                first=self._next_registration(),
                 fence=self._fence,
                 beat=self._heartbeat,
                 on_message=self._handle,
@@ -427,6 +428,12 @@ class Member:
             self._session = None
         session.close(timeout_s=0.5)
         return session.end or StreamEnd("it does not answer", is_retryable=True)
+
+    def _next_registration(self) -> Register:
+        assert self._registration is not None
+        self._num_attempts += 1
+        first = replace(self._registration, attempt=self._num_attempts)
+        return self._state.registration(first)
 
     def _pause(self, num_attempts: int, deadline: float) -> None:
         settings = self._settings

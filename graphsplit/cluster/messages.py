@@ -74,7 +74,8 @@ class Register:
     """A worker asks to take part, or comes back on a new stream (``resume``).
 
     ``wished_rank`` None: any rank; ``seed`` None: none was set; ``recovery``: the policy that this
-    worker was started with.
+    worker was started with; ``attempt`` counts the streams of this process, so that a late word on
+    an old one is known as such.
     """
 
     node_id: str
@@ -92,6 +93,7 @@ class Register:
     seed: int | None = None
     recovery: str = "fail_fast"
     resume: Resume | None = None
+    attempt: int = 1
 
 
 @dataclass(frozen=True)

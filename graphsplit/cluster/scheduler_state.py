@@ -263,7 +263,9 @@ class SchedulerState:
             self._protest(node, "registered twice")
             return
         known = self._roster.of(new.incarnation)
-        if new.resume is not None:
+        if known is not None and new.attempt < known.attempt:
+            self._refuse(node, "it has opened another stream since", new)
+        elif new.resume is not None:
             self._resume(node, new, known)
         elif not self._is_healthy:
             self._refuse(node, "the job is ending", new)
@@ -360,8 +362,9 @@ class SchedulerState:
         if worker.is_connected:
             self._effects.append(Drop(worker.node))
         self._roster.attach(worker, node)
-        if self.phase is not Phase.PLANNED:  # the plan that others were told must stay true
-            worker.registration = replace(worker.registration, endpoints=new.endpoints)
+        # In planned, what the others were told must stay true.
+        kept = worker.registration.endpoints if self.phase is Phase.PLANNED else new.endpoints
+        worker.registration = replace(worker.registration, endpoints=kept, attempt=new.attempt)
         worker.last_seen = worker.last_change = self._now
         worker.is_lost = worker.is_leaving = False
         self._suspicion.withdraw_loss(worker.rank)

@@ -24,6 +24,8 @@ from graphsplit.transport.session import AbortWatch
 TAKEN = b"taken"
 """What the reading thread gets instead of a message."""
 
+_MAX_REST_BYTES = 4096  # channel, credits
+
 
 class _Whole:
     """A message in one piece. It stays one until it is taken: the polling thread has other work."""
@@ -96,7 +98,9 @@ class GrpcReceiver(CreditedReceiver):
                     f"{describe(self.spec)}: a message began before the last one ended"
                 )
             frame = self.begin(piece.header)
-            if piece.size == frame.payload_bytes:
+            # What is kept as it came is bounded by the channel, whatever else the message holds.
+            rest = len(piece.data) - piece.size - len(piece.header)
+            if piece.size == frame.payload_bytes and rest <= _MAX_REST_BYTES:
                 self.file(_Whole(piece.header, frame, piece))
                 return
             self._arriving = _Arriving(piece.header, frame)

@@ -77,8 +77,7 @@ class Process:
     node: int | None = None
     wants_stream: bool = True
     told: FailureCause | None = None
-    has_raised: bool = False
-    num_steps: int = 0
+    num_attempts: int = 0
 
 
 @dataclass(frozen=True)
@@ -249,6 +248,7 @@ class World:
         assert worker is not None
         node = 10 * slot + self.num_streams[slot]
         self.num_streams[slot] += 1
+        worker.num_attempts += 1
         self.streams[node] = Stream(slot, worker.incarnation)
         worker.node, worker.wants_stream = node, False
         self._feed(Connected(node))
@@ -262,6 +262,7 @@ class World:
             pid=1,
             endpoints={"at": worker.incarnation},
             recovery=self.rules.recovery,
+            attempt=worker.num_attempts,
         )
         self._say(worker, worker.state.registration(new))
 
@@ -406,7 +407,6 @@ class World:
         worker = self.workers[slot]
         assert worker is not None
         self._say(worker, Failed(RAISED))
-        worker.has_raised = True
         worker.state.phase = MemberPhase.FAILED
 
     def crash(self) -> None:
@@ -511,11 +511,23 @@ class World:
         for node, stream in list(self.streams.items()):
             worker = self.workers[stream.slot]
             member_done = worker is None or worker.node != node
+            if self._is_superseded(node, stream) and not stream.scheduler_sees_end:
+                # Nothing that is still under way on it has an effect.
+                stream.to_scheduler.clear()
+                stream.is_cut = True
+                self.see_end(node)
             if member_done:
                 stream.to_member.clear()
             scheduler_done = stream.scheduler_sees_end or self.scheduler is None
             if member_done and scheduler_done:
                 del self.streams[node]
+
+    def _is_superseded(self, node: int, stream: Stream) -> bool:
+        """Whether the scheduler listens to a later stream of the same process."""
+        if self.scheduler is None:
+            return False
+        known = self.scheduler._roster.of(stream.incarnation)
+        return known is not None and known.node > node and node not in self.scheduler._spares
 
     # What must always be true.
 

@@ -31,7 +31,7 @@ class Wire:
 
 
 def job(wire: Wire, rank: int) -> Any:
-    return cast(Any, SimpleNamespace(rank=rank, control=wire))
+    return cast(Any, SimpleNamespace(rank=rank, num_workers=2, control=wire))
 
 
 def shape(rows: int, number: int = 4) -> Shape:
@@ -93,7 +93,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     counts = iter([3, 1])
     mine = Divider(2, None, lambda inputs, target: next(counts))
     Tickets(job(wire, 0)).send(theirs.shape(), generator=None)
-    planned = SimpleNamespace(consumers=(0, 1))
+    planned = SimpleNamespace(consumers=(0, 1), runs_one_by_one=False)
     planner = SimpleNamespace(plan_for=lambda *a, **k: planned, keep_at_least=lambda number: None)
     feed = Feed(
         job(wire, 1),
