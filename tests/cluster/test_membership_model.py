@@ -124,7 +124,9 @@ def test_the_scheduler_may_be_lost_anywhere_when_it_keeps_a_journal(name):
 @pytest.mark.skipif(not IS_FULL, reason="takes long: set GS_MODEL_CHECK=full")
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("kinds", list(combinations_with_replacement((*KINDS, "crash"), 2)), ids=str)
+@pytest.mark.parametrize(
+    "kinds", list(combinations_with_replacement((*KINDS, "crash"), 2)), ids=str
+)
 def test_any_two_failures_anywhere_lead_to_one_end_for_all(name, kinds):
     if "crash" in kinds and not RULES[name].keeps_journal:
         pytest.skip("without a journal the loss of the scheduler ends the job")
