@@ -37,7 +37,6 @@ from graphsplit.cluster.messages import (
     Resume,
     SchedulerMessage,
     Started,
-    StopSoon,
     TextWanted,
     WorkerMessage,
 )
@@ -122,7 +121,6 @@ class MemberState:
         refusal: Why it was refused.
         formed: The plan of the last generation that it is part of.
         waits_at: Where it waits for the others.
-        stops_soon: Whether all are to end in order.
         num_departed: From how many meetings of this generation it was let go.
         job: The job's id; empty until the scheduler told it.
         recovery: What the job does about a lost worker.
@@ -137,7 +135,6 @@ class MemberState:
         self.waits_at: Arrive | None = None
         self.num_departed = 0
         self.is_failure_noted = False
-        self.stops_soon = False
         self.job = ""
         self.recovery = FAIL_FAST
         self.keeps_journal = False
@@ -220,8 +217,6 @@ class MemberState:
                 return self._end(message.cause)
             case FailureNoted():
                 self.is_failure_noted = True
-            case StopSoon():
-                self.stops_soon = True
         if generation is not None and generation != self.generation:
             return []  # of another generation; see [Note: fences]
         match message:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from graphsplit.cluster.formation import Holders, assign_ranks
 from graphsplit.cluster.messages import Peer, Register
-from graphsplit.cluster.status import AWAY, FINISHED, LOST, RUNNING
-from graphsplit.root_cause import NOWHERE, FailureCause, Location
+from graphsplit.failure import FailureCause
 
 NO_NODE = -1
 """The connection of a worker that has none."""
@@ -29,20 +28,10 @@ class Worker:
     rank: int = -1
     progress: int = 0
     position: str = ""
-    location: Location = NOWHERE
     is_finished: bool = False
     is_leaving: bool = False
     is_lost: bool = False
     is_connected: bool = True
-
-    @property
-    def state(self) -> str:
-        """The worker's state in one word, for people."""
-        if self.is_finished:
-            return FINISHED
-        if self.is_lost:
-            return LOST
-        return RUNNING if self.is_connected else AWAY
 
     @property
     def attempt(self) -> int:
@@ -59,7 +48,6 @@ class Worker:
             pid=self.registration.pid,
             position=self.position,
             traceback=traceback,
-            location=self.location,
         )
 
     def peer(self) -> Peer:

@@ -32,7 +32,6 @@ from graphsplit.transport.endpoints import (
     torch_versions,
 )
 from graphsplit.transport.frame import describe
-from graphsplit.transport.metered import Traffic
 from graphsplit.transport.session import Session
 from graphsplit.transport.wait import WaitPolicy
 
@@ -50,7 +49,6 @@ class Router(Transport):
         transports: The transports, by name.
         route: Gives the transport's name between two workers, and why it was chosen.
         num_workers: How many workers there are.
-        traffic: Counts what goes through; None: nobody counts.
 
     Attributes:
         routes: For each rank, the transport's name and why it was chosen.
@@ -66,9 +64,7 @@ class Router(Transport):
         *,
         route: Callable[[int, int], tuple[str, str]],
         num_workers: int,
-        traffic: Traffic | None = None,
     ) -> None:
-        self._traffic = traffic
         self.routes = tuple(route(rank, peer) for peer in range(num_workers))
         self.route = route
         self._rank = rank
@@ -76,13 +72,11 @@ class Router(Transport):
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
-        sender = self._to(spec, spec.source, spec.destination).open_sender(spec)
-        return sender if self._traffic is None else self._traffic.sender(sender, spec)
+        return self._to(spec, spec.source, spec.destination).open_sender(spec)
 
     def open_receiver(self, spec: ChannelSpec) -> Receiver:
         """See ``Transport.open_receiver``."""
-        receiver = self._to(spec, spec.destination, spec.source).open_receiver(spec)
-        return receiver if self._traffic is None else self._traffic.receiver(receiver, spec)
+        return self._to(spec, spec.destination, spec.source).open_receiver(spec)
 
     def _to(self, spec: ChannelSpec, mine: int, peer: int) -> Transport:
         if mine != self._rank or not 0 <= peer < len(self.routes):
@@ -191,7 +185,6 @@ class Hub:
         generation: int,
         peers: Sequence[Mapping[str, str]],
         policy: WaitPolicy,
-        traffic: Traffic | None = None,
     ) -> Transport:
         """Become the transport of one worker. What is not needed is closed; call it once.
 
@@ -201,7 +194,6 @@ class Hub:
             generation: Generation of the job's membership.
             peers: What each worker registered, by rank, this one included.
             policy: The rule for every wait.
-            traffic: Counts what goes through; None: nobody counts.
 
         Raises:
             ConfigurationError: The transport that was asked for cannot reach some peer.
@@ -247,7 +239,7 @@ class Hub:
             )
         self.close()
         route = partial(self._route, peers)
-        return Router(rank, transports, route=route, num_workers=len(peers), traffic=traffic)
+        return Router(rank, transports, route=route, num_workers=len(peers))
 
     def _certified_names(self, peers: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
         """The name that each worker's certificate must have; empty without TLS.
