@@ -64,6 +64,14 @@ def mnist_path() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def _distributions_check_their_arguments() -> Iterator[None]:
+    """Whoever compiles, ``torch.cond`` included, switches that off for the whole process."""
+    yield
+    if (distributions := sys.modules.get("torch.distributions")) is not None:
+        distributions.Distribution.set_default_validate_args(__debug__)
+
+
+@pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves processes, non-daemon threads or shared memory behind."""
     processes, threads, segments = _children(), set(threading.enumerate()), _segments()

@@ -128,6 +128,7 @@ class TorchLink:
     Args:
         peer: The other worker.
         connect: Makes the process group; runs on the link's thread, and may wait for the peer.
+            It calls what it is given as soon as the peer is there, which raises if this end left.
 
     Attributes:
         peer: The other worker.
@@ -136,7 +137,7 @@ class TorchLink:
         writer: Writes to it.
     """
 
-    def __init__(self, peer: int, connect: Callable[[], Group]) -> None:
+    def __init__(self, peer: int, connect: Callable[[Callable[[], None]], Group]) -> None:
         self.peer = peer
         self.writer = Writer()
         self.outgoing = _Outgoing(peer, self.writer)
@@ -144,6 +145,9 @@ class TorchLink:
         self._connect = connect
         self._group: Group | None = None
         self._posted: deque[MessageBuffer] = deque()
+        self._lock = threading.Lock()  # of the two below
+        self._is_leaving = self._has_met = False
+        self._is_made = threading.Event()  # or never will be
         self._is_closing = False
         self._peer_left = False
         self._peer_has_read = threading.Event()
@@ -178,7 +182,15 @@ class TorchLink:
             group.device.send(payload)
 
     def say_goodbye(self) -> None:
-        """Tell the peer that nothing more will come; it answers when it has read everything."""
+        """Tell the peer that nothing more will come; it answers when it has read everything.
+
+        Two that have begun to make their group end that first: Gloo cannot be told to stop, and
+        would wait for the one that left.
+        """
+        with self._lock:
+            self._is_leaving = True
+        if self._has_met:
+            self._is_made.wait(FLUSH_S)
         if self._group is None or self.outgoing.broken is not None:
             self._peer_has_read.set()
             return
@@ -211,14 +223,22 @@ class TorchLink:
 
     # Everything below runs on the thread.
 
+    def _meet(self) -> None:
+        """The peer is there: from here on the group is made, whoever leaves."""
+        with self._lock:
+            if self._is_leaving:
+                raise TransportError("the transport was closed")
+            self._has_met = True
+
     def _run(self) -> None:
-        error: Exception
+        error: Exception = TransportError("closed its end")
         try:
-            group = self._connect()
+            group = self._connect(self._meet)
             for _ in range(_NUM_POSTED):
                 self._post(group, MessageBuffer())
             self._group = group
             self.writer.start(group.gloo, group.peer, Record(Kind.PROOF, header=group.mine))
+            self._is_made.set()
             if not self._is_closing:
                 self._check_proof(group)
                 while True:
@@ -312,6 +332,7 @@ class TorchLink:
             error = TransportError("closed its end")
         # Its frames hold the group, and the group holds sockets.
         error.__traceback__ = error.__context__ = error.__cause__ = None
+        self._is_made.set()
         self._peer_has_read.set()
         self.incoming.end(error)
         self.outgoing.fail(str(error))

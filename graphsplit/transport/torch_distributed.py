@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -117,11 +119,11 @@ class TorchTransport(Transport):
                 if self._device is None:
                     create = dist.ProcessGroupGloo.create_device
                     self._device = create(hostname=self._bind_host)
-                link = self._links[peer] = TorchLink(peer, lambda: self._connect(peer))
+                link = self._links[peer] = TorchLink(peer, partial(self._connect, peer))
                 link.start()
             return link
 
-    def _connect(self, peer: int) -> Group:
+    def _connect(self, peer: int, meet: Callable[[], None]) -> Group:
         """Meet the peer, and make a group of two; on the link's thread."""
         mine = self._session.rank
         meeting = Meeting(
@@ -130,6 +132,7 @@ class TorchTransport(Transport):
         if self._closed:  # else ``close`` ends the waits that follow
             raise TransportError("the transport was closed")
         meeting.swap_nonces()
+        meet()
         gloo = meeting.gloo_group(self._device)
         device = None
         if self._has_device:

@@ -24,13 +24,6 @@ needs_a_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _what_compiling_switches_off(monkeypatch) -> None:
-    # Whoever compiles switches off the checks of distributions, for the whole process.
-    distribution = torch.distributions.Distribution
-    monkeypatch.setattr(distribution, "_validate_args", distribution._validate_args)
-
-
 class Branches(nn.Module):
     """Two workers, there and back, with dropout and running statistics."""
 
