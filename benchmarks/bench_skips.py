@@ -43,7 +43,7 @@ from common_models import (
 )
 from torch.nn import functional as F
 
-STEPS, MICROBATCHES = 2, 8
+STEPS, MICROBATCHES = 1, 8
 REACH = 0.8
 
 
@@ -138,7 +138,7 @@ def work(arguments: argparse.Namespace) -> None:
         if losses != [float(keep.loss)]:
             same = f"losses differ: {float(keep.loss)!r} and {losses}"
     found: Report = {"turns": turns, "bits": same, "compute": clock.seconds}
-    found["ideal_s"] = simulated_ideal_s(model, batches * 3)
+    found["ideal_s"] = simulated_ideal_s(model, batches * 4)
     report({**found, "breakdown": breakdown(model, batches)})
 
 

@@ -7,6 +7,8 @@ mend it. User mistakes are ``ValueError`` subclasses; things that go wrong while
 
 from __future__ import annotations
 
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
+
 
 class GraphsplitError(Exception):
     """Base of all errors raised by graphsplit."""
@@ -41,7 +43,15 @@ class DeferredInitError(GraphsplitError, RuntimeError):
 
 
 class StepFailedError(GraphsplitError, RuntimeError):
-    """An operation raised while a step ran. Names worker, step, operation and the user's line."""
+    """An operation raised while a step ran. Names worker, step, operation and the user's line.
+
+    Attributes:
+        location: Step, operation, module and line, in parts.
+    """
+
+    def __init__(self, message: str, *, location: Location = NOWHERE) -> None:
+        super().__init__(message)
+        self.location = location
 
 
 class ScheduleError(GraphsplitError, ValueError):
@@ -54,6 +64,20 @@ class StateError(GraphsplitError, ValueError):
 
 class CheckpointError(GraphsplitError, RuntimeError):
     """A save could not be written, or not be read. Names the file, the worker and the reason."""
+
+
+class StoppedInOrder(SystemExit):
+    """This process was asked to end (SIGTERM), and does, at the end of a step, with all others.
+
+    Leaves the script like ``sys.exit(143)``: no error, so ``except Exception`` does not catch it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(STOPPED_STATUS)
+
+
+STOPPED_STATUS = 143
+"""The exit status of a process that was asked to end by SIGTERM: 128 + 15."""
 
 
 class ClusterError(GraphsplitError, RuntimeError):
@@ -69,7 +93,16 @@ class PeerFinishedError(ClusterError):
 
 
 class JobFailedError(ClusterError):
-    """The job was ended by a failure somewhere; the message names worker, step and root cause."""
+    """The job was ended by a failure somewhere; the message names worker, step and root cause.
+
+    Attributes:
+        cause: All that is known of it: worker, host, step, operation, line, traceback, and whether
+            another attempt may succeed (``cause.is_retryable``).
+    """
+
+    def __init__(self, message: str, *, cause: FailureCause | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause or FailureCause("exception", message)
 
 
 class MembershipChangedError(ClusterError):
@@ -80,11 +113,13 @@ class MembershipChangedError(ClusterError):
 
     Attributes:
         generation: The generation that is over.
+        cause: Why, as far as it is known.
     """
 
-    def __init__(self, message: str, *, generation: int) -> None:
+    def __init__(self, message: str, *, generation: int, cause: FailureCause | None = None) -> None:
         super().__init__(message)
         self.generation = generation
+        self.cause = cause
 
 
 class JournalError(ClusterError):

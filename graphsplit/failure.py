@@ -1,58 +1,14 @@
-"""What is known about a failure, as one frozen value that can travel to every process."""
+"""One signal per process and generation that ends every wait, and carries the root cause."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from graphsplit.errors import JobFailedError, MembershipChangedError
+from graphsplit.root_cause import RETRYABLE_KINDS, FailureCause, Location
 
-RETRYABLE_KINDS = frozenset({"lost", "scheduler_lost", "timeout"})
-"""Kinds of failure that say nothing against the script: another attempt may well succeed."""
-
-
-@dataclass(frozen=True)
-class FailureCause:
-    """The root cause of a job's end.
-
-    Attributes:
-        kind: ``"exception"`` (a worker raised), ``"lost"`` (a process vanished or froze),
-            ``"refused"``, ``"disagreement"`` (workers made different plans), ``"interrupted"``,
-            ``"scheduler_lost"`` or ``"timeout"``.
-        message: One line that says what happened.
-        rank: The worker it happened on; -1 for the scheduler or when no worker is to blame.
-        host: Host name or address of that process; empty when unknown.
-        pid: Process id there; 0 when unknown.
-        position: The last position that process reported, in words: step, microbatch,
-            instruction, module path.
-        traceback: The original traceback, whole; empty when there is none.
-    """
-
-    kind: str
-    message: str
-    rank: int = -1
-    host: str = ""
-    pid: int = 0
-    position: str = ""
-    traceback: str = ""
-
-    @property
-    def is_retryable(self) -> bool:
-        """Whether another attempt may succeed: a process or a link was lost, nothing raised."""
-        return self.kind in RETRYABLE_KINDS
-
-    def describe(self) -> str:
-        """The cause as a person should read it: one summary line, then position and traceback."""
-        who = f"worker {self.rank}" if self.rank >= 0 else "the scheduler"
-        where = f" (host {self.host}, pid {self.pid})" if self.pid else ""
-        lines = [f"{who}{where}: {self.message}"]
-        if self.position:
-            lines.append(f"  last reported position: {self.position}")
-        if self.traceback:
-            lines.append(f"  traceback on {who}:")
-            lines.extend("    " + line for line in self.traceback.rstrip().splitlines())
-        return "\n".join(lines)
+__all__ = ["RETRYABLE_KINDS", "AbortSignal", "FailureCause", "Location"]
 
 
 class AbortSignal:
@@ -119,8 +75,9 @@ class AbortSignal:
                 f"generation {self.generation} is over and the job is recovering from "
                 + cause.describe(),
                 generation=self.generation,
+                cause=cause,
             )
-        return JobFailedError("the job was ended by " + cause.describe())
+        return JobFailedError(f"the job has ended: {cause.describe()}", cause=cause)
 
     def raise_if_set(self) -> None:
         """Raise the error that carries the root cause if this generation is over.

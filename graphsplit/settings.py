@@ -17,6 +17,7 @@ from graphsplit.security.options import SecurityOptions, read_options
 SCHEDULER_ROLE = "MS_SCHED"
 WORKER_ROLE = "MS_WORKER"
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "grpc")
+PLAIN, JSON = LOG_FORMATS = ("plain", "json")
 FAIL_FAST, WAIT_REJOIN, RESTART = RECOVERY_POLICIES = ("fail_fast", "wait_rejoin", "restart")
 MAX_WORKERS = 1024
 MAX_NODE_ID_CHARS = 128
@@ -25,6 +26,26 @@ _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
 _RANK = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class Watching:
+    """How people and programs can watch a process.
+
+    Attributes:
+        log: ``"plain"`` lines, or one ``"json"`` object per line.
+        full_traceback: Whether tracebacks show graphsplit's own frames.
+        report_file: Where to leave what ended this process; the launcher's, empty without one.
+        metrics_host: Where metrics are served.
+        metrics_port: The scheduler's port for metrics; worker r takes the r + 1st after it. None
+            serves none.
+    """
+
+    log: str = PLAIN
+    full_traceback: bool = False
+    report_file: str = ""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,7 @@ class ClusterSettings:
         recovery_path: The folder of the scheduler's journal; empty: it keeps none.
         transport: ``"auto"``, ``"shm"``, ``"grpc"``, ``"gloo"`` or ``"nccl"``.
         trace: The folder for a trace of the first training steps; empty for none.
+        watching: How this process can be watched.
         security: Certificates, the job's token, and what the user allowed to go without.
     """
 
@@ -72,6 +94,7 @@ class ClusterSettings:
     snapshot_disk_every: int = 100
     transport: str = "auto"
     trace: str = ""
+    watching: Watching = field(default_factory=Watching)
     security: SecurityOptions = field(default_factory=SecurityOptions)
 
     @property
@@ -125,8 +148,32 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         snapshot_disk_every=reader.steps("GS_SNAPSHOT_DISK_EVERY", default=100),
         transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
         trace=reader.text("GS_TRACE"),
+        watching=_read_watching(reader),
         security=read_options(reader),
     )
+
+
+def _read_watching(reader: _Reader) -> Watching:
+    port = reader.text("GS_METRICS_PORT")
+    return Watching(
+        log=reader.choice("GS_LOG", LOG_FORMATS, default=PLAIN),
+        full_traceback=reader.flag("GS_FULL_TRACEBACK"),
+        report_file=reader.text("GS_REPORT_FILE"),
+        metrics_host=reader.host("GS_METRICS_HOST"),
+        metrics_port=reader.integer("GS_METRICS_PORT", lowest=1, highest=65535) if port else None,
+    )
+
+
+def read_security(environ: Mapping[str, str]) -> SecurityOptions:
+    """What the variables say about protection, for who takes no part in a job.
+
+    Raises:
+        ConfigurationError: Some are malformed. Names every one of them.
+    """
+    reader = _Reader(environ)
+    options = read_options(reader)
+    reader.raise_if_any()
+    return options
 
 
 def recovery_policy(environ: Mapping[str, str]) -> str:

@@ -109,6 +109,7 @@ class ThreadMember:
         self.generation = cluster.generation
         self.position: Any = CountedPosition(kill_at)
         self.job = "threads"
+        self.stops_soon = False
         self.abort = AbortSignal()
 
     def agree(self, topic: str, text: str) -> None:

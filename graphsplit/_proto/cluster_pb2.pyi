@@ -41,7 +41,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., arrive: _Optional[_Union[Arrive, _Mapping]] = ..., text: _Optional[_Union[Text, _Mapping]] = ..., failed: _Optional[_Union[Cause, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., rejoin: _Optional[_Union[Rejoin, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
 
 class SchedulerMessage(_message.Message):
-    __slots__ = ("accepted", "refused", "formed", "progress", "departed", "text_wanted", "failure_noted", "abort", "started", "recovering", "fence")
+    __slots__ = ("accepted", "refused", "formed", "progress", "departed", "text_wanted", "failure_noted", "abort", "started", "recovering", "stop_soon", "fence")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     FORMED_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class SchedulerMessage(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
+    STOP_SOON_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     refused: Refused
@@ -63,8 +64,9 @@ class SchedulerMessage(_message.Message):
     abort: Cause
     started: Started
     recovering: Recovering
+    stop_soon: StopSoon
     fence: Fence
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., formed: _Optional[_Union[Formed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., departed: _Optional[_Union[Departed, _Mapping]] = ..., text_wanted: _Optional[_Union[TextWanted, _Mapping]] = ..., failure_noted: _Optional[_Union[FailureNoted, _Mapping]] = ..., abort: _Optional[_Union[Cause, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., recovering: _Optional[_Union[Recovering, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., formed: _Optional[_Union[Formed, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., departed: _Optional[_Union[Departed, _Mapping]] = ..., text_wanted: _Optional[_Union[TextWanted, _Mapping]] = ..., failure_noted: _Optional[_Union[FailureNoted, _Mapping]] = ..., abort: _Optional[_Union[Cause, _Mapping]] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., recovering: _Optional[_Union[Recovering, _Mapping]] = ..., stop_soon: _Optional[_Union[StopSoon, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
 
 class Fence(_message.Message):
     __slots__ = ("job", "generation", "incarnation", "number")
@@ -141,14 +143,18 @@ class Register(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ..., recovery: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("progress", "position", "watched")
+    __slots__ = ("progress", "position", "watched", "location", "wants_stop")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     WATCHED_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    WANTS_STOP_FIELD_NUMBER: _ClassVar[int]
     progress: int
     position: str
     watched: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ...) -> None: ...
+    location: Location
+    wants_stop: bool
+    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., wants_stop: _Optional[bool] = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("place", "name", "digest", "number")
@@ -258,6 +264,10 @@ class Started(_message.Message):
     generation: int
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
+class StopSoon(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Recovering(_message.Message):
     __slots__ = ("generation", "cause")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -300,7 +310,7 @@ class FailureNoted(_message.Message):
     def __init__(self) -> None: ...
 
 class Cause(_message.Message):
-    __slots__ = ("kind", "message", "rank", "host", "pid", "position", "traceback")
+    __slots__ = ("kind", "message", "rank", "host", "pid", "position", "traceback", "location")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +318,7 @@ class Cause(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
     kind: str
     message: str
     rank: int
@@ -315,4 +326,81 @@ class Cause(_message.Message):
     pid: int
     position: str
     traceback: str
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., position: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
+    location: Location
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., position: _Optional[str] = ..., traceback: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+
+class Location(_message.Message):
+    __slots__ = ("step", "microbatch", "instruction", "operation", "module", "source", "edge", "waits_for", "waits_what")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    EDGE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    WAITS_WHAT_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    microbatch: int
+    instruction: str
+    operation: str
+    module: str
+    source: str
+    edge: int
+    waits_for: int
+    waits_what: str
+    def __init__(self, step: _Optional[int] = ..., microbatch: _Optional[int] = ..., instruction: _Optional[str] = ..., operation: _Optional[str] = ..., module: _Optional[str] = ..., source: _Optional[str] = ..., edge: _Optional[int] = ..., waits_for: _Optional[int] = ..., waits_what: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job", "phase", "generation", "num_workers", "seconds", "workers", "cause", "num_refused", "num_recoveries", "recovery")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    RECOVERY_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    phase: str
+    generation: int
+    num_workers: int
+    seconds: float
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    cause: Cause
+    num_refused: int
+    num_recoveries: int
+    recovery: str
+    def __init__(self, job: _Optional[str] = ..., phase: _Optional[str] = ..., generation: _Optional[int] = ..., num_workers: _Optional[int] = ..., seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., num_refused: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., recovery: _Optional[str] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("rank", "node_id", "host", "pid", "state", "progress", "position", "location", "meets_at", "heard_s", "still_s")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    MEETS_AT_FIELD_NUMBER: _ClassVar[int]
+    HEARD_S_FIELD_NUMBER: _ClassVar[int]
+    STILL_S_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    node_id: str
+    host: str
+    pid: int
+    state: str
+    progress: int
+    position: str
+    location: Location
+    meets_at: str
+    heard_s: float
+    still_s: float
+    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., position: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., meets_at: _Optional[str] = ..., heard_s: _Optional[float] = ..., still_s: _Optional[float] = ...) -> None: ...

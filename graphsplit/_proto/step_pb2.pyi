@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StepTicket(_message.Message):
-    __slots__ = ("step", "end", "signature_digest", "signature_text", "fingerprint", "previous_fingerprint", "microbatches", "loss_weights", "generator")
+    __slots__ = ("step", "end", "signature_digest", "signature_text", "fingerprint", "previous_fingerprint", "microbatches", "loss_weights", "generator", "last")
     STEP_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -17,6 +17,7 @@ class StepTicket(_message.Message):
     MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
     LOSS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     GENERATOR_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     step: int
     end: bool
     signature_digest: str
@@ -26,7 +27,8 @@ class StepTicket(_message.Message):
     microbatches: _containers.RepeatedCompositeFieldContainer[MicrobatchRun]
     loss_weights: _containers.RepeatedScalarFieldContainer[float]
     generator: bytes
-    def __init__(self, step: _Optional[int] = ..., end: _Optional[bool] = ..., signature_digest: _Optional[str] = ..., signature_text: _Optional[str] = ..., fingerprint: _Optional[int] = ..., previous_fingerprint: _Optional[int] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchRun, _Mapping]]] = ..., loss_weights: _Optional[_Iterable[float]] = ..., generator: _Optional[bytes] = ...) -> None: ...
+    last: bool
+    def __init__(self, step: _Optional[int] = ..., end: _Optional[bool] = ..., signature_digest: _Optional[str] = ..., signature_text: _Optional[str] = ..., fingerprint: _Optional[int] = ..., previous_fingerprint: _Optional[int] = ..., microbatches: _Optional[_Iterable[_Union[MicrobatchRun, _Mapping]]] = ..., loss_weights: _Optional[_Iterable[float]] = ..., generator: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class MicrobatchRun(_message.Message):
     __slots__ = ("signature_digest", "signature_text", "count")

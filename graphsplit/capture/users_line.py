@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from traceback import FrameSummary
 
-import torch
+from graphsplit.frames import is_users
 
-# The folders of the packages, not their names: a user's own folder may be called torch.
-_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-_PYTHON = f"{Path(contextlib.__file__).parent}/"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-
-
-def is_users(file: str) -> bool:
-    """Whether a file is not Python's own, nor torch's, nor graphsplit's, nor generated code."""
-    if file.startswith((*_NOT_THE_USERS, "<")):
-        return False
-    return not file.startswith(_PYTHON) or "site-packages" in file
 
 
 def users_frame(frames: Sequence[FrameSummary]) -> FrameSummary | None:

@@ -6,6 +6,7 @@ first decides the status; the others get a moment to name the cause and leave by
 ```
 running --first failure--> grace 5 s --> SIGTERM --2 s--> SIGKILL
 running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL
+running --SIGTERM--------> SIGTERM at once --20 s--> SIGTERM --2 s--> SIGKILL
 running --last worker----> the scheduler has 30 s --> SIGTERM --2 s--> SIGKILL
 running --killed, and it may be started again--> running
 ```
@@ -20,6 +21,7 @@ EX_TEMPFAIL = 75
 """The status of a process that asks to be started again."""
 
 GRACE_S = 5.0
+STOP_S = 20.0
 TERMINATE_S = 2.0
 SCHEDULER_LINGER_S = 30.0
 
@@ -37,6 +39,8 @@ class JobEnding:
         restarts: How many processes may still be started again, one by one.
         restarts_scheduler: Whether the scheduler may be, too: it keeps a journal.
         asks_for_another_try: Whether some process ended so that all should be started again.
+        first_failed: Who failed first; empty while all is well.
+        returncodes: How processes ended that were not told to.
     """
 
     running: set[str]
@@ -45,8 +49,16 @@ class JobEnding:
     asks_for_another_try: bool = False
     status: int = 0
     reason: str = ""
+    first_failed: str = ""
+    returncodes: dict[str, int] = field(default_factory=dict)
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
     _is_interrupted: bool = False
+    _has_signalled: bool = False
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the user asked for the end, before anything failed."""
+        return self._is_interrupted and not self.first_failed
 
     def exited(self, name: str, *, returncode: int, now_s: float) -> bool:
         """A process ended; ``returncode`` is ``-N`` if signal N ended it.
@@ -59,7 +71,10 @@ class JobEnding:
             return True
         self.running.discard(name)
         self.asks_for_another_try |= returncode == EX_TEMPFAIL
+        if not self._has_signalled:
+            self.returncodes[name] = returncode
         if returncode != 0 and self.status == 0:
+            self.first_failed = name
             self._blame(exit_status(returncode), f"{name} {describe(returncode)}")
             self._end_from(now_s + GRACE_S)
         elif self.running == {SCHEDULER}:
@@ -81,10 +96,13 @@ class JobEnding:
             return
         self._is_interrupted = True
         self._blame(128 + signum, f"interrupted by {signum.name}")
+        # SIGTERM asks for an end in order, for which a step has to be done; the others do not.
+        is_patient = signum == signal.SIGTERM
+        first, grace_s = (signum, STOP_S) if is_patient else (signal.SIGINT, GRACE_S)
         self._steps = [
-            (now_s, signal.SIGINT),
-            (now_s + GRACE_S, signal.SIGTERM),
-            (now_s + GRACE_S + TERMINATE_S, signal.SIGKILL),
+            (now_s, first),
+            (now_s + grace_s, signal.SIGTERM),
+            (now_s + grace_s + TERMINATE_S, signal.SIGKILL),
         ]
 
     def due(self, now_s: float) -> signal.Signals | None:
@@ -92,6 +110,7 @@ class JobEnding:
         if not self._steps or self._steps[0][0] > now_s:
             return None
         _, signum = self._steps.pop(0)
+        self._has_signalled = True
         self._blame(
             1, f"the scheduler was still there {SCHEDULER_LINGER_S:.0f} s after the last worker"
         )

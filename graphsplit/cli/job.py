@@ -15,6 +15,7 @@ import click
 from graphsplit.cli.console import Console, Sink
 from graphsplit.cli.environment import find_free_port, job_children
 from graphsplit.cli.supervise import Restarts, supervise
+from graphsplit.cli.tokens import kept_token
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
 # What follows the script belongs to the script, options included.
@@ -132,13 +133,11 @@ def run_job(options: JobOptions, environ: Mapping[str, str]) -> int:
         certificates=options.certificates,
     )
     command = [sys.executable, str(options.script), *options.arguments]
-    return supervise(
-        specs,
-        command,
-        console=console,
-        log_dir=options.log_dir,
-        restarts=_restarts(options.restarts, environ),
-    )
+    restarts = _restarts(options.restarts, environ)
+    with kept_token(specs[0].variables, options.host, port):
+        return supervise(
+            specs, command, console=console, log_dir=options.log_dir, restarts=restarts
+        )
 
 
 def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:

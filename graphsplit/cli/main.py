@@ -8,6 +8,7 @@ import click
 
 from graphsplit.cli.certs import certs
 from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, job_options, run_job
+from graphsplit.cli.status import status
 from graphsplit.cli.trace import trace
 
 
@@ -18,6 +19,7 @@ def main() -> None:
 
 
 main.add_command(certs)
+main.add_command(status)
 main.add_command(trace)
 
 

@@ -11,9 +11,10 @@ import selectors
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
@@ -23,6 +24,9 @@ from graphsplit.cli.console import Console
 from graphsplit.cli.ending import JobEnding, describe
 from graphsplit.cli.environment import ChildSpec
 from graphsplit.cli.lines import LineCutter
+from graphsplit.cli.verdict import Verdict, verdict
+from graphsplit.reports import VARIABLE as REPORT_FILE
+from graphsplit.reports import Report, read_report
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READ_BYTES = 1 << 16
@@ -68,13 +72,15 @@ def supervise(
 ) -> int:
     """Start ``command`` once for each of ``specs`` and return the job's exit status."""
     for tries_left in range(restarts.jobs, -1, -1):
-        ending = _run_once(specs, command, console=console, log_dir=log_dir, restarts=restarts)
-        if ending.reason:
-            console.say(f"graphsplit: {ending.reason}")
+        ending, found = _run_once(
+            specs, command, console=console, log_dir=log_dir, restarts=restarts
+        )
+        if found.line:
+            console.say(found.line)
         if not (ending.asks_for_another_try and tries_left):
             break
         console.say(f"graphsplit: starting the job again; {tries_left - 1} more tries after this")
-    return ending.status
+    return found.status
 
 
 def _run_once(
@@ -84,7 +90,7 @@ def _run_once(
     console: Console,
     log_dir: Path | None,
     restarts: Restarts,
-) -> JobEnding:
+) -> tuple[JobEnding, Verdict]:
     with contextlib.ExitStack() as stack:
         wakeup, received = stack.enter_context(_catching_signals())
         job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack)
@@ -93,7 +99,7 @@ def _run_once(
         stack.callback(job.kill_all)
         job.start()
         job.run(wakeup, received)
-    return job.ending
+        return job.ending, verdict(job.ending, job.reports())
 
 
 class _Job:
@@ -116,6 +122,8 @@ class _Job:
         self._stack = stack
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: dict[str, BinaryIO] = {}
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="graphsplit-"))
+        self._reports = {spec.name: Path(folder) / f"{spec.file_stem}.json" for spec in specs}
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._num_open = 0
 
@@ -127,6 +135,9 @@ class _Job:
             self._start(spec, self._open_log(spec))
 
     def _start(self, spec: ChildSpec, log: BinaryIO | None) -> None:
+        report = self._reports[spec.name]
+        report.unlink(missing_ok=True)
+        spec = replace(spec, variables={**spec.variables, REPORT_FILE: str(report)})
         child = start_child(spec, self._command)
         self._children[spec.name] = child
         for channel, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
@@ -150,6 +161,11 @@ class _Job:
                 self._signal_running(signum)
         self._drain()
         self._console.close()
+
+    def reports(self) -> dict[str, Report]:
+        """What the processes said about their end, by name."""
+        found = {name: read_report(path) for name, path in self._reports.items()}
+        return {name: report for name, report in found.items() if report is not None}
 
     def kill_all(self) -> None:
         """End whatever still runs; only after an error in the launcher is there anything."""
@@ -220,9 +236,12 @@ def _catching_signals() -> Iterator[tuple[socket.socket, list[signal.Signals]]]:
     The end of a child wakes it as well.
     """
     received: list[signal.Signals] = []
+    was_interrupted = False
 
     def note(signum: int, _frame: FrameType | None) -> None:
+        nonlocal was_interrupted
         if signum != signal.SIGCHLD:
+            was_interrupted = True
             received.append(signal.Signals(signum))
 
     reading, writing = socket.socketpair()
@@ -237,5 +256,7 @@ def _catching_signals() -> Iterator[tuple[socket.socket, list[signal.Signals]]]:
             yield reading, received
         finally:
             for signum, handler in previous.items():
-                signal.signal(signum, handler)
+                # Who presses Ctrl-C once more must not change the status of what is over.
+                is_over = was_interrupted and signum in END_SIGNALS
+                signal.signal(signum, signal.SIG_IGN if is_over else handler)
             signal.set_wakeup_fd(previous_fd)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from graphsplit.cluster.codec import (
     MessageError,
@@ -29,12 +29,15 @@ from graphsplit.cluster.doorkeeper import Doorkeeper, address_of
 from graphsplit.cluster.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.messages import Fence, Refused, Register
 from graphsplit.cluster.rpc import PURPOSE
+from graphsplit.cluster.status_codec import check_request
+from graphsplit.logs import Say
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import Listener
-from graphsplit.security.names import CertifiedName, why_not_worker
+from graphsplit.security.names import DOMAIN, CertifiedName, why_not_worker
 from graphsplit.security.protection import Protection
 
 _SAME_TOKEN = "  Fix: give every process of the job the same GS_JOB_TOKEN or GS_JOB_TOKEN_FILE"
+_Shown = TypeVar("_Shown")
 
 
 class NotAdmitted(Exception):
@@ -49,13 +52,17 @@ class Admission:
         protection: What a stranger must show.
         log: Takes lines for the person who watches.
         clock: Seconds; does not run backwards.
+
+    Attributes:
+        door: Counts strangers.
+        num_refused: How many connections were not let in.
     """
 
     def __init__(
         self,
         num_workers: int,
         protection: Protection,
-        log: Callable[[str], None],
+        log: Say,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,35 +70,70 @@ class Admission:
         self._log = log
         self._clock = clock
         self.door = Doorkeeper(num_workers, clock())
+        self.num_refused = 0
 
     async def admit(self, requests: AsyncIterator[bytes], context: Any) -> Register | None:
         """The registration of a stream that may take part; None for any other, which is told."""
+        new, reason = await self._look_at(context, self._examine(requests, context))
+        if reason:
+            fence = encode_scheduler_fence(Fence(number=1))
+            await context.write(encode_scheduler(Refused(reason)) + fence)
+        return new
+
+    async def admit_visitor(self, requests: AsyncIterator[bytes], context: Any) -> bool:
+        """Whether somebody who takes no part, and only asks, may be answered.
+
+        The same must be shown as by a worker, except for the role: whoever holds a certificate of
+        the job's authority may ask.
+        """
+        import grpc
+
+        has_asked, reason = await self._look_at(context, self._hear_visitor(requests, context))
+        if reason:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+        return has_asked is not None
+
+    async def _look_at(
+        self, context: Any, examination: Coroutine[Any, Any, _Shown]
+    ) -> tuple[_Shown | None, str]:
+        """What a stranger has shown; or None, and the reason if there is somebody to tell it to."""
         import grpc
 
         address = address_of(context.peer())
         come_back = self.door.knock(address, self._clock())
         if come_back is not None:
+            examination.close()
+            self.num_refused += 1
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, come_back)
-        new: Register | None = None
+        shown: _Shown | None = None
         reason = ""
         try:
-            new = await asyncio.wait_for(self._examine(requests, context), REGISTER_TIMEOUT_S)
+            shown = await asyncio.wait_for(examination, REGISTER_TIMEOUT_S)
         except NotAdmitted as error:
             reason = str(error)
         except StopAsyncIteration:
-            return None
+            return None, ""
         except asyncio.TimeoutError:
             reason = f"it did not register within {REGISTER_TIMEOUT_S:g} s"
         finally:
-            self.door.leave(address, self._clock(), has_failed=new is None)
-        if new is not None:
-            return new
-        line = self.door.logged(f"refused a connection from {address}: {reason}", self._clock())
-        if line is not None:
-            self._log(line)
-        fence = encode_scheduler_fence(Fence(number=1))
-        await context.write(encode_scheduler(Refused(reason)) + fence)
-        return None
+            self.door.leave(address, self._clock(), has_failed=shown is None)
+        if reason:
+            self.num_refused += 1
+            line = f"refused a connection from {address}: {reason}"
+            logged = self.door.logged(line, self._clock())
+            if logged is not None:
+                self._log(logged, event="refused", level="warning")
+        return shown, reason
+
+    async def _hear_visitor(self, requests: AsyncIterator[bytes], context: Any) -> bool:
+        if self._protection.tls is not None and caller_of(context) is None:
+            raise NotAdmitted(f"its certificate does not name one role of {DOMAIN}")
+        await self._shake_hands(requests, context)
+        try:
+            check_request(await _next(requests))
+        except MessageError as error:
+            raise NotAdmitted(f"sent a malformed message: {error}") from None
+        return True
 
     async def _examine(self, requests: AsyncIterator[bytes], context: Any) -> Register:
         caller = None

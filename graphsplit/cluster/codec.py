@@ -36,11 +36,12 @@ from graphsplit.cluster.messages import (
     Resume,
     SchedulerMessage,
     Started,
+    StopSoon,
     Text,
     TextWanted,
     WorkerMessage,
 )
-from graphsplit.failure import FailureCause
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
 from graphsplit.settings import RECOVERY_POLICIES
 
 _PLACES = {
@@ -70,7 +71,11 @@ def encode_worker(message: WorkerMessage) -> bytes:
             out = pb.WorkerMessage(register=_register_to_pb(message))
         case Heartbeat():
             beat = pb.Heartbeat(
-                progress=message.progress, position=message.position, watched=message.watched
+                progress=message.progress,
+                position=message.position,
+                watched=message.watched,
+                location=location_to_pb(message.location),
+                wants_stop=message.wants_stop,
             )
             out = pb.WorkerMessage(heartbeat=beat)
         case Arrive():
@@ -85,7 +90,7 @@ def encode_worker(message: WorkerMessage) -> bytes:
             text = pb.Text(name=message.name, chunk=message.chunk, last=message.last)
             out = pb.WorkerMessage(text=text)
         case Failed():
-            out = pb.WorkerMessage(failed=_cause_to_pb(message.cause))
+            out = pb.WorkerMessage(failed=cause_to_pb(message.cause))
         case Ready():
             out = pb.WorkerMessage(ready=pb.Ready(generation=message.generation))
         case Rejoin():
@@ -110,9 +115,11 @@ def encode_scheduler(message: SchedulerMessage) -> bytes:
             out = pb.SchedulerMessage(formed=_formed_to_pb(message))
         case Started():
             out = pb.SchedulerMessage(started=pb.Started(generation=message.generation))
+        case StopSoon():
+            out = pb.SchedulerMessage(stop_soon=pb.StopSoon())
         case Recovering():
             recovering = pb.Recovering(
-                generation=message.generation, cause=_cause_to_pb(message.cause)
+                generation=message.generation, cause=cause_to_pb(message.cause)
             )
             out = pb.SchedulerMessage(recovering=recovering)
         case Progress():
@@ -127,7 +134,7 @@ def encode_scheduler(message: SchedulerMessage) -> bytes:
         case FailureNoted():
             out = pb.SchedulerMessage(failure_noted=pb.FailureNoted())
         case Abort():
-            out = pb.SchedulerMessage(abort=_cause_to_pb(message.cause))
+            out = pb.SchedulerMessage(abort=cause_to_pb(message.cause))
     return out.SerializeToString()
 
 
@@ -215,7 +222,8 @@ def _peer_to_pb(peer: Peer) -> pb.Peer:
     )
 
 
-def _cause_to_pb(cause: FailureCause) -> pb.Cause:
+def cause_to_pb(cause: FailureCause) -> pb.Cause:
+    """A cause as it travels."""
     return pb.Cause(
         kind=cause.kind,
         message=cause.message,
@@ -224,6 +232,24 @@ def _cause_to_pb(cause: FailureCause) -> pb.Cause:
         pid=cause.pid,
         position=cause.position,
         traceback=cause.traceback,
+        location=location_to_pb(cause.location),
+    )
+
+
+def location_to_pb(at: Location) -> pb.Location | None:
+    """A location as it travels; None if nothing is known."""
+    if at == NOWHERE:
+        return None
+    return pb.Location(
+        step=at.step,
+        microbatch=at.microbatch,
+        instruction=at.instruction,
+        operation=at.operation,
+        module=at.module,
+        source=at.source,
+        edge=at.edge,
+        waits_for=at.waits_for,
+        waits_what=at.waits_what,
     )
 
 
@@ -276,9 +302,9 @@ def open_scheduler(data: bytes) -> tuple[Fence, SchedulerMessage]:
 
 def _fence(raw: pb.Fence) -> Fence:
     return Fence(
-        job=_string(raw.job, "job", limits.MAX_NAME_CHARS),
+        job=checked_string(raw.job, "job", limits.MAX_NAME_CHARS),
         generation=raw.generation,
-        incarnation=_string(raw.incarnation, "incarnation", limits.MAX_INCARNATION_CHARS),
+        incarnation=checked_string(raw.incarnation, "incarnation", limits.MAX_INCARNATION_CHARS),
         number=raw.number,
     )
 
@@ -288,11 +314,16 @@ def _parse(message: _Parsed, data: bytes) -> _Parsed:
         message.ParseFromString(data)
     except DecodeError as error:
         raise MessageError("the bytes are not a message of this protocol") from error
-    _refuse_unknown_fields(message)
+    refuse_unknown_fields(message)
     return message
 
 
-def _refuse_unknown_fields(message: Message) -> None:
+def refuse_unknown_fields(message: Message) -> None:
+    """Refuse a message from another version, at any depth.
+
+    Raises:
+        MessageError: It has a field that this version does not know.
+    """
     if len(UnknownFieldSet(message)):
         name = message.DESCRIPTOR.name
         raise MessageError(f"{name} has a field that this version of graphsplit does not know")
@@ -300,7 +331,7 @@ def _refuse_unknown_fields(message: Message) -> None:
         if field.message_type is None or field.message_type.GetOptions().map_entry:
             continue
         for part in value if field.is_repeated else (value,):
-            _refuse_unknown_fields(part)
+            refuse_unknown_fields(part)
 
 
 def _register(message: pb.WorkerMessage) -> Register:
@@ -309,20 +340,20 @@ def _register(message: pb.WorkerMessage) -> Register:
     if not 1 <= raw.num_workers <= limits.MAX_WORKERS:
         raise MessageError(f"num_workers is {raw.num_workers}, not 1 to {limits.MAX_WORKERS}")
     return Register(
-        node_id=_string(raw.node_id, "node_id", limits.MAX_NODE_ID_CHARS, required=True),
-        incarnation=_string(
+        node_id=checked_string(raw.node_id, "node_id", limits.MAX_NODE_ID_CHARS, required=True),
+        incarnation=checked_string(
             raw.incarnation, "incarnation", limits.MAX_INCARNATION_CHARS, required=True
         ),
-        role=_string(raw.role, "role", limits.MAX_NAME_CHARS, required=True),
+        role=checked_string(raw.role, "role", limits.MAX_NAME_CHARS, required=True),
         num_workers=raw.num_workers,
         wished_rank=raw.wished_rank if raw.HasField("wished_rank") else None,
-        host=_string(raw.host, "host", limits.MAX_HOST_CHARS, required=True),
+        host=checked_string(raw.host, "host", limits.MAX_HOST_CHARS, required=True),
         pid=_pid(raw.pid, lowest=1),
         endpoints=_endpoints(raw.endpoints),
         versions=versions,
-        script_digest=_string(raw.script_digest, "script_digest", limits.MAX_NAME_CHARS),
+        script_digest=checked_string(raw.script_digest, "script_digest", limits.MAX_NAME_CHARS),
         num_threads=raw.num_threads,
-        cpu_capability=_string(raw.cpu_capability, "cpu_capability", limits.MAX_NAME_CHARS),
+        cpu_capability=checked_string(raw.cpu_capability, "cpu_capability", limits.MAX_NAME_CHARS),
         seed=raw.seed if raw.HasField("seed") else None,
         recovery=_recovery(raw.recovery),
         resume=_resume(raw.resume) if raw.HasField("resume") else None,
@@ -344,7 +375,7 @@ def _recovery(name: str) -> str:
 
 def _resume(raw: pb.Resume) -> Resume:
     return Resume(
-        job=_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
+        job=checked_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
         generation=_generation(raw.generation),
         rank=_rank(raw.rank),
         num_departed=raw.num_departed,
@@ -365,10 +396,16 @@ def _generation(value: int) -> int:
 
 def _heartbeat(message: pb.WorkerMessage) -> Heartbeat:
     raw = message.heartbeat
-    position = _string(raw.position, "position", limits.MAX_POSITION_CHARS, lines=True)
+    position = checked_string(raw.position, "position", limits.MAX_POSITION_CHARS, lines=True)
     if len(raw.watched) > limits.MAX_WATCHED:
         raise MessageError(f"{len(raw.watched)} ranks are watched")
-    return Heartbeat(raw.progress, position, watched=tuple(_rank(rank) for rank in raw.watched))
+    return Heartbeat(
+        raw.progress,
+        position,
+        watched=tuple(_rank(rank) for rank in raw.watched),
+        location=location_from_pb(raw.location),
+        wants_stop=raw.wants_stop,
+    )
 
 
 def _arrive(message: pb.WorkerMessage) -> Arrive:
@@ -378,8 +415,10 @@ def _arrive(message: pb.WorkerMessage) -> Arrive:
         raise MessageError("an agreement needs a SHA-256 digest of 64 characters")
     return Arrive(
         place=place,
-        name=_string(raw.name, "name", limits.MAX_NAME_CHARS, required=place is not Place.FINISH),
-        digest=_string(raw.digest, "digest", 64),
+        name=checked_string(
+            raw.name, "name", limits.MAX_NAME_CHARS, required=place is not Place.FINISH
+        ),
+        digest=checked_string(raw.digest, "digest", 64),
         number=_number(raw.number),
     )
 
@@ -399,12 +438,12 @@ def _text(message: pb.WorkerMessage) -> Text:
     raw = message.text
     if len(raw.chunk) > limits.TEXT_CHUNK_BYTES:
         raise MessageError(f"a chunk of text has {len(raw.chunk)} bytes")
-    name = _string(raw.name, "name", limits.MAX_NAME_CHARS, required=True)
+    name = checked_string(raw.name, "name", limits.MAX_NAME_CHARS, required=True)
     return Text(name=name, chunk=raw.chunk, last=raw.last)
 
 
 def _failed(message: pb.WorkerMessage) -> Failed:
-    return Failed(_cause(message.failed))
+    return Failed(cause_from_pb(message.failed))
 
 
 def _formed(message: pb.SchedulerMessage) -> Formed:
@@ -419,12 +458,12 @@ def _formed(message: pb.SchedulerMessage) -> Formed:
         raise MessageError(f"{len(raw.warnings)} warnings")
     return Formed(
         rank=raw.rank,
-        job=_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
+        job=checked_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
         generation=_generation(raw.generation),
         seed=raw.seed,
         peers=peers,
         warnings=tuple(
-            _string(warning, "warning", limits.MAX_MESSAGE_CHARS, lines=True)
+            checked_string(warning, "warning", limits.MAX_MESSAGE_CHARS, lines=True)
             for warning in raw.warnings
         ),
     )
@@ -433,11 +472,11 @@ def _formed(message: pb.SchedulerMessage) -> Formed:
 def _peer(raw: pb.Peer) -> Peer:
     return Peer(
         rank=raw.rank,
-        node_id=_string(raw.node_id, "node_id", limits.MAX_NODE_ID_CHARS, required=True),
-        incarnation=_string(
+        node_id=checked_string(raw.node_id, "node_id", limits.MAX_NODE_ID_CHARS, required=True),
+        incarnation=checked_string(
             raw.incarnation, "incarnation", limits.MAX_INCARNATION_CHARS, required=True
         ),
-        host=_string(raw.host, "host", limits.MAX_HOST_CHARS, required=True),
+        host=checked_string(raw.host, "host", limits.MAX_HOST_CHARS, required=True),
         pid=_pid(raw.pid, lowest=1),
         endpoints=_endpoints(raw.endpoints),
     )
@@ -452,7 +491,7 @@ def _progress(message: pb.SchedulerMessage) -> Progress:
 def _accepted(message: pb.SchedulerMessage) -> Accepted:
     raw = message.accepted
     return Accepted(
-        job=_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
+        job=checked_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
         recovery=_recovery(raw.recovery),
         keeps_journal=raw.keeps_journal,
     )
@@ -460,40 +499,67 @@ def _accepted(message: pb.SchedulerMessage) -> Accepted:
 
 def _recovering(message: pb.SchedulerMessage) -> Recovering:
     raw = message.recovering
-    return Recovering(_generation(raw.generation), _cause(raw.cause))
+    return Recovering(_generation(raw.generation), cause_from_pb(raw.cause))
 
 
 def _departed(message: pb.SchedulerMessage) -> Departed:
     raw = message.departed
     return Departed(
         place=_place(raw.place),
-        name=_string(raw.name, "name", limits.MAX_NAME_CHARS),
+        name=checked_string(raw.name, "name", limits.MAX_NAME_CHARS),
         number=_number(raw.number),
     )
 
 
 def _refused(message: pb.SchedulerMessage) -> Refused:
     reason = message.refused.reason
-    return Refused(_string(reason, "reason", limits.MAX_MESSAGE_CHARS, lines=True))
+    return Refused(checked_string(reason, "reason", limits.MAX_MESSAGE_CHARS, lines=True))
 
 
 def _text_wanted(message: pb.SchedulerMessage) -> TextWanted:
-    return TextWanted(_string(message.text_wanted.name, "name", limits.MAX_NAME_CHARS))
+    return TextWanted(checked_string(message.text_wanted.name, "name", limits.MAX_NAME_CHARS))
 
 
-def _cause(raw: pb.Cause) -> FailureCause:
+def cause_from_pb(raw: pb.Cause) -> FailureCause:
+    """A cause that arrived.
+
+    Raises:
+        MessageError: It breaks a bound, or is of an unknown kind.
+    """
     if raw.kind not in _KINDS:
         raise MessageError("the kind of failure is not known")
     if not -1 <= raw.rank < limits.MAX_WORKERS:
         raise MessageError(f"the failure names rank {raw.rank}")
     return FailureCause(
         kind=raw.kind,
-        message=_string(raw.message, "message", limits.MAX_MESSAGE_CHARS, lines=True),
+        message=checked_string(raw.message, "message", limits.MAX_MESSAGE_CHARS, lines=True),
         rank=raw.rank,
-        host=_string(raw.host, "host", limits.MAX_HOST_CHARS),
+        host=checked_string(raw.host, "host", limits.MAX_HOST_CHARS),
         pid=_pid(raw.pid, lowest=0),
-        position=_string(raw.position, "position", limits.MAX_POSITION_CHARS, lines=True),
-        traceback=_string(raw.traceback, "traceback", limits.MAX_TRACEBACK_CHARS, lines=True),
+        position=checked_string(raw.position, "position", limits.MAX_POSITION_CHARS, lines=True),
+        traceback=checked_string(
+            raw.traceback, "traceback", limits.MAX_TRACEBACK_CHARS, lines=True
+        ),
+        location=location_from_pb(raw.location),
+    )
+
+
+def location_from_pb(raw: pb.Location) -> Location:
+    """A location that arrived.
+
+    Raises:
+        MessageError: It breaks a bound.
+    """
+    names = ("instruction", "operation", "module", "source", "waits_what")
+    parts = {
+        name: checked_string(getattr(raw, name), name, limits.MAX_PLACE_CHARS) for name in names
+    }
+    return Location(
+        step=raw.step if raw.HasField("step") else None,
+        microbatch=raw.microbatch if raw.HasField("microbatch") else None,
+        edge=raw.edge if raw.HasField("edge") else None,
+        waits_for=_rank(raw.waits_for) if raw.HasField("waits_for") else None,
+        **parts,
     )
 
 
@@ -514,17 +580,30 @@ _SCHEDULER_DECODERS: Mapping[str, Callable[[pb.SchedulerMessage], SchedulerMessa
     "formed": _formed,
     "started": lambda message: Started(_generation(message.started.generation)),
     "recovering": _recovering,
+    "stop_soon": lambda _: StopSoon(),
     "progress": _progress,
     "departed": _departed,
     "text_wanted": _text_wanted,
     "failure_noted": lambda _: FailureNoted(),
-    "abort": lambda message: Abort(_cause(message.abort)),
+    "abort": lambda message: Abort(cause_from_pb(message.abort)),
 }
 
 
-def _string(
+def checked_string(
     value: str, name: str, most: int, *, required: bool = False, lines: bool = False
 ) -> str:
+    """A text that arrived.
+
+    Args:
+        value: The text.
+        name: What it is, for the message.
+        most: How many characters it may have.
+        required: Whether it must not be empty.
+        lines: Whether it may have several lines.
+
+    Raises:
+        MessageError: It breaks one of these bounds.
+    """
     if required and not value:
         raise MessageError(f"{name} is missing")
     if len(value) > most:
@@ -539,9 +618,9 @@ def _map(raw: Mapping[str, str], name: str, most: int, most_chars: int) -> dict[
     if len(raw) > most:
         raise MessageError(f"{name} has {len(raw)} entries, more than {most}")
     return {
-        _string(key, f"a key of {name}", limits.MAX_NAME_CHARS, required=True): _string(
-            value, f"{name}[{key[:40]!r}]", most_chars
-        )
+        checked_string(
+            key, f"a key of {name}", limits.MAX_NAME_CHARS, required=True
+        ): checked_string(value, f"{name}[{key[:40]!r}]", most_chars)
         for key, value in raw.items()
     }
 

@@ -92,9 +92,17 @@ class Persist:
 
 @dataclass(frozen=True)
 class Log:
-    """Print a line for the person who watches."""
+    """Print a line for the person who watches.
+
+    Attributes:
+        line: The line; further lines belong to it.
+        event: What happened, in one word, for programs that read logs.
+        level: ``"info"``, ``"warning"`` or ``"error"``.
+    """
 
     line: str
+    event: str = "note"
+    level: str = "info"
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphsplit.cluster import limits
 from graphsplit.cluster.text import cut_end, cut_middle, encodable
 from graphsplit.errors import (
     FrameError,
+    GraphsplitError,
     JobFailedError,
     MembershipChangedError,
     ReceiveTimeoutError,
+    StepFailedError,
+    StoppedInOrder,
     TransportError,
 )
-from graphsplit.failure import FailureCause
+from graphsplit.frames import line_now, line_of, whole_traceback
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 
 @dataclass(frozen=True)
@@ -42,18 +48,31 @@ def _nowhere() -> str:
     return ""
 
 
+def _no_location() -> Location:
+    return NOWHERE
+
+
 class Position:
     """Where this worker is. Written by the computing thread, read once a second by another.
 
-    Both attributes are plain writes without a lock: ``progress += 1`` has one writer, and
-    ``text_source`` is called only when a heartbeat is due, so it may be slow.
+    All attributes are plain writes without a lock: ``progress += 1`` has one writer, and the
+    sources are called only when a heartbeat is due, so they may be slow.
+
+    Attributes:
+        progress: Grows while the worker does its job.
+        text_source: Gives the position in words.
+        location_source: Gives it in parts.
+        waiting_source: Gives whom this worker waits for at this moment, and for what.
     """
 
-    __slots__ = ("progress", "text_source")
+    __slots__ = ("_last_progress", "location_source", "progress", "text_source", "waiting_source")
 
     def __init__(self) -> None:
         self.progress: int = 0
         self.text_source: Callable[[], str] = _nowhere
+        self.location_source: Callable[[], Location] = _no_location
+        self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
+        self._last_progress = -1
 
     def text(self) -> str:
         """The position in words; empty if the source has none, or fails."""
@@ -61,6 +80,30 @@ class Position:
             return cut_end(encodable(str(self.text_source())), limits.MAX_POSITION_CHARS)
         except Exception:  # a position that cannot be told must not end the job
             return ""
+
+    def location(self) -> Location:
+        """The position in parts; empty if the source has none, or fails."""
+        try:
+            return bounded_location(self.location_source())
+        except Exception:
+            return NOWHERE
+
+    def sample(self) -> Location:
+        """The position, and what keeps the worker there: a peer, or a line of the user's.
+
+        The line is looked up only if there was no progress since the sample before.
+        """
+        found = self.location()
+        last, self._last_progress = self._last_progress, self.progress
+        if last != self.progress:
+            return found
+        waiting = self.waiting_source()
+        if waiting is not None:
+            peer, what = waiting
+            return bounded_location(replace(found, waits_for=peer, waits_what=what))
+        main = threading.main_thread().ident
+        frame = sys._current_frames().get(main) if main is not None else None
+        return bounded_location(replace(found, source=line_now(frame)))
 
 
 def failure_kind(error: BaseException) -> str:
@@ -79,22 +122,43 @@ def failure_kind(error: BaseException) -> str:
 
 
 def failure_of(
-    error: BaseException, *, rank: int, host: str, pid: int, position: str
+    error: BaseException,
+    *,
+    rank: int,
+    host: str,
+    pid: int,
+    position: str,
+    location: Location = NOWHERE,
 ) -> FailureCause | None:
-    """The failure that an error means, or None if it only echoes the end of the job."""
-    if isinstance(error, (JobFailedError, MembershipChangedError)):
+    """The failure that an error means, or None if it only follows from the job's end."""
+    if isinstance(error, (JobFailedError, MembershipChangedError, StoppedInOrder)):
         return None
-    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    lines = summary.splitlines() or [type(error).__name__]
+    found = error.location if isinstance(error, StepFailedError) else location
+    line = line_of(error.__traceback__)
     return FailureCause(
         kind=failure_kind(error),
-        message=lines[0],
+        message=failure_message(error),
         rank=rank,
         host=host,
         pid=pid,
         position=position,
-        traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        traceback=whole_traceback(error),
+        location=found if found.source else replace(found, source=line),
     )
+
+
+def failure_message(error: BaseException) -> str:
+    """What an error says in its first line: ``ValueError: the disk is full``."""
+    if isinstance(error, StepFailedError) and error.__cause__ is not None:
+        return _first_line(str(error))  # it begins with the error of the operation
+    if isinstance(error, SystemExit):
+        return f"SystemExit: {error.code}: its script left before the job was finished"
+    summary = "".join(traceback.format_exception_only(type(error), error))
+    return _first_line(summary).removeprefix(f"{GraphsplitError.__module__}.") or "an error"
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0]
 
 
 def bounded(cause: FailureCause) -> FailureCause:
@@ -107,7 +171,22 @@ def bounded(cause: FailureCause) -> FailureCause:
         pid=cause.pid,
         position=cut_end(encodable(cause.position), limits.MAX_POSITION_CHARS),
         traceback=cut_middle(encodable(cause.traceback), limits.MAX_TRACEBACK_CHARS),
+        location=bounded_location(cause.location),
     )
+
+
+def bounded_location(location: Location) -> Location:
+    """The location cut to what one message may hold."""
+    parts = {
+        name: _printable(getattr(location, name))
+        for name in ("instruction", "operation", "module", "source", "waits_what")
+    }
+    return replace(location, **parts)  # type: ignore[arg-type]
+
+
+def _printable(text: str) -> str:
+    text = "".join(char if char.isprintable() else "?" for char in encodable(text))
+    return cut_end(text, limits.MAX_PLACE_CHARS)
 
 
 def text_chunks(text: bytes) -> list[bytes]:

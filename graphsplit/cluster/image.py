@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from graphsplit.cluster.messages import Register
-from graphsplit.failure import FailureCause
+from graphsplit.root_cause import FailureCause, Location
 
 FORMAT = 1
 
@@ -67,9 +67,13 @@ def from_json(found: Mapping[str, Any]) -> JobImage:
         raise ImageError(f"it has format {written!r}; this version of graphsplit reads {FORMAT}")
     try:
         members = {int(rank): Register(**one) for rank, one in values.pop("members").items()}
-        cause = values.pop("cause")
-        return JobImage(
-            members=members, cause=None if cause is None else FailureCause(**cause), **values
-        )
+        return JobImage(members=members, cause=_cause(values.pop("cause")), **values)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ImageError(f"it is not the image of a job: {error}") from error
+
+
+def _cause(found: Mapping[str, Any] | None) -> FailureCause | None:
+    if found is None:
+        return None
+    values = dict(found)
+    return FailureCause(location=Location(**values.pop("location")), **values)

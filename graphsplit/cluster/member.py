@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import os
 import random
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +36,7 @@ from graphsplit.cluster.member_state import (
     Tell,
 )
 from graphsplit.cluster.messages import (
+    STOPPED,
     Accepted,
     Failed,
     Fence,
@@ -61,6 +60,7 @@ from graphsplit.errors import (
     RegistrationRefusedError,
 )
 from graphsplit.failure import AbortSignal, FailureCause
+from graphsplit.logs import teller
 from graphsplit.security.grpc_ports import tls_hint
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
@@ -73,18 +73,6 @@ _FIRST_REPORT_S = 2.0  # the scheduler's process imports torch, too
 _REPORT_TIMEOUT_S = 1.0
 # The first attempts come quickly: processes started together miss each other by moments only.
 _FIRST_RETRY_S = 0.1
-
-
-def print_line(line: str) -> None:
-    """Print one line for the person who watches this worker."""
-    with contextlib.suppress(OSError, ValueError):
-        # One write, so that lines of several processes on one terminal do not mix.
-        print(
-            "".join(f"[graphsplit] {part}\n" for part in line.splitlines()),
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 class Member:
@@ -107,14 +95,14 @@ class Member:
     """
 
     def __init__(
-        self, settings: ClusterSettings, abort: AbortSignal, log: Callable[[str], None]
+        self, settings: ClusterSettings, abort: AbortSignal, log: Callable[[str], None] | None
     ) -> None:
         self._settings = settings
         self._protection = load_protection(
             settings.security, role=WORKER, rank=settings.wished_rank
         )
         self.abort = abort
-        self._log = log
+        self._log = teller(log)
         self._address = format_address(settings.scheduler_host, settings.scheduler_port)
         self._host = cut_end(encodable(socket.gethostname() or "unknown"), limits.MAX_HOST_CHARS)
         self._pid = os.getpid()
@@ -130,6 +118,7 @@ class Member:
         self._has_left = False
         self._to_report: Failed | None = None
         self._watched: set[int] = set()
+        self._wants_stop = False
         self._texts: dict[str, bytes] = {}
         self._formed: Formed | None = None
         self.position = Position()
@@ -142,7 +131,7 @@ class Member:
         endpoints: Mapping[str, str],
         identity: NodeIdentity,
         abort: AbortSignal,
-        log: Callable[[str], None] = print_line,
+        log: Callable[[str], None] | None = None,
     ) -> Member:
         """Register with the scheduler and wait until all workers have.
 
@@ -151,7 +140,7 @@ class Member:
             endpoints: Where this worker's data plane can be reached, by transport.
             identity: What must fit the other workers.
             abort: Set when the job fails, anywhere, for any reason, or recovers.
-            log: Takes lines for the person who watches.
+            log: Takes lines for the person who watches; None: the logger ``graphsplit``.
 
         Raises:
             ConfigurationError: A certificate, key or token is not what it should be.
@@ -256,13 +245,25 @@ class Member:
         """
         self._meet(Place.BARRIER, _checked_name(name))
 
-    def finish(self) -> None:
+    def finish(self, *, stopped: bool = False) -> None:
         """Tell that this worker is done, and wait until all are.
+
+        Args:
+            stopped: It ends early, in order, because the job was asked to end.
 
         Raises:
             JobFailedError: The job was aborted meanwhile.
         """
-        self._meet(Place.FINISH)
+        self._meet(Place.FINISH, STOPPED if stopped else "")
+
+    @property
+    def stops_soon(self) -> bool:
+        """Whether all workers are to end at the end of a step."""
+        return self._state.stops_soon
+
+    def ask_to_stop(self) -> None:
+        """Ask, by the next heartbeat, that all workers end in order. Safe in a signal handler."""
+        self._wants_stop = True
 
     def recover(self, endpoints: Mapping[str, str]) -> None:
         """Leave the generation that is over, and wait until the next one runs.
@@ -293,6 +294,7 @@ class Member:
             host=self._host,
             pid=self._pid,
             position=self.position.text(),
+            location=self.position.location(),
         )
 
     def report_failure(self, cause: FailureCause) -> None:
@@ -371,7 +373,11 @@ class Member:
         patience_s = (
             settings.topo_timeout_s if self._state.keeps_journal else settings.node_timeout_s
         )
-        self._log(f"lost the scheduler at {self._address} ({why}); trying to come back")
+        self._log(
+            f"lost the scheduler at {self._address} ({why}); trying to come back",
+            event="scheduler_lost",
+            level="warning",
+        )
         end = self._try_until_answered(time.monotonic() + patience_s)
         with self._changed:
             effects = [] if end is None else self._state.give_up(f"{why}; then: {end.detail}")
@@ -394,7 +400,9 @@ class Member:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 self._log(
                     f"no scheduler at {self._address} after {time.monotonic() - started:.0f} s; "
-                    f"trying for another {deadline - time.monotonic():.0f} s"
+                    f"trying for another {deadline - time.monotonic():.0f} s",
+                    event="no_scheduler",
+                    level="warning",
                 )
             self._pause(num_attempts, deadline)
 
@@ -536,6 +544,8 @@ class Member:
             progress=max(0, self.position.progress),
             position=self.position.text(),
             watched=tuple(sorted(watched)[: limits.MAX_WATCHED]),
+            location=self.position.sample(),
+            wants_stop=self._wants_stop,
         )
 
     def _handle(self, session: Session, message: SchedulerMessage, generation: int) -> None:
@@ -593,7 +603,7 @@ class Member:
                 case ShowText():
                     self._show_text(effect.name)
                 case Say():
-                    self._log(effect.line)
+                    self._log(effect.line, event="warning", level="warning")
 
     def _show_text(self, name: str) -> None:
         session = self._session

@@ -37,6 +37,7 @@ from graphsplit.cluster.messages import (
     Resume,
     SchedulerMessage,
     Started,
+    StopSoon,
     TextWanted,
     WorkerMessage,
 )
@@ -121,6 +122,7 @@ class MemberState:
         refusal: Why it was refused.
         formed: The plan of the last generation that it is part of.
         waits_at: Where it waits for the others.
+        stops_soon: Whether all are to end in order.
         num_departed: From how many meetings of this generation it was let go.
         job: The job's id; empty until the scheduler told it.
         recovery: What the job does about a lost worker.
@@ -135,6 +137,7 @@ class MemberState:
         self.waits_at: Arrive | None = None
         self.num_departed = 0
         self.is_failure_noted = False
+        self.stops_soon = False
         self.job = ""
         self.recovery = FAIL_FAST
         self.keeps_journal = False
@@ -217,6 +220,8 @@ class MemberState:
                 return self._end(message.cause)
             case FailureNoted():
                 self.is_failure_noted = True
+            case StopSoon():
+                self.stops_soon = True
         if generation is not None and generation != self.generation:
             return []  # of another generation; see [Note: fences]
         match message:

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from graphsplit.failure import FailureCause
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
+
+STOPPED = "stopped"
+"""The name of the finish to which all come that were asked to end."""
 
 
 class Place(Enum):
@@ -98,14 +101,17 @@ class Register:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The worker is alive, has come this far, and is here (in words).
+    """The worker is alive, has come this far, and is here (in words, and in parts).
 
     ``watched`` are the ranks whose progress it wants to be told: those it waits for.
+    ``wants_stop``: it was asked to end, and wants all to, when their step is done.
     """
 
     progress: int
     position: str = ""
     watched: tuple[int, ...] = ()
+    location: Location = NOWHERE
+    wants_stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,6 +211,11 @@ class Started:
 
 
 @dataclass(frozen=True)
+class StopSoon:
+    """All are to end in order: the worker that leads the next step says that it is the last."""
+
+
+@dataclass(frozen=True)
 class Recovering:
     """A worker was lost. All leave their generation; ``generation`` is to be formed next."""
 
@@ -252,6 +263,7 @@ SchedulerMessage = (
     | Refused
     | Formed
     | Started
+    | StopSoon
     | Recovering
     | Progress
     | Departed

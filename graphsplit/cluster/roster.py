@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from graphsplit.cluster.formation import Holders, assign_ranks
 from graphsplit.cluster.messages import Peer, Register
-from graphsplit.failure import FailureCause
+from graphsplit.cluster.status import AWAY, FINISHED, LOST, RUNNING
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 NO_NODE = -1
 """The connection of a worker that has none."""
@@ -28,10 +29,20 @@ class Worker:
     rank: int = -1
     progress: int = 0
     position: str = ""
+    location: Location = NOWHERE
     is_finished: bool = False
     is_leaving: bool = False
     is_lost: bool = False
     is_connected: bool = True
+
+    @property
+    def state(self) -> str:
+        """The worker's state in one word, for people."""
+        if self.is_finished:
+            return FINISHED
+        if self.is_lost:
+            return LOST
+        return RUNNING if self.is_connected else AWAY
 
     @property
     def attempt(self) -> int:
@@ -48,6 +59,7 @@ class Worker:
             pid=self.registration.pid,
             position=self.position,
             traceback=traceback,
+            location=self.location,
         )
 
     def peer(self) -> Peer:

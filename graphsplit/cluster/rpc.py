@@ -7,6 +7,7 @@ from graphsplit.security.grpc_ports import server_limits
 
 SERVICE = "graphsplit.cluster.v1.Cluster"
 METHOD = "Session"
+STATUS_METHOD = "Status"
 # What a handshake under the job's token is for, on this plane.
 PURPOSE = b"control plane"
 

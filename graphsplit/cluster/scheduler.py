@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -49,10 +50,23 @@ from graphsplit.cluster.messages import (
     Register,
     SchedulerMessage,
 )
-from graphsplit.cluster.rpc import METHOD, SERVICE, format_address, max_connections, server_options
+from graphsplit.cluster.rpc import (
+    METHOD,
+    SERVICE,
+    STATUS_METHOD,
+    format_address,
+    max_connections,
+    server_options,
+)
 from graphsplit.cluster.rules import JobIdentity, JobRules
 from graphsplit.cluster.scheduler_state import SchedulerState
+from graphsplit.cluster.status import JobStatus
+from graphsplit.cluster.status_codec import encode_status
+from graphsplit.cluster.status_metrics import status_metrics
 from graphsplit.errors import ConfigurationError
+from graphsplit.logs import CONTEXT, Say, configure, teller
+from graphsplit.metrics_port import Metric, serve_metrics
+from graphsplit.reports import write_report
 from graphsplit.security.grpc_ports import add_port
 from graphsplit.security.names import SCHEDULER
 from graphsplit.security.protection import Protection, load_protection, require_protection
@@ -61,6 +75,7 @@ from graphsplit.settings import ClusterSettings
 # A worker that does not read for so long that this many messages wait for it is cut off.
 _MAX_OUTBOX = 4_096
 _STOP_GRACE_S = 0.5
+_LOOK_S = 5.0
 # A plan for many workers is large, and goes to all: gRPC must not hold a copy for each at once.
 _LARGE_BYTES = 64 << 10
 _MAX_LARGE_WRITES = 16
@@ -82,18 +97,11 @@ class _Outbox(asyncio.Queue["tuple[bytes, ...] | None"]):
         self.num_sent = 0
 
 
-def print_log(line: str) -> None:
-    """Print one line of the scheduler's log. A reader that has gone must not end the job."""
-    with contextlib.suppress(OSError, ValueError):
-        # One write, so that lines of several processes on one terminal do not mix.
-        print("".join(f"[scheduler] {part}\n" for part in line.splitlines()), end="", flush=True)
-
-
 def serve(
     settings: ClusterSettings,
     *,
     on_listening: Callable[[str, int], None] | None = None,
-    log: Callable[[str], None] = print_log,
+    log: Callable[[str], None] | None = None,
 ) -> int:
     """Run the scheduler until the job ends.
 
@@ -102,7 +110,7 @@ def serve(
     Args:
         settings: The cluster. Port 0 takes any free port.
         on_listening: Called with host and real port once workers can connect.
-        log: Takes the lines for the person who watches.
+        log: Takes the lines for the person who watches; None: the logger ``graphsplit``.
 
     Returns:
         The exit status: 0 when all workers finished, 130 or 143 when the job was interrupted by
@@ -113,13 +121,15 @@ def serve(
         ConfigurationError: The address cannot be bound, or nothing protects it; or a file of the
             protection is not what it should be.
     """
-    return asyncio.run(_serve(settings, on_listening, log))
+    if log is None:
+        configure(os.environ, prefix="scheduler", stream=lambda: sys.stdout)
+    return asyncio.run(_serve(settings, on_listening, teller(log)))
 
 
 async def _serve(
     settings: ClusterSettings,
     on_listening: Callable[[str, int], None] | None,
-    log: Callable[[str], None],
+    log: Say,
 ) -> int:
     import grpc
 
@@ -133,23 +143,51 @@ async def _serve(
         maximum_concurrent_rpcs=max_connections(settings.num_workers),
     )
     # Without serializers gRPC hands over bytes, and the codec decides what is a message.
-    handler = grpc.stream_stream_rpc_method_handler(sessions.session)
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),)
-    )
+    handlers = {
+        METHOD: grpc.stream_stream_rpc_method_handler(sessions.session),
+        STATUS_METHOD: grpc.stream_stream_rpc_method_handler(sessions.tell_status),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
     port = _bind(server, settings, protection)
     await server.start()
     address = format_address(settings.scheduler_host, port)
-    log(f"listening on {address} for {settings.num_workers} workers, pid {os.getpid()}")
+    log(
+        f"listening on {address} for {settings.num_workers} workers, pid {os.getpid()}",
+        event="listening",
+    )
     if on_listening is not None:
         on_listening(settings.scheduler_host, port)
     ticker = asyncio.create_task(sessions.tick())
     try:
-        with _signals_to(sessions):
+        with contextlib.ExitStack() as stack:
+            stack.callback(_serve_metrics(sessions, settings, protection))
+            stack.enter_context(_signals_to(sessions))
             return await sessions.done
     finally:
         ticker.cancel()
         await server.stop(_STOP_GRACE_S)
+
+
+def _serve_metrics(
+    sessions: _Sessions, settings: ClusterSettings, protection: Protection
+) -> Callable[[], None]:
+    loop = asyncio.get_running_loop()
+
+    async def look() -> JobStatus:
+        return sessions.status()
+
+    def look_from_outside() -> Iterator[Metric]:
+        # The state belongs to the loop's thread; metrics are asked for from others.
+        yield from status_metrics(asyncio.run_coroutine_threadsafe(look(), loop).result(_LOOK_S))
+
+    return serve_metrics(
+        look_from_outside,
+        settings.watching,
+        settings.security,
+        protection,
+        offset=0,
+        what="the metrics of the scheduler",
+    )
 
 
 def _bind(server: Any, settings: ClusterSettings, protection: Protection) -> int:
@@ -194,9 +232,7 @@ def _rules_of(settings: ClusterSettings) -> JobRules:
     )
 
 
-def _first_state(
-    rules: JobRules, journal: Journal | None, log: Callable[[str], None]
-) -> SchedulerState:
+def _first_state(rules: JobRules, journal: Journal | None, log: Say) -> SchedulerState:
     """A new job, or the one that a lost scheduler wrote down."""
     now = time.monotonic()
     image = None if journal is None else journal.read(rules, log)
@@ -210,9 +246,7 @@ def _first_state(
 class _Sessions:
     """All streams of one scheduler. Everything runs on one event loop, so nothing is locked."""
 
-    def __init__(
-        self, settings: ClusterSettings, protection: Protection, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: ClusterSettings, protection: Protection, log: Say) -> None:
         self._log = log
         self._admission = Admission(settings.num_workers, protection, log)
         self._outboxes: dict[int, _Outbox] = {}
@@ -223,9 +257,13 @@ class _Sessions:
         path = settings.recovery_path
         self._journal = Journal(Path(path) / JOURNAL_NAME) if path else None
         self._state = _first_state(_rules_of(settings), self._journal, log)
+        CONTEXT.source = self._log_fields
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         for effect in self._state.open():
             self._carry_out(effect)
+
+    def _log_fields(self) -> dict[str, Any]:
+        return {"job": self._state.job, "generation": self._state.generation}
 
     async def session(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One stream, from its opening until either side ends it."""
@@ -248,6 +286,16 @@ class _Sessions:
             reader.cancel()
             self.apply(Disconnected(node))
 
+    async def tell_status(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Answer somebody who asks what is going on."""
+        if await self._admission.admit_visitor(requests, context):
+            await context.write(encode_status(self.status()))
+
+    def status(self) -> JobStatus:
+        """What is going on."""
+        status = self._state.status(time.monotonic())
+        return replace(status, num_refused=status.num_refused + self._admission.num_refused)
+
     async def _read(
         self, node: int, requests: AsyncIterator[bytes], outbox: _Outbox, first: Register
     ) -> None:
@@ -262,7 +310,11 @@ class _Sessions:
                     continue
                 verdict = guard.check(fence)
                 if verdict is Verdict.BREAK:
-                    self._log(f"a stream was broken off: {guard.why_broken}")
+                    self._log(
+                        f"a stream was broken off: {guard.why_broken}",
+                        event="stream_broken",
+                        level="warning",
+                    )
                     return
                 if verdict is Verdict.TAKE:
                     self.apply(Received(node, message, fence.generation))
@@ -298,10 +350,12 @@ class _Sessions:
                 assert self._journal is not None
                 self._journal.write(effect.image)
             case Log():
-                self._log(effect.line)
+                self._log(effect.line, event=effect.event, level=effect.level)
             case Exit():
                 for outbox in self._outboxes.values():
                     _close(outbox)
+                if effect.cause is not None:
+                    write_report(os.environ, effect.cause)
                 self.done.set_result(effect.status)
 
     def _send(self, node: int, message: SchedulerMessage) -> None:

@@ -47,6 +47,7 @@ from graphsplit.cluster.limits import (
 )
 from graphsplit.cluster.meetings import Dispute, Meeting, place_name
 from graphsplit.cluster.messages import (
+    STOPPED,
     Abort,
     Accepted,
     Arrive,
@@ -65,14 +66,18 @@ from graphsplit.cluster.messages import (
     Rejoin,
     SchedulerMessage,
     Started,
+    StopSoon,
     Text,
     TextWanted,
     WorkerMessage,
 )
 from graphsplit.cluster.roster import NO_NODE, Roster, Worker
 from graphsplit.cluster.rules import EX_TEMPFAIL, JobIdentity, JobRules
+from graphsplit.cluster.status import JobStatus, WorkerStatus
 from graphsplit.cluster.suspicion import Suspicion
 from graphsplit.cluster.text import forming_line, join_numbers, where, who
+from graphsplit.cluster.watchdog import Watchdog, stall_report
+from graphsplit.errors import STOPPED_STATUS
 from graphsplit.failure import FailureCause
 
 
@@ -120,6 +125,10 @@ class SchedulerState:
         self._recovers_from: FailureCause | None = None
         self._num_unexplained = 0
         self._num_refused = 0
+        self._num_recoveries = 0
+        self._is_stopping = False
+        self._watchdog = Watchdog(rules.receive_timeout_s)
+        self._started = now
         self._since = now
         self._now = now
         self._last_tick = now
@@ -163,7 +172,9 @@ class SchedulerState:
         self._effects = []
         if len(self._roster):
             name = self.phase.value
-            self._log(f"back from the journal: generation {self.generation}, {name}")
+            self._log(
+                f"back from the journal: generation {self.generation}, {name}", event="restored"
+            )
             self._persist()
         return self._effects
 
@@ -234,10 +245,25 @@ class SchedulerState:
             if (progress, beat.position) != (worker.progress, worker.position):
                 worker.last_change = self._now
             worker.progress, worker.position = progress, beat.position
+            worker.location = beat.location
+        if beat.wants_stop:
+            self._stop_soon(f"worker {worker.rank} was asked to end")
         if beat.watched and self.phase is Phase.RUNNING:
             asked = set(beat.watched)
             known = {one.rank: one.progress for one in self._workers_of(asked)}
             self._send(worker, Progress(known))
+
+    def _stop_soon(self, why: str) -> bool:
+        """Have all workers end in order. False if they are told already, or not there to be told.
+
+        Workers repeat their wish by every heartbeat, until the job runs.
+        """
+        if self._is_stopping or self.phase is not Phase.RUNNING:
+            return False
+        self._is_stopping = True
+        self._log(f"{why}: all workers leave when their step is done", event="stopping")
+        self._broadcast(StopSoon())
+        return True
 
     def _workers_of(self, ranks: set[int]) -> list[Worker]:
         """Some workers by rank, once ranks are final and all are held."""
@@ -252,9 +278,9 @@ class SchedulerState:
             return  # what it saw of a membership that is over; see [Note: fences]
         # Who it was is what the registration says; only the worker knows the rest.
         known = worker.cause(cause.kind, cause.message, traceback=cause.traceback)
-        self._suspicion.report(
-            replace(known, position=cause.position or worker.position), self._now
-        )
+        position = cause.position or worker.position
+        known = replace(known, position=position, location=cause.location)
+        self._suspicion.report(known, self._now)
 
     # Registration.
 
@@ -283,7 +309,7 @@ class SchedulerState:
             return
         self._strangers.pop(node, None)
         self._roster.add(Worker(node, new, last_seen=self._now, last_change=self._now))
-        self._log(f"{who(new)} registered")
+        self._log(f"{who(new)} registered", event="registered")
         self._effects.append(Send(node, self._accepted()))
         if self._roster.is_full:
             self._plan()
@@ -305,7 +331,9 @@ class SchedulerState:
         self._strangers.pop(node, None)
         self._spares[node] = new
         self._effects.append(Send(node, self._accepted()))
-        self._log(f"{who(new)} registered, and waits for a rank that is free")
+        self._log(
+            f"{who(new)} registered, and waits for a rank that is free", event="spare_registered"
+        )
         if self.phase is Phase.RECOVERING:
             self._fill()
 
@@ -337,6 +365,7 @@ class SchedulerState:
                 self._send(worker, self._formed_for(worker))
             case Phase.RUNNING:
                 self._send(worker, Started(self.generation))
+                self._repeat_stop(worker)
                 self._catch_up(new.resume.num_departed)
             case Phase.RECOVERING:
                 self._send(worker, self._recovering())
@@ -368,7 +397,7 @@ class SchedulerState:
         worker.last_seen = worker.last_change = self._now
         worker.is_lost = worker.is_leaving = False
         self._suspicion.withdraw_loss(worker.rank)
-        self._log(f"worker {worker.rank} ({where(worker.registration)}) is back")
+        self._log(f"worker {worker.rank} ({where(worker.registration)}) is back", event="returned")
         self._send(worker, self._accepted())
 
     def _refuse(self, node: int, reason: str, new: Register | None = None) -> None:
@@ -376,7 +405,7 @@ class SchedulerState:
         self._spares.pop(node, None)
         self._num_refused += 1
         name = who(new) if new is not None else "a connection"
-        self._log(f"refused {name}: {reason}")
+        self._log(f"refused {name}: {reason}", event="refused", level="warning")
         self._effects.append(Refuse(node, reason))
 
     # A generation: planned, ready, running.
@@ -397,11 +426,11 @@ class SchedulerState:
             worker.last_change = self._now
             self._send(worker, self._formed_for(worker))
         took_s = self._now - self._since
-        self._log(f"all {len(self._peers)} workers registered after {took_s:.1f} s")
+        self._log(f"all {len(self._peers)} workers registered after {took_s:.1f} s", event="formed")
         for one in self._roster:
-            self._log(f"rank {one.rank}: {who(one.registration)}")
+            self._log(f"rank {one.rank}: {who(one.registration)}", event="rank")
         for warning in self._warnings:
-            self._log("warning: " + warning)
+            self._log("warning: " + warning, event="warning", level="warning")
 
     def _formed_for(self, worker: Worker) -> Formed:
         assert self._seed is not None, "seeds are chosen when ranks are"
@@ -422,6 +451,12 @@ class SchedulerState:
             self.phase = Phase.RUNNING
             self._persist()
             self._broadcast(Started(self.generation))
+            for one in self._roster:
+                self._repeat_stop(one)
+
+    def _repeat_stop(self, worker: Worker) -> None:
+        if self._is_stopping:
+            self._send(worker, StopSoon())
 
     # Recovery.
 
@@ -449,10 +484,15 @@ class SchedulerState:
         self._num_unexplained = 0 if lost else self._num_unexplained + 1
         is_first = self.phase is not Phase.RECOVERING
         if is_first:
+            self._num_recoveries += 1
             self._leave_generation(cause)
         self._persist()
         if is_first:
-            self._log(f"recovering to generation {self.generation} from " + cause.describe())
+            self._log(
+                f"recovering to generation {self.generation} from " + cause.describe(),
+                event="recovering",
+                level="warning",
+            )
             self._broadcast(self._recovering())
         self._fill()
 
@@ -494,7 +534,7 @@ class SchedulerState:
             self._roster.fill(worker, rank)
             self._offering.add(new.incarnation)
             self._former.pop(rank, None)
-            self._log(f"{who(new)} takes rank {rank}")
+            self._log(f"{who(new)} takes rank {rank}", event="rank")
         if self._roster.is_full and len(self._offering) == self._rules.num_workers:
             self._plan()
 
@@ -532,7 +572,9 @@ class SchedulerState:
         self._meeting.dissolve()
         self._num_unexplained = 0
         if arrival.place is Place.FINISH:
-            self._log("all workers have finished")
+            self._exit = Exit(STOPPED_STATUS if arrival.name == STOPPED else 0)
+            end = "stopped in order" if arrival.name == STOPPED else "finished"
+            self._log(f"all workers have {end}", event=arrival.name or "finished")
             self.phase = Phase.DRAINING
             self._leave_deadline = self._now + LEAVE_TIMEOUT_S
             self._persist()
@@ -577,7 +619,7 @@ class SchedulerState:
     def _disconnect(self, node: int) -> None:
         self._strangers.pop(node, None)
         if (spare := self._spares.pop(node, None)) is not None:
-            self._log(f"{who(spare)} does not wait for a rank any more")
+            self._log(f"{who(spare)} does not wait for a rank any more", event="spare_left")
         worker = self._roster.get(node)
         if worker is None or not worker.is_connected:
             return
@@ -590,8 +632,8 @@ class SchedulerState:
         if worker.is_lost:
             return
         worker.is_lost = True
-        self._log(f"worker {worker.rank} ({where(worker.registration)}): {message}")
         if self.phase is Phase.FORMING and self._rules.waits_for_rejoin:
+            self._log(worker.cause("lost", message).headline, event="worker_lost")
             self._roster.remove(worker)
             self._effects.append(Drop(worker.node))
             return
@@ -602,14 +644,22 @@ class SchedulerState:
             # Told twice, or told while everyone is leaving anyway: do not wait any more.
             self._end()
             return
+        has_begun = any(one.location.step is not None for one in self._roster)
+        may_wait = event.signal_name == "SIGTERM" and has_begun
+        if may_wait and self._stop_soon("the scheduler got SIGTERM"):
+            return
         message = f"the job was interrupted by {event.signal_name}"
         self._fail(FailureCause("interrupted", message), status=128 + event.signal_number)
 
     def _fail(self, cause: FailureCause, *, status: int | None = None) -> None:
+        if cause.kind == "timeout" and self.phase is Phase.RUNNING:
+            report = stall_report(self.status(self._now), self._still_s())
+            self._log(report, event="stalled", level="error")
         self.phase = Phase.FAILED
         self._leave_deadline = self._now + LEAVE_TIMEOUT_S
         self._exit = Exit(self._failure_status(cause) if status is None else status, cause)
-        self._log("the job failed: " + cause.describe())
+        told = cause.describe() if cause.is_told_by_worker else cause.story()
+        self._log(f"the job failed: {told}", event="failed", level="error")
         self._persist()
         self._broadcast(Abort(cause))
         for node in self._spares:
@@ -655,12 +705,17 @@ class SchedulerState:
             self._tick_incomplete()
         if self.phase is Phase.RUNNING:
             self._tick_meeting()
+            self._tick_watchdog()
         if self._is_healthy:
             self._tick_silence()
         elif self._now >= self._leave_deadline:
             left = [worker.rank for worker in self._roster if self._is_expected(worker)]
             if left:
-                self._log(f"workers {join_numbers(left)} did not leave in {LEAVE_TIMEOUT_S:g} s")
+                self._log(
+                    f"workers {join_numbers(left)} did not leave in {LEAVE_TIMEOUT_S:g} s",
+                    event="lingering",
+                    level="warning",
+                )
             self._end()
 
     def _forgive_own_silence(self) -> None:
@@ -685,7 +740,7 @@ class SchedulerState:
         if is_late:
             self._fail(causes.incomplete(self._rules.topo_timeout_s, line, self._num_refused))
         else:
-            self._log(line)
+            self._log(line, event="incomplete")
 
     def _tick_recovering(self, *, is_late: bool) -> None:
         assert self._recovers_from is not None
@@ -698,7 +753,8 @@ class SchedulerState:
             return
         self._log(
             f"generation {self.generation}: nobody yet for ranks {join_numbers(vacant) or 'none'}; "
-            f"not ready to go on: workers {join_numbers(slow) or 'none'}"
+            f"not ready to go on: workers {join_numbers(slow) or 'none'}",
+            event="incomplete",
         )
 
     def _tick_silence(self) -> None:
@@ -725,6 +781,52 @@ class SchedulerState:
         latest = max([self._meeting.last_arrival, *(one.last_change for one in missing)])
         if self._now - latest > timeout_s:
             self._fail(causes.stalled(missing, place, timeout_s))
+
+    def _tick_watchdog(self) -> None:
+        still_s = self._still_s()
+        if self.phase is Phase.RUNNING and self._watchdog.is_due(still_s):
+            report = stall_report(self.status(self._now), still_s)
+            self._log(report, event="stalled", level="warning")
+
+    def _still_s(self) -> float:
+        """How long nobody has made progress, of those who still have something to do."""
+        changes = [one.last_change for one in self._roster if not one.is_finished]
+        return self._now - max(changes, default=self._now)
+
+    def status(self, now: float) -> JobStatus:
+        """What is going on, for those who ask."""
+        return JobStatus(
+            job=self._identity.job,
+            phase=self.phase.value,
+            generation=self.generation,
+            num_workers=self._rules.num_workers,
+            seconds=max(0.0, now - self._started),
+            workers=tuple(
+                self._worker_status(one, now)
+                for one in sorted(self._roster, key=lambda one: one.rank)
+            ),
+            cause=self._exit.cause or self._recovers_from,
+            num_refused=self._num_refused,
+            num_recoveries=self._num_recoveries,
+            recovery=self._rules.recovery,
+        )
+
+    def _worker_status(self, worker: Worker, now: float) -> WorkerStatus:
+        arrival = self._meeting.waits_at(worker.rank)
+        new = worker.registration
+        return WorkerStatus(
+            rank=worker.rank,
+            node_id=new.node_id,
+            host=new.host,
+            pid=new.pid,
+            state=worker.state,
+            progress=worker.progress,
+            position=worker.position,
+            location=worker.location,
+            meets_at="" if arrival is None else place_name(arrival),
+            heard_s=max(0.0, now - worker.last_seen),
+            still_s=max(0.0, now - worker.last_change),
+        )
 
     # Effects.
 
@@ -755,5 +857,5 @@ class SchedulerState:
         for worker in self._roster:
             self._send(worker, message)
 
-    def _log(self, line: str) -> None:
-        self._effects.append(Log(line))
+    def _log(self, line: str, *, event: str, level: str = "info") -> None:
+        self._effects.append(Log(line, event, level))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import logging
 import os
 import platform
 import signal
@@ -14,13 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 
+from graphsplit import logs
 from graphsplit.cluster.identity import NodeIdentity
 from graphsplit.cluster.member import Member
-from graphsplit.cluster.rules import EX_TEMPFAIL
 from graphsplit.errors import (
     ClusterError,
     ConfigurationError,
@@ -31,20 +29,21 @@ from graphsplit.errors import (
     TransportError,
 )
 from graphsplit.failure import AbortSignal
+from graphsplit.metrics_port import serve_metrics
 from graphsplit.placement.annotations import WORKER_ROLE
 from graphsplit.runtime.control import ControlChannels
+from graphsplit.runtime.endings import WAKE_SIGNAL, install_endings, install_last_words
+from graphsplit.runtime.meter import Meter
 from graphsplit.runtime.script import Call, Script
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
-from graphsplit.settings import RESTART, WAIT_REJOIN, ClusterSettings
+from graphsplit.settings import WAIT_REJOIN, ClusterSettings
 from graphsplit.transport.base import Transport
 from graphsplit.transport.hub import Hub
 from graphsplit.transport.wait import FINISHED, WaitPolicy
 from graphsplit.version import __version__
 
 _ROOT_CAUSE_GRACE_S = 2.0
-# Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
-_WAKE_SIGNAL = getattr(signal, "SIGURG", None)
 _GENERATOR_KEY = "generator"
 
 _job: Job | None = None
@@ -71,6 +70,11 @@ class Job:
         after_recovery: Called by ``finalize`` after a recovery at the end of the job, so that
             this worker takes its part in what the others do after ``recover``.
         at_end: Called by ``finalize``, by all workers together, while all are still there.
+        depth: How many calls of a Model are under way, one inside the other.
+        has_stepped: Whether a Model has begun a step.
+        is_stopping: The step under way is the last one: the job was asked to end.
+        at_close: Called when this worker leaves, however the job has ended.
+        meter: Counts steps and traffic; None where no metrics are served.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Job:
         abort: AbortSignal,
         *,
         doors: Doors | None = None,
+        meter: Meter | None = None,
         trace_folder: str = "",
     ) -> None:
         self.member = member
@@ -87,14 +92,20 @@ class Job:
         self.abort = abort
         self.control = ControlChannels(transport, member.rank, member.num_workers)
         self._doors = doors
+        self.meter = meter
         self.script = Script()
         self.num_barriers = 0
         self._closed = False
+        self._was_asked = False
+        self.depth = 0
+        self.has_stepped = False
+        self.is_stopping = False
         self._num_plans = 0
         self.is_ending = False
         self.joined_generation = member.generation
         self.after_recovery: Callable[[], None] | None = None
         self.at_end: list[Callable[[], None]] = []
+        self.at_close: list[Callable[[], None]] = []
         self._trace_folder = trace_folder
 
     def take_trace_folder(self) -> str:
@@ -156,6 +167,11 @@ class Job:
         """How many workers the job has."""
         return self.member.num_workers
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left."""
+        return self._closed
+
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Report what is raised inside as this worker's failure, so that all workers end.
@@ -163,6 +179,7 @@ class Job:
         An error that only follows from a failure elsewhere becomes ``JobFailedError``, or
         ``MembershipChangedError`` if the job recovers, with the root cause.
         """
+        self.depth += 1
         try:
             yield
         except BaseException as error:
@@ -170,6 +187,26 @@ class Job:
             if root_cause is not None:
                 raise root_cause from None
             raise
+        finally:
+            self.depth -= 1
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether all workers are to end in order, as soon as a step tells them so."""
+        return self.member.stops_soon
+
+    def ask_to_stop(self) -> bool:
+        """Ask all workers to end when their step is done. Safe in a signal handler.
+
+        Returns:
+            False if that is no use: nothing has begun, the job ends anyway, or it was asked before.
+        """
+        is_over = self.is_ending or self._closed or self.abort.cause is not None
+        if self._was_asked or is_over or not self.has_stepped:
+            return False
+        self._was_asked = True
+        self.member.ask_to_stop()
+        return True
 
     def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
@@ -204,14 +241,22 @@ class Job:
 
     def interrupt_main_thread(self) -> None:
         """Called by another thread when the job ends: the main thread may be in user code."""
-        if not self._closed and _WAKE_SIGNAL is not None:
+        if not self._closed and WAKE_SIGNAL is not None:
             with suppress(ProcessLookupError, ValueError):
-                signal.pthread_kill(threading.main_thread().ident or 0, _WAKE_SIGNAL)
+                signal.pthread_kill(threading.main_thread().ident or 0, WAKE_SIGNAL)
+
+    def log_fields(self) -> dict[str, Any]:
+        """What every line of this worker's log belongs to."""
+        step = self.member.position.location().step
+        rank, job = self.rank, self.member.job
+        return {"job": job, "generation": self.generation, "rank": rank, "step": step}
 
     def close(self) -> None:
         """Leave without waiting for anybody."""
         if not self._closed:
             self._closed = self.is_ending = True
+            for action in self.at_close:
+                action()
             self.script.close()
             self.transport.close()
             self.member.close()
@@ -236,6 +281,7 @@ def init() -> None:
         if _one_process and not os.environ.get("MS_ROLE"):
             return
         raise ConfigurationError("gs.init() was called twice\n  Fix: call it once, at the start.")
+    install_last_words()
     # gRPC's own fork handlers print at every fork of a data loader; see cluster.forked.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     settings = ClusterSettings.from_environ(os.environ)
@@ -246,10 +292,13 @@ def init() -> None:
         from graphsplit.cluster.scheduler import serve
 
         raise SystemExit(serve(settings))
+    logs.configure(os.environ, prefix="graphsplit", stream=lambda: sys.stderr)
     _job = _join(settings)
+    logs.CONTEXT.source = _job.log_fields
     for action in on_joined:
         action(_job)
-    _install_endings(_job)
+    install_endings(_job, finalize)
+    _serve_metrics(_job, settings)
     _share_generator(_job)
 
 
@@ -263,10 +312,12 @@ class Doors:
     Attributes:
         settings: The cluster.
         generator: Digest of the generator's state when this process joined.
+        meter: Counts what goes through; None: nobody counts.
     """
 
     settings: ClusterSettings
     generator: str
+    meter: Meter | None = None
 
     def open(self) -> Hub:
         """Listen for peers."""
@@ -286,12 +337,14 @@ class Doors:
         """Become part of the generation that runs."""
         try:
             policy = WaitPolicy(member.abort, self.settings.receive_timeout_s, member.progress)
+            member.position.waiting_source = policy.waiting.now
             return hub.connect(
                 rank=member.rank,
                 job=member.job,
                 generation=member.generation,
                 peers=[peer.endpoints for peer in member.peers],
                 policy=policy,
+                traffic=None if self.meter is None else self.meter.traffic,
             )
         except BaseException as error:
             cause = member.failure_of(error)
@@ -302,7 +355,8 @@ class Doors:
 
 def _join(settings: ClusterSettings) -> Job:
     abort = AbortSignal()
-    doors = Doors(settings, _generator_digest())
+    meter = None if settings.watching.metrics_port is None else Meter()
+    doors = Doors(settings, _generator_digest(), meter)
     hub = doors.open()
     try:
         member = Member.join(
@@ -317,7 +371,25 @@ def _join(settings: ClusterSettings) -> Job:
         member.close()
         hub.close()
         raise
-    return Job(member, transport, member.abort, doors=doors, trace_folder=settings.trace)
+    return Job(
+        member, transport, member.abort, doors=doors, meter=meter, trace_folder=settings.trace
+    )
+
+
+def _serve_metrics(job: Job, settings: ClusterSettings) -> None:
+    meter = job.meter
+    if meter is None:
+        return
+    with job.reporting():
+        stop = serve_metrics(
+            lambda: meter.metrics(job.generation),
+            settings.watching,
+            settings.security,
+            load_protection(settings.security, role=WORKER, rank=settings.wished_rank),
+            offset=1 + job.rank,
+            what=f"the metrics of worker {job.rank}",
+        )
+    job.at_close.append(stop)
 
 
 def _identity() -> NodeIdentity:
@@ -345,59 +417,6 @@ def _share_generator(job: Job) -> None:
         torch.manual_seed(job.member.seed)
 
 
-def _install_endings(job: Job) -> None:
-    """Say why this process ends, whichever way it ends."""
-    previous = sys.excepthook
-
-    def report_and_print(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        job.is_ending = True
-        previous(kind, error, trace)
-        sys.stderr.flush()
-        if not job._closed:
-            cause = job.member.failure_of(error)
-            if cause is not None:
-                job.member.report_failure(cause)
-            job.close()
-
-    sys.excepthook = report_and_print
-    # Handlers run in the opposite order: this one when the others are done.
-    atexit.register(_exit_for_another_try, job)
-    atexit.register(_finalize_at_exit)
-    if threading.current_thread() is threading.main_thread():
-        _raise_on(job, _WAKE_SIGNAL)
-        _end_on_terminate()
-    job.abort.add_waker(job.interrupt_main_thread)
-
-
-def _raise_on(job: Job, number: signal.Signals | None) -> None:
-    if number is None or signal.getsignal(number) not in (signal.SIG_DFL, None):
-        return
-
-    def wake(signum: int, frame: FrameType | None) -> None:
-        # A job that recovers interrupts nothing: the next wait will find out.
-        if not job.is_ending and not job.abort.was_raised and not job.abort.recovers:
-            job.abort.raise_if_set()
-
-    signal.signal(number, wake)
-
-
-def _end_on_terminate() -> None:
-    """SIGTERM and SIGINT end the job with a reason instead of a vanished process.
-
-    A background child of a shell inherits SIGINT as ignored; here it must end the worker.
-    """
-
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"ended by {signal.Signals(signum).name}")
-
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
-    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.default_int_handler):
-        signal.signal(signal.SIGINT, terminate)
-
-
 def finalize() -> None:
     """Leave the cluster, once all workers have come to the same point.
 
@@ -413,7 +432,8 @@ def finalize() -> None:
     try:
         if job.abort.cause is None or job.abort.recovers:
             _finish(job)
-            job.script.finished()
+            if not job.is_stopping:
+                job.script.finished()
     finally:
         job.close()
 
@@ -432,32 +452,10 @@ def _finish(job: Job) -> None:
                 for action in job.at_end:
                     action()
                 progress, position.progress = position.progress, FINISHED
-                job.member.finish()
+                job.member.finish(stopped=job.is_stopping)
             return
         except MembershipChangedError:
             position.progress = progress
-
-
-def _finalize_at_exit() -> None:
-    """At exit nothing can catch an error any more; what ended the job is still told."""
-    try:
-        finalize()
-    except JobFailedError as error:
-        print(f"graphsplit: {error}", file=sys.stderr, flush=True)
-
-
-def _exit_for_another_try(job: Job) -> None:
-    """The job failed, and is to be started again: say so by the status of this process.
-
-    At exit Python's status is 1 already, and cannot be changed in another way.
-    """
-    cause = job.abort.cause
-    if cause is None or not cause.is_retryable or job.recovery_policy != RESTART:
-        return
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EX_TEMPFAIL)
 
 
 def current() -> Job | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -14,10 +14,12 @@ import torch
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
+from graphsplit.frames import short_path
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.liveness import Held, is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
+from graphsplit.root_cause import Location
 from graphsplit.runtime.autograd import fold
 from graphsplit.runtime.backward import BackwardBinder
 from graphsplit.runtime.changing_state import changing_state, run_with_copies, with_own_generator
@@ -204,6 +206,19 @@ class ProgramRunner:
         mode = self._plan.placed.graph.mode.value
         return f"{mode} step {self.step}, {instruction}{self._about(instruction)}"
 
+    def location(self) -> Location:
+        """The current position in parts."""
+        step = self.step if self.step >= 0 else None
+        instruction = self.next_instruction()
+        if step is None or instruction is None:
+            return Location(step=step)
+        found = Location(step=step, microbatch=instruction.microbatch, instruction=str(instruction))
+        if instruction.opcode not in (Opcode.SEND, Opcode.RECEIVE):
+            return found
+        edge = self._plan.edges[instruction.operand]
+        node = self._nodes[edge.value]
+        return replace(found, edge=edge.index, operation=node.name, module=node.module_path)
+
     def _about(self, instruction: Instruction) -> str:
         if instruction.opcode in (Opcode.SEND, Opcode.RECEIVE):
             edge = self._plan.edges[instruction.operand]
@@ -276,6 +291,7 @@ class ProgramRunner:
     ) -> StepState:
         """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""
         self._parts.position.text_source = self.where
+        self._parts.position.location_source = self.location
         self.step, self.position = step, 0
         state = StepState(step, inputs, numbers, microbatches)
         for values in state.values:
@@ -317,6 +333,7 @@ class ProgramRunner:
     def _failure(self, error: Exception) -> StepFailedError:
         instruction = self._parts.program.instructions[self.position]
         lines = [f"{type(error).__name__}: {error}", f"  at {self.where()}"]
+        location = self.location()
         code = self._code.get(instruction.operand)
         if instruction.opcode is Opcode.FORWARD and code is not None:
             node = code.failing_node(error)
@@ -328,7 +345,13 @@ class ProgramRunner:
                 operands = (str(self._nodes[r].meta) for r in node.reads)
                 lines.append(f"  its operands: {', '.join(operands)}")
                 lines.append(f"  {node.source or '(no line of your own code is involved)'}")
-        return StepFailedError("\n".join(lines))
+                location = replace(
+                    location,
+                    operation=node.name,
+                    module=node.module_path,
+                    source=short_path(node.source),
+                )
+        return StepFailedError("\n".join(lines), location=location)
 
     def _bind(self, instruction: Instruction) -> Action:
         opcode, operand = instruction.opcode, instruction.operand

@@ -49,6 +49,9 @@ class Script:
     def step_done(self) -> None:
         """A training step inside a call is over, callbacks included."""
 
+    def stop(self) -> None:
+        """The script ends early, in order: keep what is needed to go on another time."""
+
     def finished(self) -> None:
         """All workers have come to the end of the script."""
 

@@ -112,6 +112,30 @@ def is_loopback(host: str) -> bool:
     )
 
 
+def require_certificates(host: str, protection: Protection, *, what: str) -> None:
+    """Refuse to listen where others can connect, unless they must show a certificate.
+
+    For protocols that have no place for the job's token, such as HTTP, and need none to do harm.
+
+    Args:
+        host: The address to listen on.
+        protection: What protects the connections.
+        what: What would listen, in words.
+
+    Raises:
+        ConfigurationError: The address is beyond loopback, and there are no certificates.
+    """
+    if protection.tls or protection.trusts_network or is_loopback(host):
+        return
+    raise ConfigurationError(
+        f"{what} would be served on {host}, which other machines can reach, and whoever connects "
+        f"could read them: a job token does not protect them\n"
+        f"  Fix: keep to 127.0.0.1; or give all processes certificates (`graphsplit certs`; "
+        f"GS_TLS_CA, GS_TLS_CERT, GS_TLS_KEY); or, if nobody else can reach this network, set "
+        f"GS_INSECURE={TRUSTED_NETWORK}"
+    )
+
+
 def require_protection(host: str, protection: Protection, *, what: str) -> None:
     """Refuse to listen where others can connect, unless they must prove who they are.
 

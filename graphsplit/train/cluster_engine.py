@@ -187,6 +187,16 @@ class ClusterEngine(Engine):
         """Note what to call when the owned gradients of a step are complete."""
         self.planner.updater.on_gradients = function
 
+    @property
+    def stops_here(self) -> bool:
+        """Whether the step that is done was the last one: the job was asked to end."""
+        return self._job.is_stopping
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether a call of a Model is under way."""
+        return self._job.depth > 0
+
     def guard(self) -> AbstractContextManager[None]:
         """Report errors raised inside, so that all workers end."""
         _refuse_autocast_around()
@@ -269,7 +279,24 @@ class ClusterEngine(Engine):
         meanwhile: Callable[[], None] | None = None,
     ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
         """Run a step; gives each of its phases and, for each microbatch, the values it left."""
+        meter = self._job.meter
+        if meter is None:
+            return self._run_phases(planned, division, meanwhile)
+        return meter.timed(
+            planned.first.plan.placed.graph.mode.value,
+            self._run_phases(planned, division, meanwhile),
+        )
+
+    def _run_phases(
+        self,
+        planned: PlannedStep,
+        division: Division | None,
+        meanwhile: Callable[[], None] | None,
+    ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
         step, self._step = self._step, self._step + 1
+        self._job.has_stepped = True
+        if self._job.num_workers == 1:
+            self._job.is_stopping |= self._job.asked_to_stop  # where there are no tickets
         for phase in planned.phases(division):
             runner, numbers = phase.planned.runner, phase.planned.numbers
             microbatches = phase.microbatches(self.progress)

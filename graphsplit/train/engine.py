@@ -23,6 +23,16 @@ from graphsplit.train.step_plan import Progress, total_loss
 class Engine(Holder):
     """Runs the steps of a Model."""
 
+    @property
+    def stops_here(self) -> bool:
+        """Whether the step that is done was the last one: the job was asked to end."""
+        return False
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether a call of a Model is under way."""
+        return False
+
     def guard(self) -> AbstractContextManager[None]:
         """What a Model does with this engine, user code included, happens inside this."""
         return nullcontext()

@@ -99,6 +99,8 @@ class Tickets:
                 self._describe(signature, ticket.microbatches.add(count=count))
             ticket.loss_weights.extend(shape.weights)
             ticket.fingerprint = checksum or 0
+            ticket.last = self._job.asked_to_stop
+            self._job.is_stopping |= ticket.last
         ticket.previous_fingerprint = previous_checksum
         if generator is not None:
             ticket.generator = generator.numpy().tobytes()
@@ -141,6 +143,7 @@ class Tickets:
                 check_signature_text(signature.text, what=what)
                 self._texts[signature.digest] = signature.text
         _check_microbatches(ticket, leader)
+        self._job.is_stopping |= ticket.last
         return ticket
 
     def shape(self, ticket: StepTicket) -> Shape:

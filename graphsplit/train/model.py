@@ -18,6 +18,7 @@ from graphsplit.errors import (
     GraphsplitError,
     MembershipChangedError,
     StateError,
+    StoppedInOrder,
 )
 from graphsplit.partition.explain import Detail, explain_plan
 from graphsplit.partition.plan import PartitionPlan
@@ -249,6 +250,7 @@ class Model:
                 for callback in callbacks:
                     callback.on_step_end(context)
                 self._script.step_done()
+                self._stop_if_asked()
             run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
@@ -269,6 +271,7 @@ class Model:
         self._need_optimizer("train_step")
         call = Call("train_step", self._run_train_step, (batch, kwargs), subject=self)
         loss: torch.Tensor = self._script.run(call)
+        self._stop_between_calls()
         return loss
 
     def _run_train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -292,7 +295,19 @@ class Model:
         found: dict[str, float] = self._script.run(
             Call("eval", self._run_eval, (loader,), subject=self)
         )
+        self._stop_between_calls()
         return found
+
+    def _stop_if_asked(self) -> None:
+        """Leave the script, together with all workers, if the job was asked to end."""
+        if self._engine.stops_here:
+            self._script.stop()
+            raise StoppedInOrder
+
+    def _stop_between_calls(self) -> None:
+        # What a callback calls is part of a training step, which has an end of its own.
+        if not self._engine.is_inside_call:
+            self._stop_if_asked()
 
     def _run_eval(self, loader: Iterable[Any]) -> dict[str, float]:
         with self._engine.guard():
@@ -304,7 +319,10 @@ class Model:
         Returns:
             The network's outputs in its own structure, on every worker.
         """
-        return self._script.run(Call("predict", self._run_predict, (args, kwargs), subject=self))
+        call = Call("predict", self._run_predict, (args, kwargs), subject=self)
+        outputs = self._script.run(call)
+        self._stop_between_calls()
+        return outputs
 
     def _run_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._engine.guard():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graphsplit.cluster.member import print_line
 from graphsplit.errors import ConfigurationError
+from graphsplit.logs import say
 from graphsplit.runtime.job import Job
 from graphsplit.train.profile import Profiler
 from graphsplit.train.step_plan import PlannedStep
@@ -38,7 +38,7 @@ class Trace:
                 self._write()
             except ConfigurationError as error:
                 if self._job.rank == 0:
-                    print_line(f"no trace was written: {error}")
+                    say(f"no trace was written: {error}")
 
     def _write(self) -> None:
         folder, self._folder = self._folder, ""
@@ -49,4 +49,4 @@ class Trace:
             self._profiler.forget()
         if self._job.rank == 0:
             profile.save(folder)
-            print_line(f"wrote a trace of {profile.costs.source.partition(' over ')[2]}: {folder}")
+            say(f"wrote a trace of {profile.costs.source.partition(' over ')[2]}: {folder}")

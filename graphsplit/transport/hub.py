@@ -32,6 +32,7 @@ from graphsplit.transport.endpoints import (
     torch_versions,
 )
 from graphsplit.transport.frame import describe
+from graphsplit.transport.metered import Traffic
 from graphsplit.transport.session import Session
 from graphsplit.transport.wait import WaitPolicy
 
@@ -49,6 +50,7 @@ class Router(Transport):
         transports: The transports, by name.
         route: Gives the transport's name between two workers, and why it was chosen.
         num_workers: How many workers there are.
+        traffic: Counts what goes through; None: nobody counts.
 
     Attributes:
         routes: For each rank, the transport's name and why it was chosen.
@@ -64,7 +66,9 @@ class Router(Transport):
         *,
         route: Callable[[int, int], tuple[str, str]],
         num_workers: int,
+        traffic: Traffic | None = None,
     ) -> None:
+        self._traffic = traffic
         self.routes = tuple(route(rank, peer) for peer in range(num_workers))
         self.route = route
         self._rank = rank
@@ -72,11 +76,13 @@ class Router(Transport):
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
-        return self._to(spec, spec.source, spec.destination).open_sender(spec)
+        sender = self._to(spec, spec.source, spec.destination).open_sender(spec)
+        return sender if self._traffic is None else self._traffic.sender(sender, spec)
 
     def open_receiver(self, spec: ChannelSpec) -> Receiver:
         """See ``Transport.open_receiver``."""
-        return self._to(spec, spec.destination, spec.source).open_receiver(spec)
+        receiver = self._to(spec, spec.destination, spec.source).open_receiver(spec)
+        return receiver if self._traffic is None else self._traffic.receiver(receiver, spec)
 
     def _to(self, spec: ChannelSpec, mine: int, peer: int) -> Transport:
         if mine != self._rank or not 0 <= peer < len(self.routes):
@@ -185,6 +191,7 @@ class Hub:
         generation: int,
         peers: Sequence[Mapping[str, str]],
         policy: WaitPolicy,
+        traffic: Traffic | None = None,
     ) -> Transport:
         """Become the transport of one worker. What is not needed is closed; call it once.
 
@@ -194,6 +201,7 @@ class Hub:
             generation: Generation of the job's membership.
             peers: What each worker registered, by rank, this one included.
             policy: The rule for every wait.
+            traffic: Counts what goes through; None: nobody counts.
 
         Raises:
             ConfigurationError: The transport that was asked for cannot reach some peer.
@@ -239,7 +247,7 @@ class Hub:
             )
         self.close()
         route = partial(self._route, peers)
-        return Router(rank, transports, route=route, num_workers=len(peers))
+        return Router(rank, transports, route=route, num_workers=len(peers), traffic=traffic)
 
     def _certified_names(self, peers: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
         """The name that each worker's certificate must have; empty without TLS.

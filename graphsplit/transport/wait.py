@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,25 @@ def _no_progress(rank: int) -> int:
     return 0
 
 
+class Waiting:
+    """Which wait of this worker is under way, for those who want to know from another thread.
+
+    A wait that is over is gone: it is not told to end, so that waits cost no more for being known.
+    """
+
+    def __init__(self) -> None:
+        self._wait: weakref.ref[Wait] | None = None
+
+    def begin(self, wait: Wait) -> None:
+        """This wait is under way."""
+        self._wait = weakref.ref(wait)
+
+    def now(self) -> tuple[int, str] | None:
+        """The peer that is waited for, and what for; None while nothing is."""
+        wait = self._wait() if self._wait is not None else None
+        return None if wait is None else (wait.peer, wait.what)
+
+
 @dataclass(frozen=True)
 class WaitPolicy:
     """The rule for every wait of the data plane.
@@ -27,39 +47,49 @@ class WaitPolicy:
         deadline_s: Seconds without a message *and* without progress of the peer.
         progress: Maps a rank to a number that grows while that worker is alive and making
             progress, so that a slow peer is never taken for a dead one.
+        waiting: Knows which wait is under way.
     """
 
     abort: AbortSignal = field(default_factory=AbortSignal)
     deadline_s: float = 300.0
     progress: Callable[[int], int] = _no_progress
+    waiting: Waiting = field(default_factory=Waiting, compare=False)
 
 
 class Wait:
-    """One wait for one peer. Call ``check`` whenever the waiting thread wakes without a result."""
+    """One wait for one peer. Call ``check`` whenever the waiting thread wakes without a result.
+
+    Let go of it when the wait is over.
+
+    Attributes:
+        peer: The rank that is waited for.
+        what: What for, in words.
+    """
 
     def __init__(self, policy: WaitPolicy, *, peer: int, what: str) -> None:
         self._policy = policy
-        self._peer = peer
-        self._what = what
+        self.peer = peer
+        self.what = what
         self._progress = policy.progress(peer)
         self._since = time.monotonic()
+        policy.waiting.begin(self)
 
     def check(self) -> None:
         """Raise if the job was aborted or the deadline passed without progress of the peer."""
         self._policy.abort.raise_if_set()
         now = time.monotonic()
-        progress = self._policy.progress(self._peer)
+        progress = self._policy.progress(self.peer)
         if progress != self._progress:
             self._progress, self._since = progress, now
         elif progress >= FINISHED and now - self._since > _LAST_MESSAGES_S:
             raise PeerFinishedError(
-                f"{self._what}: the script of worker {self._peer} has ended, so this will never "
-                f"come\n  Fix: every worker must run the same steps; did worker {self._peer} leave "
+                f"{self.what}: the script of worker {self.peer} has ended, so this will never "
+                f"come\n  Fix: every worker must run the same steps; did worker {self.peer} leave "
                 f"early, by sys.exit or a condition on its rank?"
             )
         elif now - self._since > self._policy.deadline_s:
             raise ReceiveTimeoutError(
-                f"{self._what}: nothing for {self._policy.deadline_s:g} s, and worker {self._peer} "
+                f"{self.what}: nothing for {self._policy.deadline_s:g} s, and worker {self.peer} "
                 f"made no progress\n  Fix: if steps of this model really take longer, raise "
                 f"MS_RECEIVE_MSG_TIMEOUT"
             )

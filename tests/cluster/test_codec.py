@@ -173,10 +173,10 @@ def test_a_long_text_is_sent_in_chunks_and_cut_at_the_limit():
     assert text_chunks(b"") == [b""]
 
 
-def test_the_method_is_the_one_in_the_proto_file():
+def test_the_methods_are_those_in_the_proto_file():
     (service,) = pb.DESCRIPTOR.services_by_name.values()
     assert service.full_name == rpc.SERVICE
-    assert [method.name for method in service.methods] == [rpc.METHOD]
+    assert [method.name for method in service.methods] == [rpc.METHOD, rpc.STATUS_METHOD]
 
 
 def test_the_fence_travels_behind_the_message():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from graphsplit.cluster.events import Connected, Disconnected, Interrupted, Malformed
 from graphsplit.cluster.messages import (
+    STOPPED,
     Abort,
     Departed,
     Failed,
@@ -10,9 +11,10 @@ from graphsplit.cluster.messages import (
     Leave,
     Place,
     Progress,
+    StopSoon,
 )
 from graphsplit.cluster.scheduler_state import Phase
-from graphsplit.failure import FailureCause
+from graphsplit.failure import FailureCause, Location
 
 RAISED = FailureCause("exception", "ValueError: no", rank=3, traceback="Traceback ...\n")
 
@@ -148,7 +150,7 @@ def test_silence_is_a_loss_and_any_message_breaks_it(drive):
     cause = scheduler.last(0).cause
     assert (cause.kind, cause.rank) == ("lost", 1)
     assert "30 s (MS_NODE_TIMEOUT)" in cause.message
-    assert len([line for line in scheduler.log if "nothing was heard" in line]) == 2
+    assert len([line for line in scheduler.log if "nothing was heard" in line]) == 1
 
 
 def test_a_scheduler_that_was_frozen_itself_blames_nobody(drive):
@@ -257,3 +259,48 @@ def test_who_comes_while_the_job_ends_is_refused(drive, registration):
     assert scheduler.refused[50] == "the job is ending"
     leave_all(scheduler)
     assert scheduler.refused[77] == "the job is ending"
+
+
+def test_a_worker_that_was_asked_to_end_takes_all_with_it_in_order(drive):
+    scheduler = drive(num_workers=2).form()
+    scheduler.say(1, Heartbeat(7, "train step 3", location=Location(step=3), wants_stop=True))
+    assert scheduler.last(0) == scheduler.last(1) == StopSoon()
+    scheduler.sent.clear()
+    scheduler.say(1, Heartbeat(8, "train step 3", location=Location(step=3), wants_stop=True))
+    assert scheduler.sent == {}
+    assert "worker 1 was asked to end: all workers leave when their step is done" in scheduler.log
+    for node in (0, 1):
+        scheduler.arrive(node, Place.FINISH, STOPPED)
+        scheduler.say(node, Leave())
+    leave_all(scheduler, (0, 1))
+    assert (scheduler.exit.status, scheduler.exit.cause) == (143, None)
+    assert "all workers have stopped in order" in scheduler.log
+
+
+def test_sigterm_ends_a_job_in_order_once_it_has_begun_and_at_once_when_it_comes_again(drive):
+    scheduler = drive(num_workers=2).form()
+    scheduler.say(0, Heartbeat(7, "train step 3", location=Location(step=3)))
+    scheduler.feed(Interrupted("SIGTERM", 15))
+    assert scheduler.last(0) == scheduler.last(1) == StopSoon()
+    assert scheduler.state.phase is Phase.RUNNING
+    scheduler.feed(Interrupted("SIGTERM", 15))
+    assert scheduler.last(0).cause.message == "the job was interrupted by SIGTERM"
+    leave_all(scheduler, (0, 1))
+    assert scheduler.exit.status == 143
+
+
+def test_a_job_that_finishes_before_it_can_stop_has_finished(drive):
+    scheduler = drive(num_workers=1).form()
+    scheduler.say(0, Heartbeat(7, "train step 3", location=Location(step=3)))
+    scheduler.feed(Interrupted("SIGTERM", 15))
+    scheduler.arrive(0, Place.FINISH)
+    scheduler.say(0, Leave())
+    leave_all(scheduler, (0,))
+    assert scheduler.exit.status == 0
+
+
+def test_an_interrupt_from_the_keyboard_never_waits_for_a_step(drive):
+    scheduler = drive(num_workers=1).form()
+    scheduler.say(0, Heartbeat(7, "train step 3", location=Location(step=3)))
+    scheduler.feed(Interrupted("SIGINT", 2))
+    assert scheduler.last(0).cause.kind == "interrupted"

@@ -137,9 +137,9 @@ def test_a_position_that_cannot_be_told_is_empty_and_a_long_one_is_cut():
     [
         (ValueError("bad\nworse"), "exception", "ValueError: bad"),
         (KeyboardInterrupt(), "interrupted", "KeyboardInterrupt"),
-        (TransportError("link"), "lost", "graphsplit.errors.TransportError: link"),
-        (ReceiveTimeoutError("late"), "timeout", "graphsplit.errors.ReceiveTimeoutError: late"),
-        (FrameError("odd"), "exception", "graphsplit.errors.FrameError: odd"),
+        (TransportError("link"), "lost", "TransportError: link"),
+        (ReceiveTimeoutError("late"), "timeout", "ReceiveTimeoutError: late"),
+        (FrameError("odd"), "exception", "FrameError: odd"),
     ],
 )
 def test_an_error_becomes_a_failure_of_the_right_kind(error, kind, message):

@@ -7,6 +7,7 @@ import pytest
 from graphsplit.cli.ending import (
     GRACE_S,
     SCHEDULER_LINGER_S,
+    STOP_S,
     TERMINATE_S,
     JobEnding,
     describe,
@@ -53,7 +54,8 @@ def test_an_interrupt_is_forwarded_at_once_and_patience_ends() -> None:
 def test_a_second_interrupt_does_not_wait() -> None:
     ending = make_ending()
     ending.interrupted(signal.SIGTERM, now_s=0.0)
-    assert ending.due(0.0) is signal.SIGINT
+    assert ending.due(0.0) is signal.SIGTERM
+    assert ending.next_s == STOP_S
     ending.interrupted(signal.SIGTERM, now_s=1.0)
     assert ending.due(1.0) is signal.SIGTERM
     assert ending.next_s == 1.0 + TERMINATE_S

@@ -16,16 +16,31 @@ def times(job: Finished, what: str) -> list[float]:
 
 
 def assert_named_everywhere(job: Finished, *texts: str) -> None:
+    """Each process names the root cause once, and the launcher at last."""
     assert job.status != 0
+    told = [line for line in job.output.splitlines() if line.startswith("graphsplit: ")]
+    assert told[-1].endswith(f"; exit status {job.status}")
     for process in ("scheduler", "worker 0", "worker 1", "worker 2"):
         said = "\n".join(job.lines_of(process))
         for text in texts:
             assert re.search(text, said), f"{process} does not say {text!r}:\n{job.output}"
+            assert re.search(text, told[-1]), f"the last line does not say {text!r}: {told[-1]}"
+
+
+def assert_told_whole_once(job: Finished, worker: int, *texts: str) -> None:
+    """One worker prints everything, without frames of graphsplit; the others one line each."""
+    whole = "\n".join(job.lines_of(f"worker {worker}"))
+    for text in texts:
+        assert re.search(text, whole), f"worker {worker} does not say {text!r}:\n{job.output}"
+    assert job.output.count("Traceback (most recent call last)") == 1
+    assert "graphsplit/runtime" not in job.output
+    assert len(job.output.splitlines()) < 50, job.output
 
 
 def test_an_error_in_a_callback_ends_all_workers_within_two_seconds():
     job = run_job("failing.py", "raises", workers=3)
-    assert_named_everywhere(job, "a user's bug", "on_step_end", "failing.py")
+    assert_named_everywhere(job, "RuntimeError: a user's bug", "in on_step_end")
+    assert_told_whole_once(job, 1, r"model\.train\(1, batches", "RuntimeError: a user's bug")
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 2
 
 
@@ -35,6 +50,7 @@ def test_an_error_in_an_operation_names_step_module_operation_and_line():
         job, "IndexError", "train step 20, FORWARD", "operation embedding", "module table",
         r"failing\.py:\d+",
     )  # fmt: skip
+    assert_told_whole_once(job, 0, "its operands: float32", "StepFailedError: IndexError")
 
 
 def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_seconds():
@@ -42,7 +58,9 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert job.status != 0
     for process in ("scheduler", "worker 0", "worker 2"):  # worker 2 was asleep in user code
         said = "\n".join(job.lines_of(process))
-        assert re.search(r"worker 1 \(host \S+, pid \d+\): lost", said), job.output
+        assert re.search(r"worker 1 \(host \S+, pid \d+\) was lost", said), job.output
+    assert "graphsplit: worker 1 was killed by SIGKILL; last position: " in job.output
+    assert job.status == 137
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
 
 
@@ -54,23 +72,32 @@ def test_a_worker_that_leaves_early_ends_the_job():
 
 def test_loaders_that_disagree_are_named_with_the_step():
     job = run_job("failing.py", "loaders", workers=3)
-    assert_named_everywhere(job, "disagree at train step 20", "other values")
+    assert_named_everywhere(job, "disagree at train step 20")
+    assert_told_whole_once(job, 2, "its batch has other values", "Fix: ")
 
 
 def test_workers_with_other_settings_are_refused_before_step_0():
     job = run_job("failing.py", "settings", workers=3)
-    assert_named_everywhere(job, "disagree", "lr")
+    assert_named_everywhere(job, "workers 0 and 1 disagree about")
+    assert "Traceback (most recent call last)" in job.output
+    assert "graphsplit/train" not in job.output
+    assert re.search(r"worker 1: .*lr", job.output)
     assert not times(job, "trouble")
 
 
 def test_a_rank_that_the_job_does_not_have_is_refused_with_the_users_line():
     job = run_job("failing.py", "out of range", workers=3)
-    assert_named_everywhere(job, "MS_WORKER 7", "workers 0 to 2", r"failing\.py:\d+", "Fix")
+    assert_named_everywhere(job, "PlacementError", r"failing\.py:\d+")
+    assert re.search(r"MS_WORKER 7, .* workers 0 to 2", job.output)
+    assert job.output.count("Traceback (most recent call last)") == 1
+    assert "Fix: " in job.output
 
 
 def test_a_model_that_cannot_be_captured_is_refused_with_the_users_line():
     job = run_job("failing.py", "branch", workers=3)
-    assert_named_everywhere(job, "depends on the values", r"failing\.py:\d+", "torch.where")
+    assert_named_everywhere(job, "CaptureError", r"failing\.py:\d+")
+    assert job.output.count("Traceback (most recent call last)") == 1
+    assert "torch.where" in job.output
 
 
 def test_reading_a_value_that_lives_elsewhere_names_its_owner():

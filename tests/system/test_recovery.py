@@ -23,12 +23,18 @@ def plain() -> list[str]:
 
 
 def recovering(
-    moments: str, folder: Path, *, workers: int, restarts: int = 0, **environment: str
+    moments: str,
+    folder: Path,
+    *,
+    workers: int,
+    restarts: int = 0,
+    options: tuple[str, ...] = (),
+    **environment: str,
 ) -> Finished:
     """A job whose workers die at some moments. Snapshots are taken after every second step."""
     environment = {"GS_SNAPSHOT_EVERY": "2", "GS_SNAPSHOT_DISK_EVERY": "2", **environment}
     return run_job(
-        "recovering.py", "--die", moments, "--marks", str(folder),
+        "recovering.py", "--die", moments, "--marks", str(folder), *options,
         workers=workers, restarts=restarts, timeout_s=380, **environment,
     )  # fmt: skip
 
@@ -61,3 +67,22 @@ def test_a_killed_job_goes_on_from_disk_with_fewer_and_with_more_workers(
     for rank in range(4):
         assert job.lines_of(f"worker {rank}") == plain
     assert list((path / "snapshots").iterdir()) == []
+
+
+def test_a_job_that_is_asked_to_end_stops_in_order_and_goes_on_another_time(
+    plain: list[str], tmp_path: Path
+):
+    """SIGTERM to one worker, in the middle of a step: all finish it, keep it, and leave."""
+    marks, kept = tmp_path / "marks", tmp_path / "kept"
+    marks.mkdir()
+    restart = {"GS_RECOVERY": "restart", "MS_RECOVERY_PATH": str(kept)}
+    first = recovering("0:FORWARD:5", marks, workers=3, options=("--by", "SIGTERM"), **restart)
+    assert first.status == 143, first.output[-6000:]
+    assert "worker 0 was asked to end: all workers leave when their step is done" in first.output
+    assert "[scheduler] all workers have stopped in order" in first.output
+    assert "Traceback" not in first.output
+    assert len(list((kept / "snapshots").iterdir())) == 2
+    again = recovering("0:FORWARD:5", marks, workers=3, options=("--by", "SIGTERM"), **restart)
+    assert again.status == 0, again.output[-6000:]
+    for rank in range(3):
+        assert again.lines_of(f"worker {rank}")[-len(plain) :] == plain

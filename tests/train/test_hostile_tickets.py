@@ -33,7 +33,8 @@ def ticket(text: str) -> bytes:
 
 def receive(data: bytes) -> StepTicket:
     control = SimpleNamespace(receive_ticket=lambda source: data)
-    return Tickets(cast(Any, SimpleNamespace(rank=1, control=control))).receive(3)
+    job = SimpleNamespace(rank=1, control=control, is_stopping=False)
+    return Tickets(cast(Any, job)).receive(3)
 
 
 def batch_of(node: object) -> str:

@@ -31,7 +31,8 @@ class Wire:
 
 
 def job(wire: Wire, rank: int) -> Any:
-    return cast(Any, SimpleNamespace(rank=rank, num_workers=2, control=wire))
+    stops = {"asked_to_stop": False, "is_stopping": False}
+    return cast(Any, SimpleNamespace(rank=rank, num_workers=2, control=wire, **stops))
 
 
 def shape(rows: int, number: int = 4) -> Shape:
@@ -48,6 +49,22 @@ def test_followers_learn_signatures_once_and_weights_every_time() -> None:
         sizes.append(len(wire.messages[0]))
         assert follower.shape(follower.receive(0)) == shape(rows)
     assert sizes[2] == sizes[3] < sizes[0]
+
+
+def test_all_stop_at_the_step_whose_ticket_says_so() -> None:
+    wire = Wire()
+    leading, following = job(wire, 0), job(wire, 1)
+    leader, follower = Tickets(leading), Tickets(following)
+    leader.send(shape(10), generator=None)
+    leading.asked_to_stop = True
+    follower.receive(0)
+    assert not (leading.is_stopping or following.is_stopping)
+    leader.send(None, generator=None)  # the end of an epoch is no step
+    follower.receive(0)
+    assert not (leading.is_stopping or following.is_stopping)
+    leader.send(shape(10), generator=None)
+    follower.receive(0)
+    assert leading.is_stopping and following.is_stopping
 
 
 def test_a_batch_that_is_not_split_announces_no_microbatches() -> None:

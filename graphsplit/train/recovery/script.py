@@ -123,6 +123,15 @@ class RecoveringScript(Script):
             if self._steps >= self.settings.every:
                 self._take(self._running, inside=True)
 
+    def stop(self) -> None:
+        """Take a last snapshot, and see it safe."""
+        entry = self._running or self._entries.get(self._ordinal)
+        if entry is None:
+            return
+        self._take(entry, inside=self._running is not None, is_last=True)
+        with self._job.reporting():
+            self._snapshots.wait_safe()
+
     def finished(self) -> None:
         """Nothing will have to be recovered."""
         self._snapshots.finished()
@@ -218,10 +227,12 @@ class RecoveringScript(Script):
             if self._steps >= self.settings.every:
                 self._take(entry, inside=False)
 
-    def _take(self, entry: Entry, *, inside: bool) -> None:
+    def _take(self, entry: Entry, *, inside: bool, is_last: bool = False) -> None:
         with self._job.reporting():
             index = self._index(entry.call)
-            self._snapshots.take(entry.ordinal, inside=inside, model=index, steps=self._steps)
+            self._snapshots.take(
+                entry.ordinal, inside=inside, model=index, steps=self._steps, is_last=is_last
+            )
         self._steps = 0
         first = self._snapshots.first_needed
         for ordinal in [n for n in self._entries if n < first]:

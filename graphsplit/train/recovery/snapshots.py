@@ -102,7 +102,9 @@ class Snapshots:
 
     # Taking.
 
-    def take(self, ordinal: int, *, inside: bool, model: int, steps: int) -> None:
+    def take(
+        self, ordinal: int, *, inside: bool, model: int, steps: int, is_last: bool = False
+    ) -> None:
         """Take a snapshot. All workers take the same ones.
 
         Args:
@@ -110,6 +112,7 @@ class Snapshots:
             inside: Whether the call is still running.
             model: The Model that was called.
             steps: Training steps since the snapshot before.
+            is_last: The script ends here: it goes to disk, where there is a folder.
 
         Raises:
             MembershipChangedError, JobFailedError: The generation is over.
@@ -127,7 +130,7 @@ class Snapshots:
         self._places[self._number] = place
         part = self._copy(place)
         goes_to_disk = self._folder is not None and (
-            not inside or self._since_disk >= self._settings.disk_every
+            is_last or not inside or self._since_disk >= self._settings.disk_every
         )
         if goes_to_disk:
             replicator.wait_stored()
@@ -139,6 +142,12 @@ class Snapshots:
         lines = self._results.lines
         self._replicator.offer(part, pieces_of(lines[self._num_sent :]), script=script)
         self._num_sent = len(lines)
+
+    def wait_safe(self) -> None:
+        """Wait until the last snapshot counts, and is on disk if it goes there."""
+        assert self._replicator is not None
+        self._replicator.wait_committed(self._number)
+        self._replicator.wait_stored()
 
     def wait_committed(self) -> None:
         """Wait until the last snapshot counts."""

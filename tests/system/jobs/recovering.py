@@ -12,6 +12,8 @@ import argparse
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +28,25 @@ from training_state import PARTS, digest, say
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
+from graphsplit.runtime import job as jobs
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.train.recovery.replicator import Replicator
+
+
+def wait_until_all_know() -> None:
+    """After SIGTERM: until the scheduler has passed it on."""
+    job = jobs.current()
+    assert job is not None
+    deadline = time.monotonic() + 30
+    while not job.asked_to_stop and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
 
 
 class Deaths:
     """The moments at which this process is to die; each happens once, whoever comes back."""
 
-    def __init__(self, moments: str, marks: str) -> None:
+    def __init__(self, moments: str, marks: str, *, by: signal.Signals) -> None:
+        self._by = by
         self._moments = [m for m in moments.split(",") if m]
         self._marks = Path(marks)
         if self._moments:
@@ -45,7 +58,8 @@ class Deaths:
         mark = self._marks / moment
         if moment in self._moments and not mark.exists():
             mark.write_text("")
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._by)
+            wait_until_all_know()
 
     def _watch_instructions(self) -> None:
         bind: Any = ProgramRunner._bind
@@ -77,8 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--die", default="")
     parser.add_argument("--marks", default=".")
+    parser.add_argument("--by", default="SIGKILL", help="SIGTERM asks for an end in order")
     arguments = parser.parse_args()
-    Deaths(arguments.die, arguments.marks)
+    Deaths(arguments.die, arguments.marks, by=signal.Signals[arguments.by])
     gs.init()
     torch.manual_seed(0)
     net = Fan()

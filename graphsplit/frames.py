@@ -1,0 +1,142 @@
+"""Which frames of a stack are the user's own, and tracebacks that show those."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException
+from types import FrameType, TracebackType
+
+from graphsplit.errors import GraphsplitError
+
+# Folders of packages, not their names: a user's own folder may be called torch.
+_OWN = f"{Path(__file__).parent}/"
+_PYTHON = f"{Path(contextlib.__file__).parent}/"
+
+
+def is_own(file: str) -> bool:
+    """Whether a file is one of graphsplit's."""
+    return file.startswith(_OWN)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is not Python's own, nor torch's, nor graphsplit's, nor generated code."""
+    if file.startswith(("<", *_not_the_users())):
+        return False
+    return not file.startswith(_PYTHON) or "site-packages" in file
+
+
+def _not_the_users() -> Iterable[str]:
+    # Not imported: the scheduler's tests do without torch, and its frames are none then.
+    torch = sys.modules.get("torch")
+    file = getattr(torch, "__file__", None)
+    return (_OWN,) if file is None else (_OWN, f"{Path(file).parent}/")
+
+
+def line_of(trace: TracebackType | None) -> str:
+    """The user's innermost line of a traceback, ``train.py:31, in forward``; empty if none."""
+    found = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if is_users(code.co_filename):
+            found = _line(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return found
+
+
+def line_now(frame: FrameType | None) -> str:
+    """The user's innermost line of a running stack, ``train.py:31, in forward``."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return ""
+
+
+def _line(file: str, number: int, function: str) -> str:
+    where = f"{short_path(file)}:{number}"
+    return where if function == "<module>" else f"{where}, in {function}"
+
+
+def short_path(file: str) -> str:
+    """A path as seen from the working folder, if it is below that."""
+    return os.path.relpath(file) if _is_below_here(file) else file
+
+
+def _is_below_here(file: str) -> bool:
+    try:
+        return file.startswith(f"{os.getcwd()}{os.sep}")
+    except OSError:  # the folder is gone
+        return False
+
+
+def users_traceback(error: BaseException, *, is_full: bool = False) -> str:
+    """A traceback without what happens inside graphsplit, and below it.
+
+    What graphsplit calls is left out up to the next line of the user's: a callback, ``forward``.
+    An error of graphsplit's that stands for a mistake says itself what it came from.
+
+    Args:
+        error: The error.
+        is_full: Leave nothing out.
+    """
+    shown = TracebackException.from_exception(error)
+    if not is_full:
+        _prune(shown, error, _kept)
+    return "".join(shown.format())
+
+
+def _prune(
+    shown: TracebackException, error: BaseException, keep: Callable[..., list[FrameSummary]]
+) -> None:
+    frames = keep(shown.stack)
+    # An empty stack would still be printed as a headline with nothing below it.
+    shown.stack = StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
+    if isinstance(error, GraphsplitError):
+        keep = _users_only
+    is_a_mistake = isinstance(error, GraphsplitError) and isinstance(error, ValueError)
+    for name in ("__cause__", "__context__"):
+        part, origin = getattr(shown, name), getattr(error, name)
+        if part is None or origin is None:
+            continue
+        _prune(part, origin, keep)
+        if is_a_mistake or (isinstance(error, GraphsplitError) and not part.stack):
+            setattr(shown, name, None)
+
+
+def _kept(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
+    kept, keeps = [], True
+    for frame in frames:
+        if is_own(frame.filename):
+            keeps = False
+            continue
+        keeps = keeps or is_users(frame.filename)
+        if keeps:
+            kept.append(frame)
+    return kept
+
+
+def _users_only(frames: Iterable[FrameSummary]) -> list[FrameSummary]:
+    return [frame for frame in frames if is_users(frame.filename)]
+
+
+def without_own_frames(text: str) -> str:
+    """A printed traceback without graphsplit's own frames."""
+    kept, drops = [], False
+    for line in text.splitlines():
+        if line.startswith('  File "'):
+            drops = is_own(line.removeprefix('  File "'))
+        elif not line.startswith("    "):
+            drops = False
+        if not drops:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def whole_traceback(error: BaseException) -> str:
+    """The traceback as Python prints it."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))

@@ -1,0 +1,64 @@
+"""What a process tells whoever started it about its end: one small file, named by the launcher.
+
+``graphsplit run`` gives each process the name of a file of its own. A process that fails, or the
+scheduler of a job that does, writes there what ended it, so that the launcher's last line can name
+the root cause; reading it out of what the processes print would be guessing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphsplit.root_cause import FailureCause
+
+VARIABLE = "GS_REPORT_FILE"
+_MAX_BYTES = 64 << 10
+_MAX_CHARS = 2_000
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ended a process.
+
+    Attributes:
+        headline: What happened, to whom, in one line.
+        where: The places that are known, in one line; empty if none is.
+        rank: The worker that is to blame; -1 if none is.
+    """
+
+    headline: str
+    where: str = ""
+    rank: int = -1
+
+
+def write_report(environ: Mapping[str, str], cause: FailureCause) -> None:
+    """Leave a report where the launcher looks for it. The first one counts."""
+    path = environ.get(VARIABLE, "").strip()
+    if not path:
+        return
+    where = "; ".join(cause.where())
+    parts = {"headline": cause.headline[:_MAX_CHARS], "where": where[:_MAX_CHARS]}
+    text = json.dumps({**parts, "rank": cause.rank})
+    # The launcher may be gone, and its folder too: that must not hide the failure itself.
+    with contextlib.suppress(OSError):
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(number, "w") as file:
+            file.write(text)
+
+
+def read_report(path: Path) -> Report | None:
+    """The report of one process; None if it left none."""
+    try:
+        with path.open("rb") as file:
+            found = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+    match found:
+        case {"headline": str(headline), "where": str(where), "rank": int(rank)}:
+            return Report(" ".join(headline.split()), " ".join(where.split()), rank)
+    return None

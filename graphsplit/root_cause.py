@@ -1,0 +1,127 @@
+"""What is known about a failure, and where a worker is, as frozen values that can travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+RETRYABLE_KINDS = frozenset({"lost", "scheduler_lost", "timeout"})
+"""Kinds of failure that say nothing against the script: another attempt may well succeed."""
+
+_LOST = "lost: "
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a worker is, in parts that a program can read. What is not known is None or empty.
+
+    Attributes:
+        step: Number of the training, evaluation or prediction step in the job.
+        microbatch: The microbatch within it.
+        instruction: The instruction of the worker's program: ``"FORWARD mb0 seg2"``.
+        operation: The operation of the graph, by name.
+        module: The path of the module that it belongs to: ``"encoder.layers.0"``.
+        source: The user's line: ``"train.py:31, in forward"``.
+        edge: The edge whose value is sent or received.
+        waits_for: The worker that it waits for.
+        waits_what: What it waits for, in words.
+    """
+
+    step: int | None = None
+    microbatch: int | None = None
+    instruction: str = ""
+    operation: str = ""
+    module: str = ""
+    source: str = ""
+    edge: int | None = None
+    waits_for: int | None = None
+    waits_what: str = ""
+
+
+NOWHERE = Location()
+"""Nothing is known."""
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """The root cause of a job's end.
+
+    Attributes:
+        kind: ``"exception"`` (a worker raised), ``"lost"`` (a process vanished or froze),
+            ``"refused"``, ``"disagreement"`` (workers made different plans), ``"interrupted"``,
+            ``"scheduler_lost"`` or ``"timeout"``.
+        message: What happened. The first line says it; further lines are for whom it concerns.
+        rank: The worker it happened on; -1 for the scheduler or when no worker is to blame.
+        host: Host name or address of that process; empty when unknown.
+        pid: Process id there; 0 when unknown.
+        position: The last position that process reported, in words: step, microbatch,
+            instruction, module path.
+        location: The same, and the user's line, in parts.
+        traceback: The original traceback, whole; empty when there is none.
+    """
+
+    kind: str
+    message: str
+    rank: int = -1
+    host: str = ""
+    pid: int = 0
+    position: str = ""
+    traceback: str = ""
+    location: Location = NOWHERE
+
+    @property
+    def is_retryable(self) -> bool:
+        """Whether another attempt may succeed: a process or a link was lost, nothing raised."""
+        return self.kind in RETRYABLE_KINDS
+
+    @property
+    def who(self) -> str:
+        """Whom it happened to: ``worker 1 (host alpha, pid 1852)``."""
+        who = f"worker {self.rank}" if self.rank >= 0 else "the scheduler"
+        return f"{who} (host {self.host}, pid {self.pid})" if self.pid else who
+
+    @property
+    def headline(self) -> str:
+        """What happened, to whom: ``worker 1 (host alpha, pid 1852) failed: ValueError: no``."""
+        first = (self.message.strip().splitlines() or [self.kind])[0]
+        if self.rank < 0:
+            return first.removeprefix(_LOST)
+        if self.kind == "exception":
+            return f"{self.who} failed: {first}"
+        if first.startswith(_LOST):
+            return f"{self.who} was lost: {first.removeprefix(_LOST)}"
+        return f"{self.who}: {first}"
+
+    def summary(self) -> str:
+        """The cause in one line: what happened, to whom, and where."""
+        return "; ".join([self.headline, *self.where()])
+
+    def describe(self) -> str:
+        """One line, and where to read more if there is more to be read."""
+        return "; ".join([self.summary(), *self._more()])
+
+    def story(self) -> str:
+        """All that is known apart from the traceback, for the place where it was found out."""
+        _, *further = self.message.strip().splitlines() or [""]
+        return "\n".join([self.summary(), *further])
+
+    @property
+    def is_told_by_worker(self) -> bool:
+        """Whether the log of the worker that it happened on has the whole story."""
+        return self.rank >= 0 and bool(self.traceback)
+
+    def where(self) -> Iterator[str]:
+        """The places that are known: the user's line, the position, the operation."""
+        at = self.location
+        if at.source:
+            yield at.source
+        if self.position:
+            yield self.position if self.traceback else f"last position: {self.position}"
+        if at.operation and self.traceback:
+            yield f"operation {at.operation}" + (f", module {at.module}" if at.module else "")
+
+    def _more(self) -> Iterator[str]:
+        if self.is_told_by_worker:
+            yield "its log has the whole story"
+        elif len(self.message.strip().splitlines()) > 1:
+            yield "the scheduler's log has the whole story"

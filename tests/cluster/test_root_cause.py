@@ -1,0 +1,92 @@
+"""What people read when a job fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from graphsplit.errors import JobFailedError, MembershipChangedError
+from graphsplit.failure import AbortSignal
+from graphsplit.root_cause import FailureCause, Location
+
+RAISED = FailureCause(
+    "exception",
+    "IndexError: index out of range in self",
+    rank=0,
+    host="alpha",
+    pid=17,
+    position="train step 20, FORWARD mb0 seg0 (table)",
+    traceback="Traceback (most recent call last):\n  ...\nIndexError: index out of range in self\n",
+    location=Location(step=20, operation="embedding", module="table", source="train.py:28"),
+)
+KILLED = FailureCause(
+    "lost",
+    "lost: its connection broke, so its process was killed or crashed",
+    rank=1,
+    host="beta",
+    pid=18,
+    position="train step 13, RECEIVE mb0 edge5 (gradient of linear, worker 2 -> worker 1)",
+    location=Location(step=13, operation="linear", edge=5, waits_for=2),
+)
+APART = FailureCause(
+    "disagreement",
+    "workers 0 and 1 disagree about 'plan 0': line 3 is the first that differs\n"
+    "  worker 0: SGD lr=0.1\n  worker 1: SGD lr=0.2\n"
+    "  Fix: every worker must run the same script, on the same model and placement",
+)
+CAUSES = {
+    "a worker raised": RAISED,
+    "a worker was killed": KILLED,
+    "the workers disagree": APART,
+    "a value did not come": FailureCause(
+        "timeout",
+        "ReceiveTimeoutError: relu (conv1): worker 0 -> worker 1 (plan 0, edge 7): nothing for "
+        "300 s, and worker 0 made no progress",
+        rank=1,
+        host="beta",
+        pid=18,
+        position="train step 3, RECEIVE mb0 edge7 (value of relu, conv1, worker 0 -> worker 1)",
+        traceback="Traceback ...",
+        location=Location(step=3, edge=7, source="train.py:31"),
+    ),
+    "the job was interrupted": FailureCause("interrupted", "the job was interrupted by SIGTERM"),
+    "the scheduler is gone": FailureCause(
+        "scheduler_lost", "lost: the connection to the scheduler at 10.0.0.1:8118 ended (reset)"
+    ),
+}
+
+
+def test_what_each_process_says_of_a_cause(golden):
+    lines = []
+    for name, cause in CAUSES.items():
+        lines += [f"# {name}", f"one line: {cause.describe()}", f"its place: {cause.story()}", ""]
+    golden("root_causes.txt", "\n".join(lines))
+
+
+def test_a_line_is_one_line_whatever_the_message(golden):
+    for cause in CAUSES.values():
+        assert "\n" not in replace(cause, message=f"{cause.message}\nmore\n  Fix: x").describe()
+    assert FailureCause("lost", "").summary() == "lost"
+
+
+def test_the_error_of_another_worker_carries_everything():
+    abort = AbortSignal()
+    abort.set(RAISED)
+    with pytest.raises(JobFailedError, match=r"index out of range in self; train\.py:28") as caught:
+        abort.raise_if_set()
+    cause = caught.value.cause
+    assert cause is RAISED
+    assert (cause.rank, cause.host, cause.location.step) == (0, "alpha", 20)
+    assert (cause.location.operation, cause.location.module) == ("embedding", "table")
+    assert not cause.is_retryable
+    assert "Traceback" not in str(caught.value)
+
+
+def test_the_error_of_a_generation_carries_its_cause_too():
+    abort = AbortSignal(4)
+    abort.set(KILLED, recovers=True)
+    with pytest.raises(MembershipChangedError, match="generation 4 is over") as caught:
+        abort.raise_if_set()
+    assert caught.value.cause is KILLED
+    assert caught.value.cause.is_retryable

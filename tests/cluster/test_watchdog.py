@@ -1,0 +1,127 @@
+"""A stall becomes a report: who waits for whom, and who is at the end of every chain."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphsplit.cluster.messages import Failed, Heartbeat, Place
+from graphsplit.cluster.status import JobStatus, WorkerStatus
+from graphsplit.cluster.watchdog import Watchdog, stall_report
+from graphsplit.failure import FailureCause
+from graphsplit.root_cause import Location
+
+
+def status_of(*workers: WorkerStatus) -> JobStatus:
+    return JobStatus("ab" * 16, "running", 1, len(workers), workers=workers)
+
+
+def waiting(rank: int, peer: int, what: str) -> WorkerStatus:
+    at = Location(step=3, edge=7, waits_for=peer, waits_what=what)
+    return WorkerStatus(rank, str(rank), "host", 100 + rank, location=at, position="train step 3")
+
+
+def busy(rank: int, source: str = "train.py:31, in load") -> WorkerStatus:
+    at = Location(step=2, source=source)
+    position = "between steps, after step 2"
+    return WorkerStatus(rank, str(rank), "host", 100 + rank, location=at, position=position)
+
+
+def arrived(rank: int) -> WorkerStatus:
+    return WorkerStatus(rank, str(rank), "host", 100 + rank, meets_at="the barrier 'barrier 1'")
+
+
+STALLS = {
+    "a chain that ends in the script": status_of(
+        waiting(0, 1, "relu (conv1): worker 1 -> worker 0 (plan 0, edge 7)"),
+        waiting(1, 2, "step tickets: worker 2 -> worker 1"),
+        busy(2),
+    ),
+    "a circle": status_of(waiting(0, 1, "a"), waiting(1, 2, "b"), waiting(2, 0, "c")),
+    "two that lead to the same": status_of(
+        waiting(0, 2, "a"), waiting(1, 0, "b"), waiting(3, 0, "d"), busy(2)
+    ),
+    "a barrier that two did not come to": status_of(arrived(0), busy(1), arrived(2), busy(3)),
+    "one that waits for itself alone": status_of(busy(0, source="")),
+    "a peer that is gone": status_of(waiting(0, 1, "a")),
+}
+
+
+def test_who_waits_for_whom(golden):
+    parts = [f"# {name}\n{stall_report(stall, 60)}\n" for name, stall in STALLS.items()]
+    golden("stalls.txt", "\n".join(parts))
+
+
+def test_a_report_of_many_workers_stays_short():
+    chains = status_of(*(waiting(rank, 999, "x") for rank in range(900)), busy(999))
+    assert len(stall_report(chains, 60).splitlines()) < 40
+    line = status_of(*(waiting(rank, rank + 1, "x") for rank in range(900)), busy(900))
+    assert len(stall_report(line, 60).splitlines()) < 200
+
+
+def test_reports_become_rarer_and_begin_anew_after_progress():
+    dog = Watchdog(300)
+    due = [second for second in range(1, 1000) if dog.is_due(second)]
+    assert due == [60, 120, 240, 480, 960]
+    assert not dog.is_due(1)
+    assert dog.is_due(60)
+    assert Watchdog(5).is_due(1)
+
+
+def test_the_scheduler_reports_a_stall_well_before_waits_end(drive):
+    scheduler = drive(num_workers=2, receive_timeout_s=300, node_timeout_s=1000).form()
+    at = Location(step=3, edge=7, waits_for=1, waits_what="relu: worker 1 -> worker 0")
+    scheduler.say(0, Heartbeat(5, "train step 3, RECEIVE mb0 edge7", location=at))
+    scheduler.say(1, Heartbeat(9, "train step 3, FORWARD mb0 seg0"))
+    scheduler.pass_time(59)
+    assert scheduler.log == []
+    scheduler.pass_time(2)
+    (report,) = scheduler.log
+    assert report.splitlines() == [
+        "nobody has made progress for 60 s",
+        "  worker 0 waits for worker 1: relu: worker 1 -> worker 0",
+        "    which is here: train step 3, FORWARD mb0 seg0",
+    ]
+    scheduler.say(1, Heartbeat(10, "train step 3, FORWARD mb0 seg1"))
+    scheduler.pass_time(50)
+    assert len(scheduler.log) == 1
+    scheduler.pass_time(11)
+    assert len(scheduler.log) == 2
+
+
+def test_at_the_timeout_the_chain_is_told_before_the_cause(drive):
+    scheduler = drive(num_workers=2).form()
+    at = Location(waits_for=1, waits_what="relu", source="train.py:9")
+    scheduler.say(0, Heartbeat(5, "train step 3", location=at))
+    late = FailureCause("timeout", "ReceiveTimeoutError: relu", rank=0, traceback="Traceback")
+    scheduler.say(0, Failed(late))
+    scheduler.pass_time(1)
+    report, failed = scheduler.log
+    assert "worker 0 waits for worker 1: relu" in report
+    assert failed.startswith("the job failed: worker 0")
+
+
+def test_a_worker_that_has_finished_is_not_expected_to_make_progress(drive):
+    scheduler = drive(num_workers=2, node_timeout_s=1000).form()
+    scheduler.arrive(0, Place.FINISH)
+    scheduler.pass_time(59)
+    scheduler.say(1, Heartbeat(1, "saving"))
+    scheduler.pass_time(59)
+    assert scheduler.log == []
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_what_a_job_is_doing_is_told(drive, step):
+    scheduler = drive(num_workers=3).form()
+    scheduler.now = 12.0
+    scheduler.arrive(2, Place.BARRIER, "barrier 1")
+    scheduler.say(1, Heartbeat(41, "train step 4", location=Location(step=step)))
+    scheduler.now = 15.0
+    status = scheduler.state.status(scheduler.now)
+    assert (status.phase, status.generation, status.num_workers) == ("running", 1, 3)
+    assert status.missing == []
+    first, second, third = status.workers
+    assert (second.progress, second.position, second.location.step) == (41, "train step 4", step)
+    assert (second.heard_s, second.still_s, first.heard_s) == (3.0, 3.0, 15.0)
+    assert third.meets_at == "the barrier 'barrier 1'"
+    assert status.waits_for(third) == (0, 1)
+    assert [worker.state for worker in status.workers] == ["running"] * 3

@@ -1,0 +1,56 @@
+"""``graphsplit status`` finds the token of a job that ``graphsplit run`` has started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from graphsplit.cli.tokens import find_token, kept_token
+
+TOKEN = {"GS_JOB_TOKEN": "a token that only this job knows"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / f"graphsplit-{os.getuid()}"
+
+
+def test_a_token_is_found_while_the_job_runs_and_gone_afterwards(folder: Path) -> None:
+    with kept_token(TOKEN, "127.0.0.1", 8118):
+        assert find_token("127.0.0.1", 8118) == TOKEN["GS_JOB_TOKEN"]
+        assert find_token("127.0.0.1", 8119) == ""
+        (path,) = folder.iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert find_token("127.0.0.1", 8118) == ""
+    assert list(folder.iterdir()) == []
+
+
+def test_what_a_killed_launcher_left_is_replaced(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "127.0.0.1_8118.token").write_text("old")
+    with kept_token(TOKEN, "127.0.0.1", 8118):
+        assert find_token("127.0.0.1", 8118) == TOKEN["GS_JOB_TOKEN"]
+
+
+def test_a_folder_that_others_can_read_is_not_used(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o755)
+    with kept_token(TOKEN, "127.0.0.1", 8118):
+        assert list(folder.iterdir()) == []
+        assert find_token("127.0.0.1", 8118) == ""
+
+
+def test_a_folder_in_somebody_elses_place_is_not_used(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with kept_token(TOKEN, "127.0.0.1", 8118):
+        assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_job_without_a_token_leaves_nothing(folder: Path) -> None:
+    with kept_token({}, "127.0.0.1", 8118):
+        assert not folder.exists()
