@@ -9,6 +9,7 @@ RETRYABLE_KINDS = frozenset({"lost", "scheduler_lost", "timeout"})
 """Kinds of failure that say nothing against the script: another attempt may well succeed."""
 
 _LOST = "lost: "
+_SHORT_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class FailureCause:
     @property
     def headline(self) -> str:
         """What happened, to whom: ``worker 1 (host alpha, pid 1852) failed: ValueError: no``."""
-        first = (self.message.strip().splitlines() or [self.kind])[0]
+        first = self._lines()[0]
         if self.rank < 0:
             return first.removeprefix(_LOST)
         if self.kind == "exception":
@@ -97,13 +98,21 @@ class FailureCause:
         return "; ".join([self.headline, *self.where()])
 
     def describe(self) -> str:
-        """One line, and where to read more if there is more to be read."""
-        return "; ".join([self.summary(), *self._more()])
+        """What everybody is told: one line, what is to be done about it, and where to read more.
+
+        A message of more than a few lines is left to the place where it was found out.
+        """
+        told, *further = self.story().splitlines()
+        shown = further if len(further) <= _SHORT_LINES else []
+        if self.is_told_by_worker:
+            told = f"{told}; its log has the whole story"
+        elif further and not shown:
+            told = f"{told}; the scheduler's log has the whole story"
+        return "\n".join([told, *shown])
 
     def story(self) -> str:
         """All that is known apart from the traceback, for the place where it was found out."""
-        _, *further = self.message.strip().splitlines() or [""]
-        return "\n".join([self.summary(), *further])
+        return "\n".join([self.summary(), *self._lines()[1:]])
 
     @property
     def is_told_by_worker(self) -> bool:
@@ -113,15 +122,18 @@ class FailureCause:
     def where(self) -> Iterator[str]:
         """The places that are known: the user's line, the position, the operation."""
         at = self.location
-        if at.source:
-            yield at.source
-        if self.position:
-            yield self.position if self.traceback else f"last position: {self.position}"
-        if at.operation and self.traceback:
+        places = [place for place in (at.source, self.position) if place]
+        if not self.traceback and self.kind != "exception":
+            # What it last said of itself, which may be older than what happened to it.
+            yield from ["last position: " + ", ".join(places)] if places else []
+            return
+        yield from places
+        if at.operation:
             yield f"operation {at.operation}" + (f", module {at.module}" if at.module else "")
 
-    def _more(self) -> Iterator[str]:
-        if self.is_told_by_worker:
-            yield "its log has the whole story"
-        elif len(self.message.strip().splitlines()) > 1:
-            yield "the scheduler's log has the whole story"
+    def _lines(self) -> list[str]:
+        """The message; a first line that only announces the second is joined with it."""
+        first, *further = self.message.strip().splitlines() or [self.kind]
+        if first.endswith(":") and further:
+            return [f"{first} {further[0].strip()}", *further[1:]]
+        return [first, *further]

@@ -134,7 +134,7 @@ def failure_of(
     if isinstance(error, (JobFailedError, MembershipChangedError, StoppedInOrder)):
         return None
     found = error.location if isinstance(error, StepFailedError) else location
-    line = line_of(error.__traceback__)
+    line = _users_line(error)
     return FailureCause(
         kind=failure_kind(error),
         message=failure_message(error),
@@ -147,14 +147,28 @@ def failure_of(
     )
 
 
+def _users_line(error: BaseException) -> str:
+    """Where the error passed through the user's code, or will when it leaves graphsplit."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    return line_of(trace) or line_now(trace.tb_frame.f_back)
+
+
 def failure_message(error: BaseException) -> str:
-    """What an error says in its first line: ``ValueError: the disk is full``."""
+    """What an error says: ``ValueError: the disk is full``.
+
+    Of the user's errors the first line. Those of graphsplit say in further lines which line of the
+    user's they are about, and what to do; they are kept.
+    """
     if isinstance(error, StepFailedError) and error.__cause__ is not None:
         return _first_line(str(error))  # it begins with the error of the operation
     if isinstance(error, SystemExit):
         return f"SystemExit: {error.code}: its script left before the job was finished"
-    summary = "".join(traceback.format_exception_only(type(error), error))
-    return _first_line(summary).removeprefix(f"{GraphsplitError.__module__}.") or "an error"
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if isinstance(error, GraphsplitError):
+        return summary.removeprefix(f"{GraphsplitError.__module__}.")
+    return _first_line(summary) or "an error"
 
 
 def _first_line(text: str) -> str:

@@ -35,7 +35,17 @@ APART = FailureCause(
     "  worker 0: SGD lr=0.1\n  worker 1: SGD lr=0.2\n"
     "  Fix: every worker must run the same script, on the same model and placement",
 )
+REFUSED = FailureCause(
+    "exception",
+    "PlacementError: 1 placement(s) cannot be honoured:\n"
+    "  module 'head' is placed on MS_WORKER 7, but the job has workers 0 to 2\n"
+    "    train.py:53\n  Fix: start with MS_WORKER_NUM=8, or choose ranks below 3.",
+    rank=2,
+    traceback="Traceback ...",
+    location=Location(source="train.py:64, in main"),
+)
 CAUSES = {
+    "the script is at fault": REFUSED,
     "a worker raised": RAISED,
     "a worker was killed": KILLED,
     "the workers disagree": APART,
@@ -64,9 +74,13 @@ def test_what_each_process_says_of_a_cause(golden):
     golden("root_causes.txt", "\n".join(lines))
 
 
-def test_a_line_is_one_line_whatever_the_message(golden):
+def test_everybody_is_told_what_to_do_unless_it_is_a_long_story():
     for cause in CAUSES.values():
-        assert "\n" not in replace(cause, message=f"{cause.message}\nmore\n  Fix: x").describe()
+        short = replace(cause, message=f"{cause.message}\nmore\n  Fix: x")
+        assert short.describe().endswith("\nmore\n  Fix: x")
+        long = replace(cause, message=cause.message + "\nmore" * 9)
+        assert "\n" not in long.describe()
+        assert "\n" not in long.summary()
     assert FailureCause("lost", "").summary() == "lost"
 
 
