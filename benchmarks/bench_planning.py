@@ -48,7 +48,7 @@ from graphsplit.schedule.one_forward_one_backward import one_forward_one_backwar
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
 from graphsplit.train.batch import run_train
-from graphsplit.train.planner import module_annotations
+from graphsplit.train.task import module_annotations
 
 # (placement, microbatches) and the sizes, in operations.
 CASES: list[tuple[str, int, list[int]]] = [

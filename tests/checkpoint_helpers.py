@@ -21,8 +21,8 @@ from graphsplit.runtime.control import ControlChannels
 from graphsplit.train.checkpoint.group import Alone, ControlGroup, Group
 from graphsplit.train.checkpoint.holder import Holder
 from graphsplit.train.checkpoint.states import States
-from graphsplit.train.planner import Task
 from graphsplit.train.step_plan import Progress
+from graphsplit.train.task import Task
 from graphsplit.transport.base import Transport
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy

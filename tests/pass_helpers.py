@@ -26,7 +26,7 @@ from graphsplit.placement.resolve import (
 )
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.train.batch import run_predict, run_train
-from graphsplit.train.planner import placement_rules
+from graphsplit.train.passes import placement_rules
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "lenet_mnist"))
 

@@ -7,6 +7,7 @@ instruction, and that another thread takes its rank and runs the script from its
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 import traceback
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.runtime import job as jobs
 from graphsplit.runtime.control import ControlChannels
 from graphsplit.runtime.job import Job
-from graphsplit.train import planner
+from graphsplit.train import passes, planner
 from graphsplit.train.recovery.replicator import Replicator
 from graphsplit.train.recovery.script import RecoveringScript
 from graphsplit.train.recovery.settings import SnapshotSettings
@@ -37,6 +39,24 @@ _here = threading.local()
 
 class Killed(BaseException):
     """The worker is gone, without a word."""
+
+
+@dataclass(frozen=True)
+class Generators:
+    """The states of the generators that each process has for itself."""
+
+    default: torch.Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Generators:
+        return cls(torch.default_generator.get_state(), random.getstate(), np.random.get_state())
+
+    def put_back(self) -> None:
+        torch.default_generator.set_state(self.default)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 class Turns:
@@ -53,9 +73,9 @@ class Turns:
         if not hasattr(_here, "job"):  # a thread beside compute
             self.changed.wait(0.01)
             return
-        state = torch.default_generator.get_state()
+        state = Generators.now()
         self.changed.wait(0.01)
-        torch.default_generator.set_state(state)
+        state.put_back()
 
     def wait_for(self, is_done: Callable[[], bool], abort: AbortSignal | None = None) -> None:
         while not is_done():
@@ -248,7 +268,7 @@ class ThreadCluster:
         """One life of one worker."""
         job: Any = None
         with self.turns.changed:
-            state = torch.default_generator.get_state()
+            state = Generators.now()
             try:
                 if self.num_killed:
                     self.gather(rank)
@@ -272,7 +292,7 @@ class ThreadCluster:
             finally:
                 if job is not None:
                     job.script.close()
-                torch.default_generator.set_state(state)
+                state.put_back()
                 self.turns.changed.notify_all()
 
     def _finish(self, job: Any) -> None:
@@ -331,6 +351,11 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replicator, "_join", join)
 
 
+def has_python(module: Any) -> bool:
+    """Whether a graph depends on more than what the module prints of itself."""
+    return "_graphsplit_opaque" in vars(module) or hasattr(module, "is_scaled")
+
+
 class _Captures:
     """Graphs of networks that are alike, kept: capture takes most of a test."""
 
@@ -339,14 +364,17 @@ class _Captures:
 
     def graph(self, task: Any, mode: Any, signature: Any) -> Any:
         parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
-        key = (str(task.network), str(task.loss_fn), parameters, mode, signature.text)
+        options = (task.autocast, task.with_loss, str(task.dynamic_dims))
+        key = (str(task.network), str(task.loss_fn), options, parameters, mode, signature.text)
+        if any(has_python(module) for module in task.network.modules()):
+            return _capture_graph(task, mode, signature)
         if key not in self._graphs:
             self._graphs[key] = _capture_graph(task, mode, signature)
         return self._graphs[key]
 
 
 _CAPTURES = _Captures()
-_capture_graph = planner.capture_graph
+_capture_graph = passes.capture_graph
 
 
 def _turns_of(replicator: Any) -> Turns:

@@ -25,7 +25,7 @@ from graphsplit.testing.reference import EagerLoop, Extras
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 from graphsplit.train.batch import Arguments, split_batch
 from graphsplit.train.microbatches import Divider, LossWeight, Split
-from graphsplit.train.planner import Task, named_state
+from graphsplit.train.task import Task, named_state
 
 Place = Callable[[nn.Module], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]

@@ -17,7 +17,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.placement.annotations import Annotation
 from graphsplit.testing.simulate import Captures
 from graphsplit.train.batch import Signature
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 
 class Scattered(Captures):

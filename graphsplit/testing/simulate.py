@@ -31,15 +31,11 @@ from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.train.batch import Arguments, Signature, leaves
 from graphsplit.train.microbatches import Division
-from graphsplit.train.planner import (
-    Planned,
-    Planner,
-    Task,
-    capture_graph,
-    make_plan,
-    unflatten_outputs,
-)
+from graphsplit.train.outputs import unflatten_outputs
+from graphsplit.train.passes import capture_graph, make_plan
+from graphsplit.train.planner import Planned, Planner
 from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.train.task import Task
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 

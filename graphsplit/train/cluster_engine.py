@@ -23,9 +23,11 @@ from graphsplit.train.feed import Feed, Tickets, likely_first_reader
 from graphsplit.train.gather import StateGatherer
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Divider, Division
-from graphsplit.train.planner import Planned, Planner, Task, unflatten_outputs
+from graphsplit.train.outputs import unflatten_outputs
+from graphsplit.train.planner import Planned, Planner
 from graphsplit.train.profile import Profiler
 from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.train.task import Task
 from graphsplit.train.trace import Trace
 from graphsplit.transport.hub import Router
 

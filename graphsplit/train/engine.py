@@ -16,8 +16,8 @@ from graphsplit.train.checkpoint.holder import Holder
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Division
-from graphsplit.train.planner import Task, materialize_all
 from graphsplit.train.step_plan import Progress, total_loss
+from graphsplit.train.task import Task, materialize_all
 
 
 class Engine(Holder):

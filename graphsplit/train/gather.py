@@ -14,7 +14,7 @@ from graphsplit.tensor_meta import TensorMeta, contiguous_strides
 from graphsplit.train.checkpoint.group import ControlGroup, read_message
 from graphsplit.train.checkpoint.layout import meta_from_json, meta_to_json, plain_meta
 from graphsplit.train.checkpoint.values import decode, encode, to_text
-from graphsplit.train.planner import Task, named_state
+from graphsplit.train.task import Task, named_state
 
 
 class StateGatherer:

@@ -40,9 +40,10 @@ from graphsplit.train.epochs import Epochs
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Divider, Division, LossWeight, Split
 from graphsplit.train.optimizer_size import copies_kept
-from graphsplit.train.planner import Task, capture_graph, make_plan, placement_rules
+from graphsplit.train.passes import capture_graph, make_plan, placement_rules
 from graphsplit.train.profile import Profiling
 from graphsplit.train.recompute import recomputed_paths
+from graphsplit.train.task import Task
 
 
 class Model:

@@ -3,112 +3,53 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphsplit.capture.export import CaptureRequest, capture
-from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
-from graphsplit.errors import ConfigurationError
+from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode
 from graphsplit.partition.dump import describe_plan
-from graphsplit.partition.edges import partition
-from graphsplit.partition.in_place import keep_memory_together
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.partition.recomputation import with_recomputation
-from graphsplit.partition.redrawn import refuse_redrawn
-from graphsplit.partition.splitting import with_splits
-from graphsplit.partition.tally import with_tally
-from graphsplit.partition.verify import verify
-from graphsplit.placement.annotations import Annotation, annotations_of, mark_planned
-from graphsplit.placement.resolve import PlacedGraph, PlacementRules, UnplacedRule, resolve
-from graphsplit.placement.rules import kept_rules
+from graphsplit.placement.annotations import Annotation, mark_planned
 from graphsplit.program.lower import (
     WHOLE_STEP,
-    Policy,
     StepPart,
     WorkerProgram,
     describe_programs,
-    lower,
 )
-from graphsplit.runtime.clip import Clip
-from graphsplit.runtime.compiled import Compiler
-from graphsplit.runtime.deferred_init import is_deferred, materialize, stand_ins
+from graphsplit.runtime.deferred_init import is_deferred, materialize
 from graphsplit.runtime.job import Job
-from graphsplit.runtime.ownership import give_up, is_elsewhere, plain_classes, return_free_memory
+from graphsplit.runtime.ownership import give_up, is_elsewhere, return_free_memory
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
-from graphsplit.runtime.update import Updater, UpdateRules
+from graphsplit.runtime.update import Updater
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.orders import checked
-from graphsplit.schedule.policies import policy_of, takes_costs
-from graphsplit.schedule.verify import verify_programs
-from graphsplit.train import batch as batches
+from graphsplit.schedule.policies import takes_costs
 from graphsplit.train.batch import Signature
-from graphsplit.train.microbatches import Divider
+from graphsplit.train.passes import (
+    OneByOneError,
+    all_owners,
+    capture_graph,
+    consumers_of,
+    lower_plan,
+    make_plan,
+    numbers_for,
+)
+from graphsplit.train.task import (
+    Task,
+    check_trained,
+    describe_optimizers,
+    module_annotations,
+    named_state,
+    stateful_modules,
+)
 from graphsplit.train.watched import WatchedAttributes
 
 _MAX_PLANS = 64
 _MAX_HELD = 4096
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a Model wants to run, apart from the batch.
-
-    Attributes:
-        network: The user's network.
-        loss_fn: The loss, or None.
-        optimizer: The optimizer, several that are stepped one after the other, or None.
-        unplaced: The rule for operations that nobody placed.
-        with_loss: Whether the eval graph computes the loss.
-        dynamic_dims: Dimensions of the batch that may change without a new plan, with the largest
-            size of each.
-        divider: How batches become microbatches in training.
-        clip: How gradients are clipped, or None.
-        scaler: Scales the loss, or None.
-        set_to_none: Whether gradients become None before a step, or zeros.
-        autocast: The lower dtype, if network and loss run under autocast.
-        accumulate: Over how many batches gradients are added up before the optimizers step.
-        schedule: In which order workers compute microbatches: a name, or a policy.
-        compiler: Compiles segments, or None.
-        recompute: Whether backward runs forward again instead of keeping what it saves: of
-            everything, or of the modules with these paths.
-    """
-
-    network: nn.Module
-    loss_fn: Callable[..., Any] | None
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-    unplaced: UnplacedRule
-    with_loss: bool
-    dynamic_dims: Mapping[int, int] = field(default_factory=dict)
-    divider: Divider = field(default_factory=Divider)
-    clip: Clip | None = None
-    scaler: torch.amp.GradScaler | None = None
-    set_to_none: bool = True
-    autocast: torch.dtype | None = None
-    accumulate: int = 1
-    schedule: str | Policy = "1f1b"
-    compiler: Compiler | None = None
-    recompute: bool | tuple[str, ...] = False
-
-    @property
-    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """All optimizers, in the order in which they are stepped."""
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            return (self.optimizer,)
-        return tuple(self.optimizer or ())
-
-    @property
-    def update_rules(self) -> UpdateRules:
-        """What happens to gradients."""
-        return UpdateRules(
-            self.optimizers, self.clip, self.scaler, self.set_to_none, self.accumulate
-        )
 
 
 @dataclass(frozen=True)
@@ -134,18 +75,6 @@ class Planned:
     wants_costs: bool = False
 
 
-class OneByOneError(Exception):
-    """Forward leaves attributes with which the next microbatch has another graph.
-
-    Attributes:
-        graph: The graph of the first one.
-    """
-
-    def __init__(self, graph: CapturedGraph) -> None:
-        super().__init__()
-        self.graph = graph
-
-
 class Planner:
     """Makes plans, and keeps the latest ones. All workers ask for the same ones in one order."""
 
@@ -159,7 +88,7 @@ class Planner:
         self._held: OrderedDict[tuple[Any, ...], tuple[tuple[Any, ...], Planned]] = OrderedDict()
         self.parameters = tuple(task.network.parameters())
         self.updater = Updater(task.update_rules, self.parameters)
-        _check_trained(task)
+        check_trained(task)
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = _nothing
@@ -278,7 +207,7 @@ class Planner:
         structure = signature.structure()
         for base, planned in self._plans.items():
             if (base[0], *base[2:]) == (key[0], *key[2:]) and self._structures[base] == structure:
-                numbers = _numbers_for(planned.plan, signature)
+                numbers = numbers_for(planned.plan, signature)
                 if numbers is not None:
                     return base, replace(planned, numbers=numbers)
         return None
@@ -312,12 +241,12 @@ class Planner:
                 note,
                 describe_plan(plan),
                 describe_programs(programs),
-                _describe_optimizer(self._task),
+                describe_optimizers(self._task),
                 f"signature {signature.text}",
             ]
         )
         self._job.member.agree(f"plan {number} ({mode.value})", text)
-        made = self._open(number, plan, programs, _numbers_for(plan, signature) or {})
+        made = self._open(number, plan, programs, numbers_for(plan, signature) or {})
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN)
 
@@ -379,7 +308,7 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
-        return Planned(plan, programs, runner, _consumers(plan), waiting, numbers)
+        return Planned(plan, programs, runner, consumers_of(plan), waiting, numbers)
 
     def _pure_passes(
         self, mode: Mode, signature: Signature, part: StepPart
@@ -417,7 +346,7 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        self.owners.update(_all_owners(plan.placed, self.owners, tensors, self._modules()))
+        self.owners.update(all_owners(plan.placed, self.owners, tensors, self._modules()))
         nodes, workers = plan.placed.graph.nodes, plan.placed.workers
         for position in plan.placed.graph.state_names:
             assert self.owners[nodes[position].target] == workers[position]
@@ -428,7 +357,7 @@ class Planner:
         tensors = self._tensors()
         self.updater.settle([self.owners[n] for n, _ in self._task.network.named_parameters()])
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
-        for module in _stateful(self._task):
+        for module in stateful_modules(self._task):
             if is_deferred(module):
                 materialize(module, self._owned_names(module))
         for name, tensor in tensors.items():
@@ -457,248 +386,5 @@ class Planner:
         }
 
 
-def _numbers_for(plan: PartitionPlan, signature: Signature) -> Mapping[str, Any] | None:
-    """The numbers that a plan's graph computes of a batch's sizes; None if it does not hold."""
-    sizes = plan.placed.graph.sizes
-    symbols = sizes.bind(batches.leaves(signature.example("meta"))) if sizes is not None else None
-    return sizes.compute(symbols) if sizes is not None and symbols is not None else None
-
-
 def _nothing() -> None:
     """Nobody waits for owners."""
-
-
-def _stateful(task: Task) -> list[nn.Module]:
-    """The modules that may hold parameters: the network, and a loss that is a module."""
-    return [m for m in (task.network, task.loss_fn) if isinstance(m, nn.Module)]
-
-
-def materialize_all(task: Task) -> None:
-    """Give everything its memory: what one process does with a network built deferred."""
-    for module in _stateful(task):
-        if is_deferred(module):
-            materialize(module)
-
-
-def named_state(network: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, those of the loss included; tied ones under each name."""
-    found: dict[str, torch.Tensor] = {}
-    found.update(network.named_parameters(remove_duplicate=False))
-    found.update(network.named_buffers(remove_duplicate=False))
-    if isinstance(loss_fn, nn.Module):
-        for name, tensor in (
-            *loss_fn.named_parameters(remove_duplicate=False),
-            *loss_fn.named_buffers(remove_duplicate=False),
-        ):
-            found[f"{LOSS_PATH}.{name}"] = tensor
-    return found
-
-
-def module_annotations(network: nn.Module, loss_fn: Any) -> dict[str, Annotation]:
-    """The placement written on each module, by module path."""
-    found = annotations_of(network)
-    if isinstance(loss_fn, nn.Module):
-        for path, annotation in annotations_of(loss_fn).items():
-            found[f"{LOSS_PATH}.{path}" if path else LOSS_PATH] = annotation
-    return found
-
-
-def placement_rules(
-    network: nn.Module,
-    loss_fn: Any,
-    *,
-    unplaced: UnplacedRule,
-    num_workers: int,
-    owners: Mapping[str, int],
-) -> PlacementRules:
-    """All that decides where the parts of a network go, apart from its graph."""
-    kept = kept_rules(network)
-    return PlacementRules(
-        num_workers,
-        module_annotations(network, loss_fn),
-        unplaced,
-        dict(owners),
-        kept.operations,
-        kept.parameters,
-    )
-
-
-def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
-    """Capture the step of a mode, for arguments of a signature."""
-    run: Callable[..., Any] = batches.run_predict
-    loss: int | None = None
-    if mode is Mode.TRAIN:
-        run, loss = batches.run_train, 0
-    elif mode is Mode.EVAL:
-        run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
-        loss = 0 if task.with_loss else None
-    args, kwargs = signature.example()
-    modes = [(module, module.training) for module in task.network.modules()]
-    task.network.train(mode is Mode.TRAIN)
-    try:
-        with ExitStack() as stack:
-            for module in _stateful(task):
-                stack.enter_context(plain_classes(module))
-                if is_deferred(module):
-                    stack.enter_context(stand_ins(module))
-            run = batches.casting_to(task.autocast, run)
-            return capture(
-                CaptureRequest(
-                    task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims
-                )
-            )
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def make_plan(
-    graph: CapturedGraph,
-    *,
-    network: nn.Module,
-    loss_fn: Any,
-    unplaced: UnplacedRule,
-    num_workers: int,
-    owners: dict[str, int],
-    part: StepPart = WHOLE_STEP,
-    schedule: str | Policy = "1f1b",
-    update: UpdateRules | None = None,
-    is_compiled: bool = False,
-    recompute: bool | Collection[str] = False,
-) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-    """All pure passes in a row: resolve, partition, lower; each result is verified.
-
-    Raises:
-        OneByOneError: The plan is for several microbatches, which have several graphs.
-    """
-    if graph.is_other_after and part.num_microbatches > 1:
-        raise OneByOneError(graph)
-    rules = placement_rules(
-        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
-    )
-    placed = keep_memory_together(resolve(graph, rules))
-    refuse_redrawn(placed, is_microbatched=part.is_microbatched)
-    if graph.mode is Mode.TRAIN and not placed.graph.has_gradients:
-        raise ConfigurationError(
-            "the loss depends on no parameter that requires a gradient, so there is nothing to "
-            "train\n  Fix: leave requires_grad on for some parameter, and do not detach the loss."
-        )
-    plan = partition(placed, is_microbatched=part.is_microbatched)
-    if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
-        plan = with_splits(with_recomputation(plan, recompute))
-    if update is not None and part.last and graph.mode is Mode.TRAIN:
-        names = [name for name, _ in network.named_parameters()]
-        owned = _all_owners(placed, owners, names, rules.modules)
-        sizes = update.tally_sizes([owned[name] for name in names], num_workers)
-        plan = with_tally(plan, sizes) if sizes is not None else plan
-    verify(plan)
-    return plan, lower_plan(plan, part, schedule)
-
-
-def lower_plan(
-    plan: PartitionPlan, part: StepPart, schedule: str | Policy, costs: Costs | None = None
-) -> tuple[WorkerProgram, ...]:
-    """The programs of a plan, verified.
-
-    Args:
-        plan: The plan.
-        part: Which part of a step they run.
-        schedule: The name of the policy, or the policy.
-        costs: What its steps were found to cost, for a policy that looks at it.
-    """
-    number = part.num_microbatches
-    is_training = plan.placed.graph.mode is Mode.TRAIN
-    policy: Any = policy_of(schedule if is_training else "gpipe", number)
-    if costs is not None:
-        policy = partial(policy, costs=costs)
-    policy = checked(policy)
-    programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
-    verify_programs(plan, programs, depths=channel_depths(programs))
-    return programs
-
-
-def _check_trained(task: Task) -> None:
-    """Refuse parameters that the captured graph will not know: nobody would train them."""
-    known = {id(tensor) for tensor in named_state(task.network, task.loss_fn).values()}
-    for optimizer in task.optimizers:
-        groups = optimizer.param_groups
-        unknown = [p for group in groups for p in group["params"] if id(p) not in known]
-        if unknown:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} has {len(unknown)} parameter(s) that are neither in "
-                f"net nor in loss_fn, the first of shape {list(unknown[0].shape)}\n"
-                f"  Fix: make the optimizer from net.parameters(), after the last change to net; "
-                f"pass the module that has them as loss_fn, not a function around it."
-            )
-
-
-def _all_owners(
-    placed: PlacedGraph,
-    owners: Mapping[str, int],
-    names: Iterable[str],
-    modules: Mapping[str, Annotation],
-) -> dict[str, int]:
-    """The owner of every parameter and buffer; what no operation uses is with its module, or 0."""
-    found = dict(owners)
-    for position, its_names in placed.graph.state_names.items():
-        for name in its_names:
-            found.setdefault(name, placed.workers[position])
-    for name in names:
-        found.setdefault(name, _owner_of_unused(name, modules))
-    return found
-
-
-def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
-    from graphsplit.placement.whole import nearest
-
-    placed = nearest(modules, name.rpartition(".")[0])
-    return placed[1].rank if placed is not None else 0
-
-
-def _consumers(plan: PartitionPlan) -> tuple[int, ...]:
-    """Workers that read the loader: those whose segments read an input, and the metrics' one."""
-    nodes = plan.placed.graph.nodes
-    found: dict[int, None] = {}
-    for segment, io in zip(plan.segments, plan.io, strict=True):
-        if any(nodes[v].kind is NodeKind.INPUT for v in io.values):
-            found[segment.worker] = None
-    if plan.placed.graph.mode is Mode.EVAL or not found:
-        found[plan.home] = None
-    return tuple(found)
-
-
-def _describe_optimizer(task: Task) -> str:
-    """The optimizer's class and settings: workers whose scripts differ only there must notice."""
-    names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
-    lines = [task.update_rules.describe()]
-    for optimizer in task.optimizers:
-        lines.append(f"optimizer {type(optimizer).__name__}")
-        for group in optimizer.param_groups:
-            settings = {k: v for k, v in group.items() if k != "params"}
-            members = [names.get(id(p), "a parameter of no module") for p in group["params"]]
-            lines.append(f"  group {settings!r}: {', '.join(members)}")
-    return "\n".join(lines)
-
-
-def unflatten_outputs(
-    graph: CapturedGraph,
-    values: dict[int, torch.Tensor],
-    inputs: list[Any],
-    numbers: Mapping[str, Any] | None = None,
-) -> Any:
-    """The outputs of a step in the network's own structure."""
-    leaves: list[Any] = []
-    for output in graph.outputs:
-        if output.node is None:
-            leaves.append(output.constant)
-            continue
-        node = graph.nodes[output.node]
-        if node.kind is NodeKind.INPUT:
-            leaves.append(inputs[int(node.target)])
-        elif node.kind is NodeKind.CONSTANT:
-            leaves.append(graph.constants[node.name])
-        elif node.kind is NodeKind.NUMBER:
-            leaves.append((numbers or {})[node.name])
-        else:
-            leaves.append(values[output.node])
-    return graph.output_spec.rebuild(leaves)

@@ -24,7 +24,8 @@ from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
 from graphsplit.train.batch import leaves
 from graphsplit.train.microbatches import Divider, Division, Shape, own_views
-from graphsplit.train.planner import OneByOneError, Planned, Planner
+from graphsplit.train.passes import OneByOneError
+from graphsplit.train.planner import Planned, Planner
 
 
 @dataclass

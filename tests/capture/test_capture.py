@@ -15,7 +15,8 @@ import graphsplit as gs
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.errors import PlacementError
 from graphsplit.train.batch import Signature
-from graphsplit.train.planner import Task, capture_graph
+from graphsplit.train.passes import capture_graph
+from graphsplit.train.task import Task
 
 X = torch.zeros(2, 4)
 

@@ -19,7 +19,7 @@ from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.scattered import Scattered
 from graphsplit.testing.simulate import Captures
 from graphsplit.train.batch import Signature
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 Body = Callable[["Net", torch.Tensor], torch.Tensor]

@@ -178,7 +178,7 @@ def test_every_worker_draws_other_masks_as_one_process_does() -> None:
             return F.dropout(a, 0.5), F.dropout(b, 0.5)
 
     def make_task() -> Any:
-        from graphsplit.train.planner import Task
+        from graphsplit.train.task import Task
 
         net = Masks()
         placed(a=0, b=1)(net)

@@ -211,7 +211,7 @@ def test_workers_that_clip_differently_notice() -> None:
         return GlobalNorm(float(len(made)))
 
     from graphsplit.errors import PlanMismatchError
-    from graphsplit.train.planner import Task
+    from graphsplit.train.task import Task
 
     def make_task() -> Task:
         network = Tower()

@@ -20,7 +20,7 @@ from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
 BATCHES = batches_of(4, 8)

@@ -17,7 +17,7 @@ from graphsplit.errors import PlanMismatchError
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 from graphsplit.train.microbatches import Divider
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 _lenet = Captures()
 

@@ -23,7 +23,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker
 from graphsplit.train.batch import split_batch
 from graphsplit.train.checkpoint.group import Group
 from graphsplit.train.checkpoint.states import States
-from graphsplit.train.planner import Task, named_state
+from graphsplit.train.task import Task, named_state
 
 BATCHES = batches_of(4, 8, num=6)
 LAYERS = ("first", "norm", "second", "third")

@@ -16,7 +16,7 @@ from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster, SimulationError
 from graphsplit.train.batch import Arguments
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 
 class Two(nn.Module):

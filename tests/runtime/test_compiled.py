@@ -16,7 +16,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.runtime.compiled import compiler_of
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,

@@ -27,7 +27,7 @@ from graphsplit.testing.compare import difference
 from graphsplit.train.checkpoint import files
 from graphsplit.train.checkpoint.group import ControlGroup, Group
 from graphsplit.train.checkpoint.states import States
-from graphsplit.train.planner import named_state
+from graphsplit.train.task import named_state
 
 MIB = 1024 * 1024
 

@@ -17,9 +17,9 @@ from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.gpipe import gpipe
 from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train import planner as planners
+from graphsplit.train import passes
 from graphsplit.train.microbatches import Divider
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 BATCH = ((torch.arange(24.0).reshape(8, 3) / 24, torch.arange(8) % 2), {})
 
@@ -114,7 +114,7 @@ def lowered_by(plan: Any, number: int, costs: Costs | None = None) -> Any:
 def test_a_plan_is_lowered_again_with_costs_and_the_bits_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planners, "policy_of", lambda schedule, number: lowered_by)
+    monkeypatch.setattr(passes, "policy_of", lambda schedule, number: lowered_by)
     plain, measured = cluster_of(), cluster_of("auto")
     for step in range(5):
         plain.train_step(BATCH)
@@ -139,7 +139,7 @@ def test_costs_that_change_nothing_leave_the_channels_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     always = lambda plan, number, costs=None: gpipe(plan, number)  # noqa: E731
-    monkeypatch.setattr(planners, "policy_of", lambda schedule, number: always)
+    monkeypatch.setattr(passes, "policy_of", lambda schedule, number: always)
     cluster = cluster_of("auto")
     cluster.train_step(BATCH)
     before = cluster.latest(Mode.TRAIN)

@@ -15,7 +15,7 @@ from torch import nn
 
 from graphsplit.errors import StateError
 from graphsplit.train.checkpoint.values import encode
-from graphsplit.train.planner import Task, named_state
+from graphsplit.train.task import Task, named_state
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"

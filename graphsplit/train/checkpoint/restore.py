@@ -21,7 +21,7 @@ from graphsplit.train.checkpoint.contents import (
 from graphsplit.train.checkpoint.layout import plain_meta
 from graphsplit.train.checkpoint.source import Request, Source
 from graphsplit.train.checkpoint.values import decode, tensor_names
-from graphsplit.train.planner import Task, named_state
+from graphsplit.train.task import Task, named_state
 
 _MAX_SHOWN = 200
 

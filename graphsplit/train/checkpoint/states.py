@@ -30,7 +30,7 @@ from graphsplit.train.checkpoint.restore import (
 from graphsplit.train.checkpoint.save import save_file, save_folder
 from graphsplit.train.checkpoint.source import Request, Source
 from graphsplit.train.checkpoint.values import decode, tensor_names
-from graphsplit.train.planner import Task
+from graphsplit.train.task import Task
 
 PathLike = str | os.PathLike[str]
 

@@ -239,8 +239,10 @@ class Replicator:
                 self.held.parts[number] = message.pieces
                 self._report(HELD, number)
             elif message.kind in (LOG, LOG_BEGINS) and is_from_before:
-                kept = [] if message.kind == LOG_BEGINS else self.held.log
-                self.held.log = [*kept, (number, message.pieces)]
+                if message.kind == LOG_BEGINS:
+                    self.held.log = []
+                if message.pieces:
+                    self.held.log.append((number, message.pieces))
             elif message.kind == HELD and self._rank == _COORDINATOR:
                 self._note_held(source, number)
             elif message.kind == STORED and self._rank == _COORDINATOR:

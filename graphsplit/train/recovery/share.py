@@ -23,9 +23,9 @@ from graphsplit.train.checkpoint.contents import (
 from graphsplit.train.checkpoint.states import Resumption, States
 from graphsplit.train.checkpoint.values import decode
 from graphsplit.train.cluster_engine import ClusterEngine
-from graphsplit.train.planner import Task, named_state
 from graphsplit.train.recovery.disk import contents_of
 from graphsplit.train.recovery.part import FlatTensors, Part
+from graphsplit.train.task import Task, named_state
 
 _LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
 

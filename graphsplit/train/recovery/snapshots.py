@@ -12,15 +12,15 @@ import torch
 from graphsplit.errors import CheckpointError
 from graphsplit.runtime.job import Job
 from graphsplit.train.checkpoint.layout import octets_of
-from graphsplit.train.planner import named_state
 from graphsplit.train.recovery.agreement import START, Offer, Target, choose
-from graphsplit.train.recovery.disk import DiskWriter, SnapshotFolder, model_folder
+from graphsplit.train.recovery.disk import KEEP, DiskWriter, SnapshotFolder, model_folder
 from graphsplit.train.recovery.exchange import exchange_parts, group_of, pieces_of, share_script
 from graphsplit.train.recovery.part import FlatTensors, Part
 from graphsplit.train.recovery.replicator import Held, Replicator
 from graphsplit.train.recovery.results import Results
 from graphsplit.train.recovery.settings import SnapshotSettings
 from graphsplit.train.recovery.share import ModelShare
+from graphsplit.train.task import named_state
 
 _GENERATOR = "generator"
 _SMALLEST_LIMIT = 64 * 1024 * 1024
@@ -83,6 +83,7 @@ class Snapshots:
         self._disk: DiskWriter | None = None
         self._num_sent = 0  # lines of results that have been sent in this generation
         self._since_disk = 0
+        self._on_disk: tuple[int, ...] = ()  # that may be there, or are on their way
         self._target: Target | None = None
         self._part: Part | None = None  # of the target, where it is in memory
         self._owners: Mapping[str, Mapping[str, int]] = {}
@@ -135,6 +136,8 @@ class Snapshots:
         if goes_to_disk:
             replicator.wait_stored()
             self._since_disk = 0
+            # Complete ones are kept, and the next one replaces the oldest when it is complete.
+            self._on_disk = (*self._on_disk, self._number)[-KEEP - 1 :]
         self._offer(part, self._script(place) if goes_to_disk else None)
 
     def _offer(self, part: Part, script: Mapping[str, Any] | None = None) -> None:
@@ -183,8 +186,10 @@ class Snapshots:
         place = self._places.get(committed)
         if place is None:
             return
-        for number in [n for n, p in self._places.items() if p.first_needed < place.first_needed]:
-            del self._places[number]
+        for number, earlier in list(self._places.items()):
+            is_kept = number >= committed or number in self._on_disk
+            if earlier.first_needed < place.first_needed or not is_kept:
+                del self._places[number]
         for share in self._shares:
             if share.index in place.models:
                 share.start = None
@@ -284,6 +289,8 @@ class Snapshots:
         self._number, self._since_disk = number, 0
         for later in [n for n in self._places if n > number]:
             del self._places[later]
+        earlier = [n for n in self._on_disk if n < number]
+        self._on_disk = (*earlier, number)[-KEEP - 1 :]
         for part in own.values():
             if part.number != number:
                 self._release(part)

@@ -1,0 +1,211 @@
+"""The pure passes in a row: capture, resolve, partition, lower; equal on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from graphsplit.capture.export import CaptureRequest, capture
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.errors import ConfigurationError
+from graphsplit.partition.edges import partition
+from graphsplit.partition.in_place import keep_memory_together
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.recomputation import with_recomputation
+from graphsplit.partition.redrawn import refuse_redrawn
+from graphsplit.partition.splitting import with_splits
+from graphsplit.partition.tally import with_tally
+from graphsplit.partition.verify import verify
+from graphsplit.placement.annotations import Annotation
+from graphsplit.placement.resolve import PlacedGraph, PlacementRules, UnplacedRule, resolve
+from graphsplit.placement.rules import kept_rules
+from graphsplit.program.lower import (
+    WHOLE_STEP,
+    Policy,
+    StepPart,
+    WorkerProgram,
+    lower,
+)
+from graphsplit.runtime.deferred_init import is_deferred, stand_ins
+from graphsplit.runtime.ownership import plain_classes
+from graphsplit.runtime.update import UpdateRules
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.depths import channel_depths
+from graphsplit.schedule.orders import checked
+from graphsplit.schedule.policies import policy_of
+from graphsplit.schedule.verify import verify_programs
+from graphsplit.train import batch as batches
+from graphsplit.train.batch import Signature
+from graphsplit.train.task import Task, module_annotations, stateful_modules
+
+
+class OneByOneError(Exception):
+    """Forward leaves attributes with which the next microbatch has another graph.
+
+    Attributes:
+        graph: The graph of the first one.
+    """
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+
+def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
+    """Capture the step of a mode, for arguments of a signature."""
+    run: Callable[..., Any] = batches.run_predict
+    loss: int | None = None
+    if mode is Mode.TRAIN:
+        run, loss = batches.run_train, 0
+    elif mode is Mode.EVAL:
+        run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
+        loss = 0 if task.with_loss else None
+    args, kwargs = signature.example()
+    modes = [(module, module.training) for module in task.network.modules()]
+    task.network.train(mode is Mode.TRAIN)
+    try:
+        with ExitStack() as stack:
+            for module in stateful_modules(task):
+                stack.enter_context(plain_classes(module))
+                if is_deferred(module):
+                    stack.enter_context(stand_ins(module))
+            run = batches.casting_to(task.autocast, run)
+            return capture(
+                CaptureRequest(
+                    task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims
+                )
+            )
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def placement_rules(
+    network: nn.Module,
+    loss_fn: Any,
+    *,
+    unplaced: UnplacedRule,
+    num_workers: int,
+    owners: Mapping[str, int],
+) -> PlacementRules:
+    """All that decides where the parts of a network go, apart from its graph."""
+    kept = kept_rules(network)
+    return PlacementRules(
+        num_workers,
+        module_annotations(network, loss_fn),
+        unplaced,
+        dict(owners),
+        kept.operations,
+        kept.parameters,
+    )
+
+
+def make_plan(
+    graph: CapturedGraph,
+    *,
+    network: nn.Module,
+    loss_fn: Any,
+    unplaced: UnplacedRule,
+    num_workers: int,
+    owners: dict[str, int],
+    part: StepPart = WHOLE_STEP,
+    schedule: str | Policy = "1f1b",
+    update: UpdateRules | None = None,
+    is_compiled: bool = False,
+    recompute: bool | Collection[str] = False,
+) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+    """All pure passes in a row: resolve, partition, lower; each result is verified.
+
+    Raises:
+        OneByOneError: The plan is for several microbatches, which have several graphs.
+    """
+    if graph.is_other_after and part.num_microbatches > 1:
+        raise OneByOneError(graph)
+    rules = placement_rules(
+        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
+    )
+    placed = keep_memory_together(resolve(graph, rules))
+    refuse_redrawn(placed, is_microbatched=part.is_microbatched)
+    if graph.mode is Mode.TRAIN and not placed.graph.has_gradients:
+        raise ConfigurationError(
+            "the loss depends on no parameter that requires a gradient, so there is nothing to "
+            "train\n  Fix: leave requires_grad on for some parameter, and do not detach the loss."
+        )
+    plan = partition(placed, is_microbatched=part.is_microbatched)
+    if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
+        plan = with_splits(with_recomputation(plan, recompute))
+    if update is not None and part.last and graph.mode is Mode.TRAIN:
+        names = [name for name, _ in network.named_parameters()]
+        owned = all_owners(placed, owners, names, rules.modules)
+        sizes = update.tally_sizes([owned[name] for name in names], num_workers)
+        plan = with_tally(plan, sizes) if sizes is not None else plan
+    verify(plan)
+    return plan, lower_plan(plan, part, schedule)
+
+
+def lower_plan(
+    plan: PartitionPlan, part: StepPart, schedule: str | Policy, costs: Costs | None = None
+) -> tuple[WorkerProgram, ...]:
+    """The programs of a plan, verified.
+
+    Args:
+        plan: The plan.
+        part: Which part of a step they run.
+        schedule: The name of the policy, or the policy.
+        costs: What its steps were found to cost, for a policy that looks at it.
+    """
+    number = part.num_microbatches
+    is_training = plan.placed.graph.mode is Mode.TRAIN
+    policy: Any = policy_of(schedule if is_training else "gpipe", number)
+    if costs is not None:
+        policy = partial(policy, costs=costs)
+    policy = checked(policy)
+    programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
+    verify_programs(plan, programs, depths=channel_depths(programs))
+    return programs
+
+
+def all_owners(
+    placed: PlacedGraph,
+    owners: Mapping[str, int],
+    names: Iterable[str],
+    modules: Mapping[str, Annotation],
+) -> dict[str, int]:
+    """The owner of every parameter and buffer; what no operation uses is with its module, or 0."""
+    found = dict(owners)
+    for position, its_names in placed.graph.state_names.items():
+        for name in its_names:
+            found.setdefault(name, placed.workers[position])
+    for name in names:
+        found.setdefault(name, _owner_of_unused(name, modules))
+    return found
+
+
+def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
+    from graphsplit.placement.whole import nearest
+
+    placed = nearest(modules, name.rpartition(".")[0])
+    return placed[1].rank if placed is not None else 0
+
+
+def consumers_of(plan: PartitionPlan) -> tuple[int, ...]:
+    """Workers that read the loader: those whose segments read an input, and the metrics' one."""
+    nodes = plan.placed.graph.nodes
+    found: dict[int, None] = {}
+    for segment, io in zip(plan.segments, plan.io, strict=True):
+        if any(nodes[v].kind is NodeKind.INPUT for v in io.values):
+            found[segment.worker] = None
+    if plan.placed.graph.mode is Mode.EVAL or not found:
+        found[plan.home] = None
+    return tuple(found)
+
+
+def numbers_for(plan: PartitionPlan, signature: Signature) -> Mapping[str, Any] | None:
+    """The numbers that a plan's graph computes of a batch's sizes; None if it does not hold."""
+    sizes = plan.placed.graph.sizes
+    symbols = sizes.bind(batches.leaves(signature.example("meta"))) if sizes is not None else None
+    return sizes.compute(symbols) if sizes is not None and symbols is not None else None
