@@ -17,10 +17,11 @@ DEMO_ARGS ?= --epochs 40 --lr 0.02
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
+KILL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz clean venv
+.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz kill-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +74,11 @@ docs: $(STAMP) ## build the API reference as HTML under docs/_build
 fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ_ARGS="--frames N"
 	$(BIN)/python tests/fuzz/frame_fuzzer.py $(FUZZ_ARGS)
 	$(BIN)/python tests/fuzz/session_fuzzer.py
+
+# The tests run four of them. KILL_ARGS="--only PATTERN --jobs N"; rows that are there are kept.
+kill-matrix: $(STAMP) ## every process in every phase killed, stopped, or raising: 486 runs
+	$(BIN)/python tests/matrix/kill_matrix.py --out kill-matrix.jsonl $(KILL_ARGS)
+	$(BIN)/python tests/matrix/table.py kill-matrix.jsonl
 
 bench: $(STAMP) ## measure every row of the table, and write JSON under benchmarks/results/local
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)

@@ -104,7 +104,7 @@ def main() -> None:
     """Read the command line."""
     made_parser = parser(__doc__, rounds=9)
     made_parser.add_argument("--steps", type=int, default=200)
-    made_parser.add_argument("--schedule", default="1f1b")
+    made_parser.add_argument("--schedule", default="zero_bubble")
     arguments = made_parser.parse_args()
     if is_worker():
         work(arguments)

@@ -21,6 +21,7 @@ PLAIN, JSON = LOG_FORMATS = ("plain", "json")
 FAIL_FAST, WAIT_REJOIN, RESTART = RECOVERY_POLICIES = ("fail_fast", "wait_rejoin", "restart")
 MAX_WORKERS = 1024
 MAX_NODE_ID_CHARS = 128
+NODE_TIMEOUT_S = 30.0
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -36,6 +37,7 @@ class Watching:
         log: ``"plain"`` lines, or one ``"json"`` object per line.
         full_traceback: Whether tracebacks show graphsplit's own frames.
         report_file: Where to leave what ended this process; the launcher's, empty without one.
+        launcher_line: Number of the socket to the launcher; the scheduler's, empty without one.
         metrics_host: Where metrics are served.
         metrics_port: The scheduler's port for metrics; worker r takes the r + 1st after it. None
             serves none.
@@ -44,6 +46,7 @@ class Watching:
     log: str = PLAIN
     full_traceback: bool = False
     report_file: str = ""
+    launcher_line: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
 
@@ -84,7 +87,7 @@ class ClusterSettings:
     wished_rank: int | None = None
     worker_host: str = "127.0.0.1"
     topo_timeout_s: float = 1800.0
-    node_timeout_s: float = 30.0
+    node_timeout_s: float = NODE_TIMEOUT_S
     receive_timeout_s: float = 300.0
     retry_lower_s: float = 3.0
     retry_upper_s: float = 5.0
@@ -138,7 +141,7 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         wished_rank=wished_rank,
         worker_host=reader.host("MS_WORKER_IP"),
         topo_timeout_s=reader.seconds("MS_TOPO_TIMEOUT", default=1800.0),
-        node_timeout_s=reader.seconds("MS_NODE_TIMEOUT", default=30.0),
+        node_timeout_s=reader.seconds("MS_NODE_TIMEOUT", default=NODE_TIMEOUT_S),
         receive_timeout_s=reader.seconds("MS_RECEIVE_MSG_TIMEOUT", default=300.0),
         retry_lower_s=lower_s,
         retry_upper_s=upper_s,
@@ -159,6 +162,7 @@ def _read_watching(reader: _Reader) -> Watching:
         log=reader.choice("GS_LOG", LOG_FORMATS, default=PLAIN),
         full_traceback=reader.flag("GS_FULL_TRACEBACK"),
         report_file=reader.text("GS_REPORT_FILE"),
+        launcher_line=reader.text("GS_LAUNCHER_LINE"),
         metrics_host=reader.host("GS_METRICS_HOST"),
         metrics_port=reader.integer("GS_METRICS_PORT", lowest=1, highest=65535) if port else None,
     )

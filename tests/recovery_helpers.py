@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from graphsplit.capture.attributes import plain_attributes
 from graphsplit.cluster.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
@@ -149,6 +150,12 @@ class ThreadMember:
 
     def report_failure(self, cause: FailureCause) -> None:
         self._cluster.fail(cause)
+
+    def await_verdict(self) -> None:
+        """What was reported has ended the job already."""
+
+    def is_own(self, cause: FailureCause) -> bool:
+        return cause.rank == self.rank and cause.kind != "lost"
 
 
 class ThreadJob(Job):
@@ -351,11 +358,6 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replicator, "_join", join)
 
 
-def has_python(module: Any) -> bool:
-    """Whether a graph depends on more than what the module prints of itself."""
-    return "_graphsplit_opaque" in vars(module) or hasattr(module, "is_scaled")
-
-
 class _Captures:
     """Graphs of networks that are alike, kept: capture takes most of a test."""
 
@@ -365,8 +367,9 @@ class _Captures:
     def graph(self, task: Any, mode: Any, signature: Any) -> Any:
         parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
         options = (task.autocast, task.with_loss, str(task.dynamic_dims))
-        key = (str(task.network), str(task.loss_fn), options, parameters, mode, signature.text)
-        if any(has_python(module) for module in task.network.modules()):
+        look = (str(task.network), plain_attributes(task.network), str(task.loss_fn))
+        key = (look, options, parameters, mode, signature.text)
+        if any("_graphsplit_opaque" in vars(module) for module in task.network.modules()):
             return _capture_graph(task, mode, signature)
         if key not in self._graphs:
             self._graphs[key] = _capture_graph(task, mode, signature)

@@ -19,7 +19,7 @@ class Hello(_message.Message):
     def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("plan", "edge", "header", "payload", "proof", "credits", "waits")
+    __slots__ = ("plan", "edge", "header", "payload", "proof", "credits", "waits", "companions")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     EDGE_FIELD_NUMBER: _ClassVar[int]
     HEADER_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class Chunk(_message.Message):
     PROOF_FIELD_NUMBER: _ClassVar[int]
     CREDITS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    COMPANIONS_FIELD_NUMBER: _ClassVar[int]
     plan: int
     edge: int
     header: bytes
@@ -34,7 +35,8 @@ class Chunk(_message.Message):
     proof: bytes
     credits: _containers.RepeatedCompositeFieldContainer[Credit]
     waits: bool
-    def __init__(self, plan: _Optional[int] = ..., edge: _Optional[int] = ..., header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., waits: _Optional[bool] = ...) -> None: ...
+    companions: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, plan: _Optional[int] = ..., edge: _Optional[int] = ..., header: _Optional[bytes] = ..., payload: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., credits: _Optional[_Iterable[_Union[Credit, _Mapping]]] = ..., waits: _Optional[bool] = ..., companions: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("plan", "edge", "messages")

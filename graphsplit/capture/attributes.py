@@ -217,7 +217,7 @@ def plain_attributes(root: nn.Module) -> str:
         (path, name, value)
         for path, module in root.named_modules()
         for name, value in vars(module).items()
-        if _is_users(name) and _is_plain(value)
+        if is_of_user(name) and _is_plain(value)
     )
     return repr(list(found))
 
@@ -241,10 +241,11 @@ def _is_among(value: Any, storages: Collection[int]) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in vars(module).items() if _is_users(name)}
+    return {name: _copy(value) for name, value in vars(module).items() if is_of_user(name)}
 
 
-def _is_users(name: str) -> bool:
+def is_of_user(name: str) -> bool:
+    """Whether an attribute of a module is the user's own, not PyTorch's."""
     return name not in _NOT_THE_USERS and not (name.endswith("_hooks") and name.startswith("_"))
 
 

@@ -9,6 +9,7 @@ running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL
 running --SIGTERM--------> SIGTERM at once --20 s--> SIGTERM --2 s--> SIGKILL
 running --last worker----> the scheduler has 30 s --> SIGTERM --2 s--> SIGKILL
 running --killed, and it may be started again--> running
+running --frozen, and given up by the job--> SIGKILL for that one
 ```
 """
 
@@ -41,6 +42,8 @@ class JobEnding:
         asks_for_another_try: Whether some process ended so that all should be started again.
         first_failed: Who failed first; empty while all is well.
         returncodes: How processes ended that were not told to.
+        is_over: Whether the job has finished: then nothing is started again.
+        given_up: Why a process that still runs is being ended at once.
     """
 
     running: set[str]
@@ -51,6 +54,8 @@ class JobEnding:
     reason: str = ""
     first_failed: str = ""
     returncodes: dict[str, int] = field(default_factory=dict)
+    is_over: bool = False
+    given_up: dict[str, str] = field(default_factory=dict)
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
     _is_interrupted: bool = False
     _has_signalled: bool = False
@@ -66,16 +71,18 @@ class JobEnding:
         Returns:
             Whether to start it again. Then it counts as running.
         """
+        given_up = self.given_up.pop(name, "")
         if self._may_start_again(name, returncode):
             self.restarts -= 1
             return True
         self.running.discard(name)
         self.asks_for_another_try |= returncode == EX_TEMPFAIL
-        if not self._has_signalled:
+        if not self._has_signalled and not given_up:
             self.returncodes[name] = returncode
         if returncode != 0 and self.status == 0:
             self.first_failed = name
-            self._blame(exit_status(returncode), f"{name} {describe(returncode)}")
+            how = f"was given up: {given_up}" if given_up else describe(returncode)
+            self._blame(1 if given_up else exit_status(returncode), f"{name} {how}")
             self._end_from(now_s + GRACE_S)
         elif self.running == {SCHEDULER}:
             self._end_from(now_s + SCHEDULER_LINGER_S)
@@ -84,8 +91,23 @@ class JobEnding:
     def _may_start_again(self, name: str, returncode: int) -> bool:
         """Killed, or asking for it: an error of the script would only be made again."""
         was_lost = returncode < 0 or returncode == EX_TEMPFAIL
-        may_be = name != SCHEDULER or self.restarts_scheduler
-        return was_lost and may_be and self.restarts > 0 and self.status == 0
+        may_be = self.restarts_scheduler if name == SCHEDULER else SCHEDULER in self.running
+        is_healthy = self.status == 0 and not self.is_over
+        return was_lost and may_be and self.restarts > 0 and is_healthy
+
+    def give_up(self, name: str, why: str, *, is_final: bool) -> bool:
+        """The job does not count on a process any more, though it may still be there.
+
+        Returns:
+            Whether to end it at once: because another one can take its place, or because it would
+            come back too late in any case.
+        """
+        if name not in self.running or name in self.given_up:
+            return False
+        if not is_final and not self._may_start_again(name, -signal.SIGKILL):
+            return False
+        self.given_up[name] = why
+        return True
 
     def interrupted(self, signum: signal.Signals, *, now_s: float) -> None:
         """The user asked for the end; every further request skips one wait."""

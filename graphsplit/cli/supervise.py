@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,21 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, BinaryIO
 
-from graphsplit.cli.children import collect_if_ended, signal_group, start_child
+from graphsplit.cli.children import (
+    Child,
+    StartChild,
+    collect_if_ended,
+    signal_group,
+    start_child,
+)
 from graphsplit.cli.console import Console
-from graphsplit.cli.ending import JobEnding, describe
+from graphsplit.cli.ending import SCHEDULER, JobEnding, describe
 from graphsplit.cli.environment import ChildSpec
 from graphsplit.cli.lines import LineCutter
+from graphsplit.cli.scheduler_line import SchedulerLine
 from graphsplit.cli.verdict import Verdict, verdict
+from graphsplit.launcher_line import VARIABLE as LINE
+from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import Report, read_report
 
@@ -69,11 +77,12 @@ def supervise(
     console: Console,
     log_dir: Path | None,
     restarts: Restarts = NO_RESTARTS,
+    start: StartChild = start_child,
 ) -> int:
     """Start ``command`` once for each of ``specs`` and return the job's exit status."""
     for tries_left in range(restarts.jobs, -1, -1):
         ending, found = _run_once(
-            specs, command, console=console, log_dir=log_dir, restarts=restarts
+            specs, command, console=console, log_dir=log_dir, restarts=restarts, start=start
         )
         if found.line:
             console.say(found.line)
@@ -90,10 +99,11 @@ def _run_once(
     console: Console,
     log_dir: Path | None,
     restarts: Restarts,
+    start: StartChild,
 ) -> tuple[JobEnding, Verdict]:
     with contextlib.ExitStack() as stack:
         wakeup, received = stack.enter_context(_catching_signals())
-        job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack)
+        job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
         job.ending.restarts = restarts.processes
         job.ending.restarts_scheduler = restarts.with_scheduler
         stack.callback(job.kill_all)
@@ -113,19 +123,24 @@ class _Job:
         console: Console,
         log_dir: Path | None,
         stack: contextlib.ExitStack,
+        start: StartChild,
     ) -> None:
+        self._start_child = start
         self.ending = JobEnding({spec.name for spec in specs})
         self._specs = specs
         self._command = command
         self._console = console
         self._log_dir = log_dir
         self._stack = stack
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children: dict[str, Child] = {}
         self._logs: dict[str, BinaryIO] = {}
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="graphsplit-"))
         self._reports = {spec.name: Path(folder) / f"{spec.file_stem}.json" for spec in specs}
         self._selector = stack.enter_context(selectors.DefaultSelector())
+        stack.callback(self._close_pipes)
         self._num_open = 0
+        self._scheduler = SchedulerLine(time.monotonic)
+        stack.callback(self._scheduler.close)
 
     def start(self) -> None:
         """Start all processes and watch their output."""
@@ -138,22 +153,35 @@ class _Job:
         report = self._reports[spec.name]
         report.unlink(missing_ok=True)
         spec = replace(spec, variables={**spec.variables, REPORT_FILE: str(report)})
-        child = start_child(spec, self._command)
+        child = (
+            self._start_scheduler(spec)
+            if spec.name == SCHEDULER
+            else self._start_child(spec, self._command, ())
+        )
         self._children[spec.name] = child
         for channel, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
             assert pipe is not None
-            self._stack.callback(pipe.close)
             output = _Output(spec.name, channel, pipe, log)
             self._selector.register(pipe, selectors.EVENT_READ, output)
             self._num_open += 1
+
+    def _start_scheduler(self, spec: ChildSpec) -> Child:
+        self._forget_scheduler()
+        with self._scheduler.opened() as (ours, theirs):
+            self._selector.register(ours, selectors.EVENT_READ, ours)
+            kept = theirs.fileno()
+            spec = replace(spec, variables={**spec.variables, LINE: str(kept)})
+            return self._start_child(spec, self._command, (kept,))
 
     def run(self, wakeup: socket.socket, received: list[signal.Signals]) -> None:
         """Serve output, exits and signals until nothing is left to wait for."""
         self._selector.register(wakeup, selectors.EVENT_READ)
         while self.ending.running:
-            next_s = self.ending.next_s
+            known_s = (self.ending.next_s, self._scheduler.deadline_s)
+            next_s = min((at_s for at_s in known_s if at_s is not None), default=None)
             timeout = None if next_s is None else max(0.0, next_s - time.monotonic())
             self._read_ready(timeout)
+            self._hear_scheduler()
             while received:
                 self.ending.interrupted(received.pop(0), now_s=time.monotonic())
             self._collect()
@@ -182,13 +210,49 @@ class _Job:
             returncode = collect_if_ended(self._children[name])
             if returncode is None:
                 continue
+            why = self.ending.given_up.get(name, "")
+            how = f"was given up: {why}" if why else describe(returncode)
             if self.ending.exited(name, returncode=returncode, now_s=time.monotonic()):
-                self._start_again(name, returncode)
+                self._start_again(name, how)
+            elif name == SCHEDULER:
+                self._forget_scheduler()
+            else:
+                self._tell_end(name, how)
 
-    def _start_again(self, name: str, returncode: int) -> None:
+    def _tell_end(self, name: str, how: str) -> None:
+        """The scheduler may never have heard of that process."""
+        report = read_report(self._reports[name])
+        error = report.headline if report is not None and report.rank < 0 else ""
+        rank, pid = int(name.split()[-1]), self._children[name].pid
+        self._scheduler.say(Ended(rank, pid, how, cut(error)))
+
+    def _hear_scheduler(self) -> None:
+        for note in self._scheduler.hear():
+            match note:
+                case GivenUp():
+                    name = f"worker {note.rank}"
+                    if name in self._children and self._children[name].pid == note.pid:
+                        self._give_up(name, note.why, is_final=note.is_final)
+                case Over():
+                    self.ending.is_over = True
+        silent_s = self._scheduler.silent_for()
+        if silent_s is not None:
+            why = f"nothing was heard from it for {silent_s:g} s (MS_NODE_TIMEOUT)"
+            self._give_up(SCHEDULER, why, is_final=True)
+            self._forget_scheduler()
+
+    def _give_up(self, name: str, why: str, *, is_final: bool) -> None:
+        if self.ending.give_up(name, why, is_final=is_final):
+            signal_group(self._children[name], signal.SIGKILL)
+
+    def _forget_scheduler(self) -> None:
+        if self._scheduler.line is not None:
+            self._selector.unregister(self._scheduler.line)
+            self._scheduler.close()
+
+    def _start_again(self, name: str, how: str) -> None:
         self._console.say(
-            f"graphsplit: {name} {describe(returncode)}; starting it again "
-            f"({self.ending.restarts} restarts left)"
+            f"graphsplit: {name} {how}; starting it again ({self.ending.restarts} restarts left)"
         )
         self._start(next(spec for spec in self._specs if spec.name == name), self._logs.get(name))
 
@@ -206,7 +270,7 @@ class _Job:
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, _Output):
                 self._read(key.data)
-            else:
+            elif not isinstance(key.data, Line):
                 assert isinstance(key.fileobj, socket.socket)
                 key.fileobj.recv(READ_BYTES)
 
@@ -219,7 +283,14 @@ class _Job:
             self._console.show(output.name, output.channel, piece)
         if not chunk:
             self._selector.unregister(output.pipe)
+            output.pipe.close()  # a job may outlive many processes
             self._num_open -= 1
+
+    def _close_pipes(self) -> None:
+        """Those that something holds open that outlived its process."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Output):
+                key.data.pipe.close()
 
     def _open_log(self, spec: ChildSpec) -> BinaryIO | None:
         if self._log_dir is None:

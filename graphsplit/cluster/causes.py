@@ -12,15 +12,30 @@ from graphsplit.cluster.text import join_numbers
 from graphsplit.failure import FailureCause
 
 LEFT_EARLY = "lost: it left before the job was finished, and reported no error"
+LINGERED = "it did not leave when the job had ended"
 BROKEN = "lost: its connection broke, so its process was killed or crashed"
 
 
 def silent(node_timeout_s: float) -> str:
     """What is said of a worker that fell silent."""
-    return (
-        f"lost: nothing was heard from it for {node_timeout_s:g} s (MS_NODE_TIMEOUT), so it is "
-        f"frozen or cut off"
-    )
+    return f"lost: {unheard(node_timeout_s)}, so it is frozen or cut off"
+
+
+def unheard(node_timeout_s: float) -> str:
+    """For how long nothing was heard of a worker."""
+    return f"nothing was heard from it for {node_timeout_s:g} s (MS_NODE_TIMEOUT)"
+
+
+def ended(rank: int, host: str, pid: int, how: str, error: str) -> FailureCause:
+    """What the launcher says of a process that no stream can be asked about any more."""
+    if error:
+        return FailureCause("exception", error, rank=rank, host=host, pid=pid)
+    return FailureCause("lost", ended_process(how), rank=rank, host=host, pid=pid)
+
+
+def ended_process(how: str) -> str:
+    """What is said of a worker whose process the launcher saw end."""
+    return f"lost: its process {how}"
 
 
 def did_not_return(node_timeout_s: float) -> str:

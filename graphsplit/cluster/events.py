@@ -53,11 +53,30 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class ProcessEnded:
+    """The launcher says that a worker's process has ended, and that it starts no other one.
+
+    Attributes:
+        rank: Its rank.
+        host: Where it ran.
+        pid: Its process id there.
+        how: ``was killed by SIGKILL``, or ``ended with status 1``.
+        error: What it left as its reason; empty if it left none.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    how: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Connected | Received | Malformed | Disconnected | Interrupted | Tick
+Event = Connected | Received | Malformed | Disconnected | Interrupted | ProcessEnded | Tick
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,28 @@ class Drop:
     """End a node's stream without a word. A worker that is alive comes back on another one."""
 
     node: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The job does not count on a worker's process any more, though it may still be there.
+
+    Attributes:
+        rank: The worker's rank.
+        pid: Its process id.
+        why: What was noticed of it.
+        is_final: Whether it would come back too late in any case: the job is over.
+    """
+
+    rank: int
+    pid: int
+    why: str
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class JobOver:
+    """The job has finished: a process that ends now needs no successor."""
 
 
 @dataclass(frozen=True)
@@ -113,4 +154,4 @@ class Exit:
     cause: FailureCause | None = None
 
 
-Effect = Send | Refuse | Drop | Persist | Log | Exit
+Effect = Send | Refuse | Drop | GiveUp | JobOver | Persist | Log | Exit

@@ -38,6 +38,9 @@ FORMING_REPORT_INTERVAL_S = 10.0
 HEARTBEAT_INTERVAL_S = 1.0
 # How long a lost worker waits for a better explanation: a traceback that is still under way.
 GRACE_S = 0.3
+# How long what a worker saw of another one waits for news of that one itself. Links between two
+# processes break a moment before, or after, anybody else knows why.
+SEEN_GRACE_S = 1.0
 # How long everyone may take to leave after an abort or a release.
 LEAVE_TIMEOUT_S = 5.0
 # How long a connection may stay without registering.
@@ -46,4 +49,4 @@ REGISTER_TIMEOUT_S = 10.0
 TEXT_TIMEOUT_S = 10.0
 # How often the scheduler looks at its clock. A longer silence means that it was frozen itself.
 TICK_INTERVAL_S = 0.2
-FROZEN_AFTER_S = 5.0
+FROZEN_AFTER_S = 1.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import random
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +18,7 @@ from graphsplit.cluster.identity import (
     Position,
     bounded,
     failure_of,
+    own_host,
     text_chunks,
 )
 from graphsplit.cluster.meetings import place_name
@@ -52,7 +51,7 @@ from graphsplit.cluster.messages import (
 )
 from graphsplit.cluster.rpc import format_address
 from graphsplit.cluster.session import Session, StreamEnd
-from graphsplit.cluster.text import cut_end, encodable, split_lines
+from graphsplit.cluster.text import split_lines
 from graphsplit.errors import (
     ClusterError,
     JobFailedError,
@@ -71,8 +70,11 @@ __all__ = ["Member", "NodeIdentity", "Peer", "Position"]
 _REPORT_INTERVAL_S = 10.0
 _FIRST_REPORT_S = 2.0  # the scheduler's process imports torch, too
 _REPORT_TIMEOUT_S = 1.0
+_VERDICT_S = 3.0  # the scheduler's grace, and a busy machine
 # The first attempts come quickly: processes started together miss each other by moments only.
 _FIRST_RETRY_S = 0.1
+# Not Python's own generator: that one is the script's, and its draws are part of the bits.
+_CHANCE = secrets.SystemRandom()
 
 
 class Member:
@@ -104,7 +106,7 @@ class Member:
         self.abort = abort
         self._log = teller(log)
         self._address = format_address(settings.scheduler_host, settings.scheduler_port)
-        self._host = cut_end(encodable(socket.gethostname() or "unknown"), limits.MAX_HOST_CHARS)
+        self._host = own_host()
         self._pid = os.getpid()
         self._incarnation = secrets.token_hex(16)
         self._state = MemberState(self._address)
@@ -157,7 +159,8 @@ class Member:
             member._registration = member._first_registration(endpoints, identity)
             member._register()
             member._wait_running(0)
-        except BaseException:
+        except BaseException as error:
+            member._report_early(error)
             member.close()
             raise
         return member
@@ -304,17 +307,48 @@ class Member:
         scheduler is away, and will be back, this waits up to ``MS_NODE_TIMEOUT`` for it.
         """
         with self._changed:
-            if self._session is None or self._formed is None or self._state.is_over:
+            is_unknown = self._state.phase is MemberPhase.JOINING
+            is_away = self._is_reconnecting
+            if is_unknown or self._state.is_over or (self._session is None and not is_away):
                 return
             if self.abort.cause not in (None, cause) and not self.abort.recovers:
                 return
             self._to_report = Failed(bounded(cause))
-            self._session.send(self._to_report)
-            is_away = self._is_reconnecting
+            self._state.is_failure_noted = False
+            self._tell(self._to_report)  # and again on the next stream, until it is noted
             self._changed.wait_for(
                 lambda: self._state.is_failure_noted or self._state.is_over,
                 self._settings.node_timeout_s if is_away else _REPORT_TIMEOUT_S,
             )
+
+    def await_verdict(self) -> None:
+        """Wait until the scheduler has said what a failure that was reported means for the job.
+
+        While it is away, and may be back, nobody can know: this worker may be the one that is cut
+        off, and the job may go on without it.
+        """
+        with self._changed:
+            deadline = time.monotonic() + _VERDICT_S
+            while self.abort.cause is None and not self._has_left:
+                if self._is_reconnecting:
+                    deadline = time.monotonic() + _VERDICT_S
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
+
+    def is_own(self, cause: FailureCause) -> bool:
+        """Whether this is what this worker itself has reported."""
+        told = self._to_report.cause if self._to_report is not None else None
+        return told is not None and (told.rank, told.message) == (cause.rank, cause.message)
+
+    def _report_early(self, error: BaseException) -> None:
+        """It has a name already, but no rank of its own."""
+        wished = self._settings.wished_rank
+        rank = -1 if wished is None else wished
+        cause = failure_of(error, rank=rank, host=self._host, pid=self._pid, position="")
+        if cause is not None:
+            self.report_failure(cause)
 
     def close(self) -> None:
         """Leave. Safe to call twice, after a failure, and from a forked child (a no-op there)."""
@@ -445,7 +479,7 @@ class Member:
 
     def _pause(self, num_attempts: int, deadline: float) -> None:
         settings = self._settings
-        usual_s = random.uniform(settings.retry_lower_s, settings.retry_upper_s)
+        usual_s = _CHANCE.uniform(settings.retry_lower_s, settings.retry_upper_s)
         pause_s = min(usual_s, _FIRST_RETRY_S * 2 ** min(num_attempts - 1, 16))
         left_s = deadline - time.monotonic()
         with self._changed:
@@ -584,6 +618,7 @@ class Member:
             self.abort = AbortSignal(generation)
             self.abort.add_waker(self._wake)
         self.abort.generation = generation
+        self._to_report = None  # what was wrong in the former generation is over with it
         self._formed = self._state.formed
 
     def _carry_out(self, effects: list[MemberEffect]) -> None:

@@ -44,6 +44,10 @@ class Worker:
             return LOST
         return RUNNING if self.is_connected else AWAY
 
+    def is_process(self, host: str, pid: int) -> bool:
+        """Whether this is that process."""
+        return (self.registration.host, self.registration.pid) == (host, pid)
+
     @property
     def attempt(self) -> int:
         """How many streams its process had opened when it spoke last on a new one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphsplit.cluster import limits
-from graphsplit.security.grpc_ports import server_limits
+from graphsplit.security.grpc_ports import keepalive, server_limits
 
 SERVICE = "graphsplit.cluster.v1.Cluster"
 METHOD = "Session"
@@ -13,9 +13,9 @@ PURPOSE = b"control plane"
 
 Options = list[tuple[str, int]]
 
-_KEEPALIVE_INTERVAL_MS = 10_000
 _MAX_METADATA_BYTES = 8 << 10
-_MAX_PING_STRIKES = 100
+# The scheduler counts the silence of workers itself, and can say more of it than gRPC.
+_PATIENCE = 2.0
 
 
 def format_address(host: str, port: int) -> str:
@@ -31,10 +31,7 @@ def server_options(*, num_workers: int, node_timeout_s: float) -> Options:
         ),
         ("grpc.max_receive_message_length", limits.MAX_WORKER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", limits.MAX_SCHEDULER_MESSAGE_BYTES),
-        # Workers ping as often as the scheduler does; that is no attack. Floods of pings are.
-        ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_INTERVAL_MS // 2),
-        ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
-        *_keepalive(node_timeout_s),
+        *keepalive(node_timeout_s, patience=_PATIENCE),
     ]
 
 
@@ -48,19 +45,10 @@ def channel_options(*, node_timeout_s: float) -> Options:
         ("grpc.enable_retries", 0),
         ("grpc.max_receive_message_length", limits.MAX_SCHEDULER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", limits.MAX_WORKER_MESSAGE_BYTES),
-        *_keepalive(node_timeout_s),
+        *keepalive(node_timeout_s),
     ]
 
 
 def max_connections(num_workers: int) -> int:
     """How many streams may be open at once: all workers, and room to refuse others politely."""
     return 4 * num_workers + 16
-
-
-def _keepalive(node_timeout_s: float) -> Options:
-    # Pings notice a connection whose other end is gone without a word (a cable, a power cut).
-    return [
-        ("grpc.keepalive_time_ms", _KEEPALIVE_INTERVAL_MS),
-        ("grpc.keepalive_timeout_ms", max(1_000, int(node_timeout_s * 1_000))),
-        ("grpc.http2.max_pings_without_data", 0),
-    ]

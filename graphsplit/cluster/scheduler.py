@@ -30,19 +30,24 @@ from graphsplit.cluster.events import (
     Effect,
     Event,
     Exit,
+    GiveUp,
     Interrupted,
+    JobOver,
     Log,
     Malformed,
     Persist,
+    ProcessEnded,
     Received,
     Refuse,
     Send,
     Tick,
 )
 from graphsplit.cluster.fencing import StreamGuard, Verdict
+from graphsplit.cluster.identity import own_host
 from graphsplit.cluster.journal import Journal
 from graphsplit.cluster.limits import TICK_INTERVAL_S
 from graphsplit.cluster.messages import (
+    Abort,
     Fence,
     Formed,
     Peer,
@@ -64,6 +69,8 @@ from graphsplit.cluster.status import JobStatus
 from graphsplit.cluster.status_codec import encode_status
 from graphsplit.cluster.status_metrics import status_metrics
 from graphsplit.errors import ConfigurationError
+from graphsplit.failure import FailureCause
+from graphsplit.launcher_line import BEAT_INTERVAL_S, Beat, Ended, GivenUp, Line, Note, Over
 from graphsplit.logs import CONTEXT, Say, configure, teller
 from graphsplit.metrics_port import Metric, serve_metrics
 from graphsplit.reports import write_report
@@ -135,7 +142,8 @@ async def _serve(
 
     protection = load_protection(settings.security, role=SCHEDULER)
     require_protection(settings.scheduler_host, protection, what="the scheduler")
-    sessions = _Sessions(settings, protection, log)
+    line = _line_to_launcher(log)
+    sessions = _Sessions(settings, protection, log, line)
     server = grpc.aio.server(
         options=server_options(
             num_workers=settings.num_workers, node_timeout_s=settings.node_timeout_s
@@ -162,10 +170,41 @@ async def _serve(
         with contextlib.ExitStack() as stack:
             stack.callback(_serve_metrics(sessions, settings, protection))
             stack.enter_context(_signals_to(sessions))
+            stack.enter_context(_notes_to(sessions, line))
             return await sessions.done
     finally:
         ticker.cancel()
         await server.stop(_STOP_GRACE_S)
+
+
+def _line_to_launcher(log: Say) -> Line | None:
+    try:
+        return Line.of(os.environ)
+    except (OSError, ValueError) as error:
+        # Whoever passed our environment on did not pass the line.
+        log(f"no line to the launcher: {error}", event="warning", level="warning")
+        return None
+
+
+@contextlib.contextmanager
+def _notes_to(sessions: _Sessions, line: Line | None) -> Iterator[None]:
+    """Turn what the launcher says into events."""
+    if line is None:
+        yield
+        return
+    host = own_host()
+
+    def hear() -> None:
+        for note in line.read():
+            if isinstance(note, Ended):
+                sessions.apply(ProcessEnded(note.rank, host, note.pid, note.how, note.error))
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(line.fileno(), hear)
+    try:
+        yield
+    finally:
+        loop.remove_reader(line.fileno())
 
 
 def _serve_metrics(
@@ -246,8 +285,13 @@ def _first_state(rules: JobRules, journal: Journal | None, log: Say) -> Schedule
 class _Sessions:
     """All streams of one scheduler. Everything runs on one event loop, so nothing is locked."""
 
-    def __init__(self, settings: ClusterSettings, protection: Protection, log: Say) -> None:
+    def __init__(
+        self, settings: ClusterSettings, protection: Protection, log: Say, line: Line | None = None
+    ) -> None:
         self._log = log
+        self._line = line
+        self._beat = Beat(settings.node_timeout_s)
+        self._next_beat_s = 0.0
         self._admission = Admission(settings.num_workers, protection, log)
         self._outboxes: dict[int, _Outbox] = {}
         self._num_nodes = 0
@@ -325,6 +369,9 @@ class _Sessions:
         """Tell the state that time passes, until the job ends."""
         while True:
             self.apply(Tick())
+            if time.monotonic() >= self._next_beat_s:
+                self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
+                self._tell_launcher(self._beat)
             await asyncio.sleep(TICK_INTERVAL_S)
 
     def apply(self, event: Event) -> None:
@@ -334,8 +381,22 @@ class _Sessions:
         try:
             for effect in self._state.handle(event, time.monotonic()):
                 self._carry_out(effect)
-        except Exception as error:  # a bug of ours: the streams must break, not stay silent
-            self.done.set_exception(error)
+        except Exception as error:
+            self._break_down(error)
+
+    def _break_down(self, error: Exception) -> None:
+        """A bug of ours. It would happen again, so all are told, and end."""
+        kind = f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = FailureCause("exception", f"the scheduler failed: {kind}")
+        for node in list(self._outboxes):
+            self._send(node, Abort(cause))
+            _close(self._outboxes[node])
+        write_report(os.environ, cause)
+        self.done.set_exception(error)
+
+    def _tell_launcher(self, note: Note) -> None:
+        if self._line is not None:
+            self._line.send(note)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -346,6 +407,11 @@ class _Sessions:
                 _close(self._outboxes.get(effect.node))
             case Drop():
                 _close(self._outboxes.get(effect.node))
+            case GiveUp():
+                parts = (effect.rank, effect.pid, effect.why, effect.is_final)
+                self._tell_launcher(GivenUp(*parts))
+            case JobOver():
+                self._tell_launcher(Over())
             case Persist():
                 assert self._journal is not None
                 self._journal.write(effect.image)

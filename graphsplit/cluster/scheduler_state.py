@@ -26,10 +26,13 @@ from graphsplit.cluster.events import (
     Effect,
     Event,
     Exit,
+    GiveUp,
     Interrupted,
+    JobOver,
     Log,
     Malformed,
     Persist,
+    ProcessEnded,
     Received,
     Refuse,
     Send,
@@ -117,6 +120,7 @@ class SchedulerState:
         self._strangers: dict[int, float] = {}
         self._spares: dict[int, Register] = {}
         self._former: dict[int, Worker] = {}
+        self._absent: dict[str, Worker] = {}
         self._offering: set[str] = set()
         self._ready: set[str] = set()
         self._meeting = Meeting(rules.num_workers)
@@ -125,6 +129,7 @@ class SchedulerState:
         self._recovers_from: FailureCause | None = None
         self._num_unexplained = 0
         self._num_refused = 0
+        self._num_to_come = 0
         self._num_recoveries = 0
         self._is_stopping = False
         self._watchdog = Watchdog(rules.receive_timeout_s)
@@ -195,6 +200,8 @@ class SchedulerState:
                 self._disconnect(event.node)
             case Interrupted():
                 self._interrupt(event)
+            case ProcessEnded():
+                self._note_end(event)
             case Tick():
                 self._tick()
         self._settle()
@@ -293,6 +300,8 @@ class SchedulerState:
             self._refuse(node, "it has opened another stream since", new)
         elif new.resume is not None:
             self._resume(node, new, known)
+        elif self.phase is Phase.FAILED and self._exit.cause is not None:
+            self._tell_latecomer(node, self._exit.cause)
         elif not self._is_healthy:
             self._refuse(node, "the job is ending", new)
         elif known is not None and self._rules.workers_reconnect:
@@ -302,12 +311,18 @@ class SchedulerState:
         else:
             self._offer_place(node, new)
 
+    def _tell_latecomer(self, node: int, cause: FailureCause) -> None:
+        self._strangers.pop(node, None)
+        self._num_to_come -= 1
+        self._effects += [Send(node, self._accepted()), Send(node, Abort(cause))]
+
     def _enlist(self, node: int, new: Register) -> None:
         reason = refusal(new, self._roster.holders(new), rules=self._rules.fitting)
         if reason is not None:
             self._refuse(node, reason, new)
             return
         self._strangers.pop(node, None)
+        self._absent.pop(new.incarnation, None)
         self._roster.add(Worker(node, new, last_seen=self._now, last_change=self._now))
         self._log(f"{who(new)} registered", event="registered")
         self._effects.append(Send(node, self._accepted()))
@@ -381,6 +396,7 @@ class SchedulerState:
         if lost.registration.incarnation != new.incarnation:
             return None
         del self._former[new.resume.rank]
+        self._absent.pop(new.incarnation, None)
         lost.node, lost.is_connected = NO_NODE, False
         self._roster.fill(lost, new.resume.rank)
         self._persist()
@@ -415,6 +431,7 @@ class SchedulerState:
         self.phase = Phase.PLANNED
         self._ready.clear()
         self._former.clear()
+        self._absent.clear()
         by_rank = self._roster.registrations
         if self._seed is None:
             self._seed = choose_seed(by_rank, self._identity.seed)
@@ -469,13 +486,10 @@ class SchedulerState:
         )
 
     def _recover(self, cause: FailureCause) -> None:
-        lost = [
-            worker
-            for worker in self._roster
-            if worker.is_lost or (worker.is_finished and not worker.is_connected)
-        ]
+        lost = [worker for worker in self._roster if worker.is_lost]
         for worker in lost:
             self._roster.remove(worker)
+            self._absent[worker.registration.incarnation] = worker
             self._former[worker.rank] = worker
             self._offering.discard(worker.registration.incarnation)
             if worker.is_connected:
@@ -576,6 +590,7 @@ class SchedulerState:
             end = "stopped in order" if arrival.name == STOPPED else "finished"
             self._log(f"all workers have {end}", event=arrival.name or "finished")
             self.phase = Phase.DRAINING
+            self._effects.append(JobOver())
             self._leave_deadline = self._now + LEAVE_TIMEOUT_S
             self._persist()
         self._broadcast(Departed(arrival.place, arrival.name, arrival.number))
@@ -624,8 +639,7 @@ class SchedulerState:
         if worker is None or not worker.is_connected:
             return
         worker.is_connected = False
-        is_done = worker.is_finished and self.phase is Phase.RUNNING
-        if self._is_healthy and not is_done:
+        if self._is_healthy:
             self._lose(worker, causes.LEFT_EARLY if worker.is_leaving else causes.BROKEN)
 
     def _lose(self, worker: Worker, message: str) -> None:
@@ -635,9 +649,23 @@ class SchedulerState:
         if self.phase is Phase.FORMING and self._rules.waits_for_rejoin:
             self._log(worker.cause("lost", message).headline, event="worker_lost")
             self._roster.remove(worker)
+            self._absent[worker.registration.incarnation] = worker
             self._effects.append(Drop(worker.node))
             return
         self._suspicion.observe_loss(worker.cause("lost", message), self._now)
+
+    def _note_end(self, event: ProcessEnded) -> None:
+        """A process has ended for good. If it was one of ours, its stream may not tell us so."""
+        if not self._is_healthy:
+            return
+        worker = next((one for one in self._roster if one.is_process(event.host, event.pid)), None)
+        cause = causes.ended(event.rank, event.host, event.pid, event.how, event.error)
+        if self.phase is Phase.FORMING:
+            self._fail(cause)
+        elif worker is not None:
+            self._lose(worker, causes.ended_process(event.how))
+        elif self.phase is Phase.RECOVERING and event.rank in self._roster.vacant:
+            self._fail(cause)
 
     def _interrupt(self, event: Interrupted) -> None:
         if not self._is_healthy:
@@ -655,6 +683,10 @@ class SchedulerState:
         if cause.kind == "timeout" and self.phase is Phase.RUNNING:
             report = stall_report(self.status(self._now), self._still_s())
             self._log(report, event="stalled", level="error")
+        if self.phase is Phase.FORMING and cause.kind in ("lost", "exception"):
+            # The others are on their way: they are to hear of it, and not to look for nobody.
+            is_known = any(one.is_process(cause.host, cause.pid) for one in self._roster)
+            self._num_to_come = self._rules.num_workers - len(self._roster) - (not is_known)
         self.phase = Phase.FAILED
         self._leave_deadline = self._now + LEAVE_TIMEOUT_S
         self._exit = Exit(self._failure_status(cause) if status is None else status, cause)
@@ -664,6 +696,9 @@ class SchedulerState:
         self._broadcast(Abort(cause))
         for node in self._spares:
             self._effects.append(Send(node, Abort(cause)))
+        for worker in self._roster:
+            if worker.is_lost and worker.is_connected:  # frozen: it will not leave by itself
+                self._give_up(worker, causes.unheard(self._rules.node_timeout_s), is_final=True)
 
     def _failure_status(self, cause: FailureCause) -> int:
         if cause.kind == "interrupted":
@@ -677,13 +712,16 @@ class SchedulerState:
             self._recover(cause)
         elif cause is not None:
             self._fail(cause)
-        if not self._is_healthy and not any(self._is_expected(one) for one in self._roster):
+        is_awaited = self._num_to_come > 0 or any(self._is_expected(one) for one in self._roster)
+        if not self._is_healthy and not is_awaited:
             self._end()
 
     def _is_expected(self, worker: Worker) -> bool:
         """Whether this worker has yet to hear how the job ended, or to leave."""
-        is_away = not worker.is_leaving and not worker.is_lost
-        return worker.is_connected or (is_away and self._rules.workers_reconnect)
+        if worker.is_lost:
+            return False
+        is_away = not worker.is_leaving and self._rules.workers_reconnect
+        return worker.is_connected or is_away
 
     def _end(self) -> None:
         for node in [*self._strangers, *self._spares]:
@@ -708,11 +746,15 @@ class SchedulerState:
             self._tick_watchdog()
         if self._is_healthy:
             self._tick_silence()
+            self._tick_absent()
         elif self._now >= self._leave_deadline:
-            left = [worker.rank for worker in self._roster if self._is_expected(worker)]
+            left = [worker for worker in self._roster if self._is_expected(worker)]
+            for worker in left:
+                self._give_up(worker, causes.LINGERED, is_final=True)
             if left:
+                ranks = join_numbers(worker.rank for worker in left)
                 self._log(
-                    f"workers {join_numbers(left)} did not leave in {LEAVE_TIMEOUT_S:g} s",
+                    f"workers {ranks} did not leave in {LEAVE_TIMEOUT_S:g} s",
                     event="lingering",
                     level="warning",
                 )
@@ -760,12 +802,24 @@ class SchedulerState:
     def _tick_silence(self) -> None:
         timeout_s = self._rules.node_timeout_s
         for worker in list(self._roster):
-            if self._now - worker.last_seen <= timeout_s or worker.is_finished:
+            if self._now - worker.last_seen <= timeout_s:
                 continue
             was_here = worker.is_connected
             self._lose(
                 worker, causes.silent(timeout_s) if was_here else causes.did_not_return(timeout_s)
             )
+
+    def _tick_absent(self) -> None:
+        """Who was lost and does not come back may be frozen: whoever started it may replace it."""
+        timeout_s = self._rules.node_timeout_s
+        for incarnation, worker in list(self._absent.items()):
+            if self._now - worker.last_seen > timeout_s:
+                del self._absent[incarnation]
+                self._give_up(worker, causes.unheard(timeout_s))
+
+    def _give_up(self, worker: Worker, why: str, *, is_final: bool = False) -> None:
+        pid = worker.registration.pid
+        self._effects.append(GiveUp(worker.rank, pid, why, is_final))
 
     def _tick_meeting(self) -> None:
         if self._dispute is not None:

@@ -97,6 +97,10 @@ class Session:
         self._outbox: queue.SimpleQueue[_Outgoing | bytes | None] = queue.SimpleQueue()
         self._writer_done = threading.Event()
         self._first = (first, fence())
+        # What is said before the scheduler has let this worker in waits here: the first message
+        # must be the proof, and the second one the registration.
+        self._early: list[_Outgoing] = []
+        self._introducing = threading.Lock()
         self._dialer = Dialer(protection.token, PURPOSE) if protection.token else None
         self._is_introduced = self._dialer is None
         address = format_address(settings.scheduler_host, settings.scheduler_port)
@@ -117,7 +121,12 @@ class Session:
 
     def send(self, message: WorkerMessage) -> None:
         """Queue a message. Returns at once; order is kept."""
-        self._outbox.put((message, self._fence()))
+        outgoing = (message, self._fence())
+        with self._introducing:
+            if self._is_introduced:
+                self._outbox.put(outgoing)
+            else:
+                self._early.append(outgoing)
 
     def close(self, *, timeout_s: float = 1.0) -> None:
         """Say goodbye, wait a little for the answer, and give back threads and socket."""
@@ -162,9 +171,11 @@ class Session:
         if answer is None and entry_of(metadata, PROOF_KEY):
             raise _UnprovedError
         if answer is not None:
-            self._outbox.put(answer)
-            self._outbox.put(self._first)
-            self._is_introduced = True
+            with self._introducing:
+                self._outbox.put(answer)
+                for message in (self._first, *self._early):
+                    self._outbox.put(message)
+                self._is_introduced = True
 
     def _read(self) -> None:
         end = StreamEnd("it closed the stream", is_retryable=True)

@@ -7,16 +7,19 @@ first::
     strength   what is known
     3          a worker reported what it did itself: an exception, Ctrl-C; or the workers
                disagree. Final at once.
-    2          a worker's stream broke, or it fell silent. Withdrawn if it comes back in time.
-    1          a worker reported what it saw of others: a peer is gone, a deadline passed.
+    2          a worker's stream broke, or it fell silent. Withdrawn if it comes back in time. Final
+               after ``GRACE_S``.
+    1          a worker reported what it saw of others: a peer is gone, a deadline passed. Final
+               after ``SEEN_GRACE_S``: workers tell at once what they see, and others know better.
 """
 
 from __future__ import annotations
 
-from graphsplit.cluster.limits import GRACE_S
+from graphsplit.cluster.limits import GRACE_S, SEEN_GRACE_S
 from graphsplit.failure import RETRYABLE_KINDS, FailureCause
 
 _SEEN, _LOST, _DID = 1, 2, 3
+_GRACE_S = {_SEEN: SEEN_GRACE_S, _LOST: GRACE_S, _DID: 0.0}
 
 
 class Suspicion:
@@ -43,11 +46,9 @@ class Suspicion:
         ]
 
     def _add(self, strength: int, cause: FailureCause, now: float) -> None:
-        if not self._known:
-            self._deadline = now + GRACE_S
+        deadline = now + _GRACE_S[strength]
+        self._deadline = min(self._deadline, deadline) if self._known else deadline
         self._known.append((strength, cause))
-        if strength == _DID:
-            self._deadline = now
 
     def due(self, now: float) -> FailureCause | None:
         """The root cause, once nothing better is to be expected; else None."""

@@ -119,6 +119,14 @@ def held_sends(instructions: Sequence[Instruction], plan: PartitionPlan) -> Iter
                 yield position
 
 
+def before_waiting_work(instructions: Sequence[Instruction]) -> Iterator[int]:
+    """Positions of what follows a send and can wait: weight gradients apart, and the optimizer."""
+    can_wait = (Opcode.BACKWARD_WEIGHT, Opcode.OPTIMIZER)
+    for position, (one, following) in enumerate(itertools.pairwise(instructions)):
+        if one.opcode is Opcode.SEND and following.opcode in can_wait:
+            yield position + 1
+
+
 def sparse_gradient(node: Node, edge: Edge) -> StepFailedError:
     """Sparse gradients stay on the worker that makes them."""
     return StepFailedError(

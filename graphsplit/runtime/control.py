@@ -35,6 +35,8 @@ class ControlChannels:
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
+        # Always the same memory: a channel is quicker with values that are laid out alike.
+        self._ticket = torch.empty(0, dtype=torch.uint8)
 
     def send_ticket(self, data: bytes, *, quiet: Container[int] = ()) -> None:
         """Send a small message to every other worker.
@@ -51,10 +53,12 @@ class ControlChannels:
                 f"a step ticket takes {len(data)} bytes; at most {_TICKET_BYTES} are allowed\n"
                 f"  Fix: a batch of this many parts cannot be described; group them into tensors."
             )
-        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if self._ticket.numel() != len(data):
+            self._ticket = torch.empty(len(data), dtype=torch.uint8)
+        self._ticket.numpy().data[:] = data
         for peer in range(self.num_workers):
             if peer != self.rank:
-                self._send(peer, _TICKET, message, quiet=peer in quiet)
+                self._send(peer, _TICKET, self._ticket, quiet=peer in quiet)
 
     def receive_ticket(self, source: int) -> bytes:
         """Wait for the next ticket of a worker."""

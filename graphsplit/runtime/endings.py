@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FULL_TRACEBACK = "GS_FULL_TRACEBACK"
 # Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
 WAKE_SIGNAL = getattr(signal, "SIGURG", None)
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
@@ -109,6 +110,7 @@ def tell_echo(job: Job | None, cause: FailureCause) -> None:
         trace = cause.traceback.rstrip()
         line = f"{line}\n{trace if _is_full() else without_own_frames(trace)}"
     logs.say(line, event="ended", level="error", kind=cause.kind, cause_rank=cause.rank)
+    write_report(os.environ, cause)
 
 
 def install_last_words() -> LastWords:
@@ -123,6 +125,7 @@ def install_last_words() -> LastWords:
 def install_endings(job: Job, finalize: Callable[[], None]) -> None:
     """Say why this worker ends, whichever way it ends."""
     install_last_words().job = job
+    _LOG_OF_FAKES.addFilter(_is_no_echo)
     # Handlers run in the opposite order: this one when the others are done.
     atexit.register(_exit_for_another_try, job)
     atexit.register(_finalize_at_exit, job, finalize)
@@ -130,6 +133,12 @@ def install_endings(job: Job, finalize: Callable[[], None]) -> None:
         _raise_on(job, WAKE_SIGNAL)
         _end_on_terminate(job)
     job.abort.add_waker(job.interrupt_main_thread)
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Torch logs whatever breaks off an operation of a capture; news of the job's end do, too."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, JobFailedError)
 
 
 def _raise_on(job: Job, number: signal.Signals | None) -> None:

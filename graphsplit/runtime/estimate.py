@@ -87,13 +87,26 @@ class _Measured:
             for runs, offset in zip(self.runs, self.offsets, strict=True)
         )
 
+    def begin_of(self, step: int) -> int:
+        """When the first worker began with a step."""
+        return min(
+            runs[step].begin_ns + offset
+            for runs, offset in zip(self.runs, self.offsets, strict=True)
+        )
+
     def periods(self) -> dict[int, int]:
-        """How long each step took, from the end of the one before; those that followed another."""
-        return {
+        """How long each step took, from the end of the one before.
+
+        Those that followed another; if there is none, as with an evaluation after every step or
+        plans that take turns, all of them, from their own beginning.
+        """
+        following = {
             step: self.end_of(step) - self.end_of(before)
             for before, step in zip(self.steps, self.steps[1:], strict=False)
             if step == before + 1
         }
+        alone = {step: self.end_of(step) - self.begin_of(step) for step in self.steps}
+        return following or alone
 
 
 def estimate(
@@ -252,11 +265,6 @@ def _hosts(measurements: Sequence[Measurements]) -> tuple[Host, ...]:
 
 def _timeline(plan: PartitionPlan, measured: _Measured, costs: Costs) -> Timeline:
     periods = measured.periods()
-    if not periods:
-        raise ConfigurationError(
-            "no two training steps followed each other directly, so no step time is known\n"
-            "  Fix: measure steps without eval or predict between them."
-        )
     median = statistics.median(periods.values())
     shown = min(periods, key=lambda step: abs(periods[step] - median))
     begin = min(

@@ -37,13 +37,12 @@ from graphsplit.runtime.meter import Meter
 from graphsplit.runtime.script import Call, Script
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
-from graphsplit.settings import WAIT_REJOIN, ClusterSettings
+from graphsplit.settings import ClusterSettings
 from graphsplit.transport.base import Transport
 from graphsplit.transport.hub import Hub
 from graphsplit.transport.wait import FINISHED, WaitPolicy
 from graphsplit.version import __version__
 
-_ROOT_CAUSE_GRACE_S = 2.0
 _GENERATOR_KEY = "generator"
 
 _job: Job | None = None
@@ -211,18 +210,27 @@ class Job:
     def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
         self.is_ending = not isinstance(error, MembershipChangedError)
-        is_about_a_link = isinstance(error, TransportError) and not isinstance(error, FrameError)
-        if is_about_a_link:
-            self._wait_for_root_cause()
-        if self.abort.recovers and not is_about_a_link:
+        if isinstance(error, TransportError) and not isinstance(error, FrameError):
+            return self._report_link(error)
+        if self.abort.recovers or self.abort.cause is None:
             self._report_own(error)
             return None
+        if isinstance(error, (JobFailedError, PlanMismatchError)):
+            return None
+        self.is_ending = True
+        return self.abort.error()
+
+    def _report_link(self, error: TransportError) -> JobFailedError | MembershipChangedError | None:
+        """Report a link that broke, and wait for what the scheduler makes of it.
+
+        A link is rarely the cause. Only the scheduler knows whether the worker at its other end is
+        lost, or the network between the two, or whether this worker itself is cut off.
+        """
         if self.abort.cause is None:
             self._report_own(error)
-            if not (is_about_a_link and self.recovery_policy == WAIT_REJOIN):
-                return None
-            self._wait_for_root_cause()  # the scheduler decides what the report means
-        if isinstance(error, (JobFailedError, PlanMismatchError)):
+            self.member.await_verdict()
+        verdict = self.abort.cause
+        if verdict is None or (not self.abort.recovers and self.member.is_own(verdict)):
             return None
         self.is_ending = not self.abort.recovers
         return self.abort.error()
@@ -232,12 +240,6 @@ class Job:
         cause = self.member.failure_of(error)
         if cause is not None:
             self.member.report_failure(cause)
-
-    def _wait_for_root_cause(self) -> None:
-        """A link that broke is rarely the cause: give the scheduler a moment to say what was."""
-        told = threading.Event()
-        self.abort.add_waker(told.set)
-        told.wait(_ROOT_CAUSE_GRACE_S)
 
     def interrupt_main_thread(self) -> None:
         """Called by another thread when the job ends: the main thread may be in user code."""
@@ -327,6 +329,7 @@ class Doors:
             mode=settings.transport,  # type: ignore[arg-type]
             protection=load_protection(settings.security, role=WORKER, rank=settings.wished_rank),
             num_workers=settings.num_workers,
+            silence_s=settings.node_timeout_s,
         )
 
     def endpoints(self, hub: Hub) -> dict[str, str]:

@@ -17,13 +17,19 @@ from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.frames import short_path
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import Held, is_held_once, last_uses
+from graphsplit.program.liveness import is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.root_cause import Location
+from graphsplit.runtime.around import announcing, freeing, holding, letting_others_first
 from graphsplit.runtime.autograd import fold
 from graphsplit.runtime.backward import BackwardBinder
 from graphsplit.runtime.changing_state import changing_state, run_with_copies, with_own_generator
-from graphsplit.runtime.channels import ChannelEnds, held_sends, sparse_gradient
+from graphsplit.runtime.channels import (
+    ChannelEnds,
+    before_waiting_work,
+    held_sends,
+    sparse_gradient,
+)
 from graphsplit.runtime.compiled import Compiler
 from graphsplit.runtime.segment_code import SegmentCode, build_code
 from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
@@ -61,34 +67,6 @@ class RunnerParts:
     updater: Updater
     position: Position = field(default_factory=Position)
     compiler: Compiler | None = None
-
-
-def _announcing(senders: Sequence[Sender], action: Action) -> Action:
-    announcements = [sender.announce for sender in senders]
-
-    def announce_and_run(state: StepState) -> None:
-        for announce in announcements:
-            announce()
-        action(state)
-
-    return announce_and_run
-
-
-def _holding(sender: Sender, action: Action) -> Action:
-    def hold_and_send(state: StepState) -> None:
-        sender.hold()
-        action(state)
-
-    return hold_and_send
-
-
-def _freeing(action: Action, held: Sequence[Held]) -> Action:
-    def run_and_free(state: StepState) -> None:
-        action(state)
-        for microbatch, value in held:
-            state.free(microbatch, value)
-
-    return run_and_free
 
 
 def first_received(program: WorkerProgram) -> int | None:
@@ -143,12 +121,15 @@ class ProgramRunner:
         }
         self._actions = [self._bind(i) for i in parts.program.instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
-            self._actions[position] = _freeing(self._actions[position], held)
+            self._actions[position] = freeing(self._actions[position], held)
         for position in held_sends(parts.program.instructions, parts.plan):
             sender = self._senders[parts.program.instructions[position].operand]
             if type(sender).hold is not Sender.hold:
-                self._actions[position] = _holding(sender, self._actions[position])
+                self._actions[position] = holding(sender, self._actions[position])
         self._announce_values()
+        if hasattr(os, "sched_yield"):
+            for position in before_waiting_work(parts.program.instructions):
+                self._actions[position] = letting_others_first(self._actions[position])
         self._bound = self._actions
         waits = [i.opcode is Opcode.RECEIVE for i in parts.program.instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
@@ -175,7 +156,7 @@ class ProgramRunner:
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
-                self._actions[position] = _announcing(senders, self._actions[position])
+                self._actions[position] = announcing(senders, self._actions[position])
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:

@@ -16,6 +16,7 @@ from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.partition.gradients import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
 from graphsplit.runtime.compiled import Compiler
+from graphsplit.runtime.generated_source import forget_with
 from graphsplit.runtime.recomputed import Recomputed
 from graphsplit.runtime.region_modes import keeping_modes, modes_of, switch_modes
 from graphsplit.runtime.weights_apart import Pending, WeightsApart
@@ -141,6 +142,7 @@ class _Builder:
 
     def _module(self, scope: _Scope, name: str) -> fx.GraphModule:
         module = fx.GraphModule(self.captured.fx_owner, scope.graph, class_name=name)
+        forget_with(module)
         filename = module.forward.__code__.co_filename
         for line, node in _line_map(module, scope.graph, scope.lines).items():
             self.node_at_line[filename, line] = node

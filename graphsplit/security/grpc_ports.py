@@ -17,6 +17,12 @@ Options = Sequence[tuple[str, Any]]
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _MAX_IDLE_MS = 20_000
 
+# The share of the permitted silence after which the other end is asked for a sign of life.
+_PINGS_PER_SILENCE = 10
+_MIN_PING_INTERVAL_MS, _MAX_PING_INTERVAL_MS = 500, 10_000
+_MAX_PING_STRIKES = 100
+_MAX_CONNECT_MS = 20_000
+
 
 def server_limits(*, max_connections: int, max_metadata_bytes: int) -> list[tuple[str, int]]:
     """Options that bound what strangers can make a server hold.
@@ -33,6 +39,34 @@ def server_limits(*, max_connections: int, max_metadata_bytes: int) -> list[tupl
         ("grpc.absolute_max_metadata_size", max_metadata_bytes),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
+    ]
+
+
+def keepalive(silence_s: float, *, patience: float = 1.0) -> list[tuple[str, int]]:
+    """Options of either end of a connection, so that it breaks when the other one falls silent.
+
+    A host that loses its power or its cable says nothing, and neither does the kernel here. So an
+    idle connection is pinged, and one with data under way is given up by the kernel: gRPC sets
+    ``TCP_USER_TIMEOUT`` to what a ping may take.
+
+    Args:
+        silence_s: How long the other end may be silent: frozen, or out of reach. The same on both
+            ends: each must permit the pings of the other one.
+        patience: How many times as long this end waits, where another one is to notice first.
+    """
+    interval_ms = int(silence_s * 1_000) // _PINGS_PER_SILENCE
+    interval_ms = min(_MAX_PING_INTERVAL_MS, max(_MIN_PING_INTERVAL_MS, interval_ms))
+    silence_ms = max(1_000, int(patience * silence_s * 1_000))
+    return [
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", silence_ms),
+        ("grpc.http2.ping_timeout_ms", silence_ms),  # else a minute: a frozen process reads nothing
+        ("grpc.http2.max_pings_without_data", 0),
+        # Both ends ping as often as the other one; that is no attack. Floods of pings are.
+        ("grpc.http2.min_ping_interval_without_data_ms", interval_ms // 2),
+        ("grpc.http2.max_ping_strikes", _MAX_PING_STRIKES),
+        # How long one attempt to connect may take.
+        ("grpc.min_reconnect_backoff_ms", min(silence_ms, _MAX_CONNECT_MS)),
     ]
 
 

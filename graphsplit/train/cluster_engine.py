@@ -19,7 +19,7 @@ from graphsplit.train.batch import Arguments, fingerprint, leaves
 from graphsplit.train.checkpoint.group import ControlGroup, Group
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.engine import Engine, update_metrics
-from graphsplit.train.feed import Feed, Tickets, likely_first_reader
+from graphsplit.train.feed import Feed, likely_first_reader
 from graphsplit.train.gather import StateGatherer
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Divider, Division
@@ -28,6 +28,7 @@ from graphsplit.train.planner import Planned, Planner
 from graphsplit.train.profile import Profiler
 from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.train.task import Task
+from graphsplit.train.tickets import Tickets
 from graphsplit.train.trace import Trace
 from graphsplit.transport.hub import Router
 
@@ -149,6 +150,8 @@ class ClusterEngine(Engine):
 
     def start_over(self) -> None:
         """The job has new channels: make plans anew, and tell signatures again."""
+        self.profiler.forget()  # what was measured of plans that are gone
+        self._trace.start_over()
         self.planner.start_over()
         self._tickets = Tickets(self._job)
 
@@ -265,7 +268,7 @@ class ClusterEngine(Engine):
             self._tickets.send(shape, generator=None, checksum=checksum)
             return planned
         ticket = self._tickets.receive(leader)
-        if (self._tickets.shape(ticket), ticket.fingerprint) != (shape, checksum):
+        if (ticket.shape, ticket.checksum) != (shape, checksum):
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
                 f"{mode.value} step {self._step}\n"

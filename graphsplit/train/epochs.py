@@ -96,7 +96,11 @@ class Epochs:
             start = FROM_THE_START
 
     def _go_on(self, resumption: Resumption) -> EpochStart:
-        load_callbacks(self._callbacks, resumption.callbacks)
+        left = load_callbacks(self._callbacks, resumption.callbacks)
+        if resumption.is_rollback:
+            for callback in left:
+                if callback.state_dict():  # what it has learned since is of a past undone
+                    callback.load_state_dict({})
         start = resumption.start
         if start.step == 0 and start.now is not None:
             # Between two epochs: what callbacks draw now belongs to the epoch that begins.
@@ -121,8 +125,8 @@ class Epochs:
         self._states.epoch, self._states.step = self._context.epoch + 1, 0
 
 
-def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> None:
-    """Give every saved state to the next callback of its class."""
+def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> list[Callback]:
+    """Give every saved state to the next callback of its class; returns those without one."""
     left = list(callbacks)
     for name, state in saved:
         found = next((c for c in left if type(c).__qualname__ == name), None)
@@ -135,3 +139,4 @@ def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> None:
             )
         left.remove(found)
         found.load_state_dict(state)
+    return left

@@ -8,8 +8,9 @@ ticket what the batch looks like, and the generator's state if drawing the batch
     reader     draw batch ── receive ticket ───────► run step
     others      receive ticket, take over generator ─► run step
 
-Checksums cost time, so leader and readers compute them while they wait for values, and a ticket
-carries that of the batch before: a difference ends the job one step late, and names the right one.
+Checksums cost time, so the leader computes them while it waits for values, and readers when they
+draw, while others still compute. A ticket carries that of the batch before: a difference ends the
+job one step late, and names the right one.
 
 Before the first plan nobody knows who reads. The worker of the first placed module leads then; if
 it turns out to consume nothing, it has read one epoch for the others, and the next epoch's leader
@@ -18,36 +19,29 @@ is a consumer.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
-from google.protobuf.message import DecodeError
 from torch import nn
 
-from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.capture.graph import Mode
-from graphsplit.errors import FrameError, LoaderMismatchError
+from graphsplit.errors import LoaderMismatchError
 from graphsplit.placement.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime.job import Job
 from graphsplit.train import records
-from graphsplit.train.batch import Signature, fingerprint
+from graphsplit.train.batch import fingerprint
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.microbatches import Divider, Division, Shape
 from graphsplit.train.planner import Planner
-from graphsplit.train.signature_text import check_signature_text
 from graphsplit.train.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.train.tickets import Ticket, Tickets
 
 _FIX = (
     "give all workers the same data, order and seed; a script that draws random numbers must draw "
     "them on every worker."
 )
-_LENGTH = struct.Struct("<I")
-_TICKET_STEP_BYTES = 256
-_GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
 
 def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers: int) -> int:
@@ -63,131 +57,6 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
 
 
 Fed = tuple[PlannedStep, Division | None, Callable[[], None] | None]
-
-
-class Tickets:
-    """Sends and reads tickets; remembers every signature's text."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._texts: dict[str, str] = {}
-        self._step = -1
-
-    def send(
-        self,
-        shape: Shape | None,
-        *,
-        generator: torch.Tensor | None,
-        quiet: Container[int] = (),
-        checksum: int | None = None,
-        previous_checksum: int = 0,
-    ) -> None:
-        """Announce the next batch; None announces the end of the epoch.
-
-        Args:
-            shape: What the batch and its microbatches look like.
-            generator: State of the generator, where drawing the batch changed it.
-            quiet: Workers that need not be woken for the ticket.
-            checksum: Of the batch, where all workers hold it.
-            previous_checksum: Of the batch before, where readers drew it from their loaders.
-        """
-        self._step += 1
-        ticket = StepTicket(step=self._step, end=shape is None)
-        if shape is not None:
-            self._describe(shape.whole, ticket)
-            for signature, count in shape.parts:
-                self._describe(signature, ticket.microbatches.add(count=count))
-            ticket.loss_weights.extend(shape.weights)
-            ticket.fingerprint = checksum or 0
-            ticket.last = self._job.asked_to_stop
-            self._job.is_stopping |= ticket.last
-        ticket.previous_fingerprint = previous_checksum
-        if generator is not None:
-            ticket.generator = generator.numpy().tobytes()
-        self._job.control.send_ticket(_padded(ticket.SerializeToString()), quiet=quiet)
-
-    def _describe(self, signature: Signature, message: StepTicket | MicrobatchRun) -> None:
-        """Name a signature; the first time, in full."""
-        message.signature_digest = signature.digest
-        if signature.digest not in self._texts:
-            self._texts[signature.digest] = signature.text
-            message.signature_text = signature.text
-
-    def receive(self, leader: int) -> StepTicket:
-        """Wait for the leader's next ticket.
-
-        Raises:
-            FrameError: It is malformed, or not the next one.
-        """
-        self._step += 1
-        ticket = StepTicket()
-        try:
-            ticket.ParseFromString(_unpadded(self._job.control.receive_ticket(leader)))
-        except DecodeError as error:
-            raise FrameError(f"a malformed step ticket from worker {leader}: {error}") from error
-        if ticket.step != self._step:
-            raise FrameError(
-                f"worker {leader} announces batch {ticket.step}; expected {self._step}"
-            )
-        if len(ticket.generator) not in (0, _GENERATOR_BYTES):
-            raise FrameError(f"worker {leader} sent a generator state of a wrong size")
-        described: list[StepTicket | MicrobatchRun] = [ticket, *ticket.microbatches]
-        for message in described:
-            if message.signature_text:
-                signature = Signature.read(message.signature_text)
-                if signature.digest != message.signature_digest:
-                    raise FrameError(
-                        f"worker {leader} sent a signature that is not the announced one"
-                    )
-                what = f"worker {leader} describes a batch wrongly"
-                check_signature_text(signature.text, what=what)
-                self._texts[signature.digest] = signature.text
-        _check_microbatches(ticket, leader)
-        self._job.is_stopping |= ticket.last
-        return ticket
-
-    def shape(self, ticket: StepTicket) -> Shape:
-        """What the batch that a ticket announces looks like, and its microbatches."""
-        return Shape(
-            self._signature(ticket, ticket),
-            tuple((self._signature(ticket, run), run.count) for run in ticket.microbatches),
-            tuple(ticket.loss_weights),
-        )
-
-    def _signature(self, ticket: StepTicket, message: StepTicket | MicrobatchRun) -> Signature:
-        text = self._texts.get(message.signature_digest)
-        if text is None:
-            raise FrameError(f"batch {ticket.step} has a signature that was never described")
-        return Signature(text, message.signature_digest)
-
-
-def _check_microbatches(ticket: StepTicket, leader: int) -> None:
-    counts = [run.count for run in ticket.microbatches]
-    weights = ticket.loss_weights
-    if not all(counts) or sum(counts) != len(weights) or not all(map(math.isfinite, weights)):
-        raise FrameError(
-            f"worker {leader} announces {sum(counts)} microbatches in runs of {counts[:8]} with "
-            f"{len(weights)} weights; expected a finite weight for each"
-        )
-
-
-def _padded(message: bytes) -> bytes:
-    """Length, message, zeros: tickets of steps that bring nothing new are then all of one size.
-
-    A channel is quicker with values of the same size as the one before.
-    """
-    size = -(-(len(message) + _LENGTH.size) // _TICKET_STEP_BYTES) * _TICKET_STEP_BYTES
-    return (_LENGTH.pack(len(message)) + message).ljust(size, b"\0")
-
-
-def _unpadded(padded: bytes) -> bytes:
-    if len(padded) < _LENGTH.size:
-        raise DecodeError("too short for its length")
-    (length,) = _LENGTH.unpack_from(padded)
-    message = padded[_LENGTH.size : _LENGTH.size + length]
-    if len(message) != length:
-        raise DecodeError(f"{length} bytes are announced, {len(message)} came")
-    return message
 
 
 class _Cursor:
@@ -244,7 +113,7 @@ class Feed:
         self._note = note
         self._progress = progress
         self._start = start
-        start.go_on()
+        start.go_on(loader)
         self._epoch_state = torch.default_generator.get_state()
         if start.generator is not None:
             self._epoch_state = start.generator
@@ -252,6 +121,7 @@ class Feed:
         self._step = start.step
         self._checksum: int | None = None  # of the batch drawn last
         self._next: Division | None = None  # drawn, but not yet announced
+        self._next_checksum: int | None = None
 
     def __iter__(self) -> Iterator[Fed]:
         if self._job.num_workers == 1:
@@ -312,35 +182,37 @@ class Feed:
     def _follow(self) -> Iterator[Fed]:
         while True:
             ticket = self._tickets.receive(self._leader)
-            if ticket.end:
-                self._compare_previous(ticket)
+            self._compare_previous(ticket)
+            if ticket.shape is None:
                 self._end(ticket)
                 return
-            self._compare_previous(ticket)
-            shape = self._tickets.shape(ticket)
-            planned = self._planned(shape)
+            planned = self._planned(ticket.shape)
             if self._job.rank in planned.consumers:
-                division = self._drawn_for(ticket, shape)
-                yield planned, division, self._checking(division)
+                division = self._drawn_for(ticket, ticket.shape)
+                self._checksum, self._next_checksum = self._next_checksum, None
+                is_checked = self._checksum is not None
+                yield planned, division, None if is_checked else self._checking(division)
             else:
-                self._next = None
+                self._next = self._next_checksum = None
                 self._take_over_generator(ticket)
                 yield planned, None, None
             if self._cursor is not None:
                 # In program order the next batch is drawn now, after the step and the callbacks:
                 # while others still compute, and before its ticket.
                 self._next = self._draw()
+                if self._next is not None:
+                    self._next_checksum = fingerprint(self._next.arguments)
             planned.first.runner.expect_first_value()
             self._step += 1
 
-    def _compare_previous(self, ticket: StepTicket) -> None:
+    def _compare_previous(self, ticket: Ticket) -> None:
         """Compare the batch before with the leader's, if this worker drew it."""
         mine, self._checksum = self._checksum, None
-        if mine is not None and mine != ticket.previous_fingerprint:
+        if mine is not None and mine != ticket.previous_checksum:
             self._step -= 1
             raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
 
-    def _take_over_generator(self, ticket: StepTicket) -> None:
+    def _take_over_generator(self, ticket: Ticket) -> None:
         if ticket.generator:
             state = torch.frombuffer(bytearray(ticket.generator), dtype=torch.uint8)
             torch.default_generator.set_state(state)
@@ -349,7 +221,7 @@ class Feed:
         cursor = self._cursor or self._open_cursor()
         return cursor.draw()
 
-    def _drawn_for(self, ticket: StepTicket, announced: Shape) -> Division:
+    def _drawn_for(self, ticket: Ticket, announced: Shape) -> Division:
         """This reader's batch, compared with the ticket."""
         division = self._draw() if self._cursor is None else self._next
         self._next = None
@@ -386,7 +258,7 @@ class Feed:
             torch.default_generator.set_state(now)
         return self._cursor
 
-    def _end(self, ticket: StepTicket) -> None:
+    def _end(self, ticket: Ticket) -> None:
         if self._next is not None:
             raise self._mismatch("its loader has a further batch", "the leader's has ended")
         self._take_over_generator(ticket)

@@ -29,6 +29,7 @@ from graphsplit.runtime import job as jobs
 from graphsplit.runtime.clip import Clip
 from graphsplit.runtime.compiled import compiler_of
 from graphsplit.runtime.script import Call, Script
+from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import check_arguments, check_run
 from graphsplit.train.batch import Signature
 from graphsplit.train.callbacks import Callback, RunContext
@@ -312,7 +313,10 @@ class Model:
 
     def _run_eval(self, loader: Iterable[Any]) -> dict[str, float]:
         with self._engine.guard():
-            return self._engine.eval_epoch(loader, self._metrics)
+            self._states.others.begin(loader)
+            found = self._engine.eval_epoch(loader, self._metrics)
+            self._states.others.end(loader)
+            return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network in eval mode, without gradients, on inputs every worker passes alike.
@@ -373,13 +377,21 @@ class Model:
             profiling.result.save("profile")         # a trace, a picture
 
         Raises:
-            ConfigurationError: In one process, where ``torch.profiler`` serves; or, at the end of
-                the block, fewer than four steps of one plan were run.
+            ConfigurationError: In one process, where ``torch.profiler`` serves, or in a job that
+                recovers from lost workers; or, at the end of the block, fewer than four steps of
+                one plan were run.
         """
         if not isinstance(self._engine, ClusterEngine):
             raise ConfigurationError(
                 "profile measures what several workers do and wait for, and this is one process\n"
                 "  Fix: start the script with graphsplit run, or use torch.profiler."
+            )
+        job = jobs.current()
+        if job is not None and job.recovery_policy != FAIL_FAST:
+            raise ConfigurationError(
+                f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
+                f"worker that comes back would have measured nothing\n"
+                f"  Fix: start the job with GS_RECOVERY=fail_fast to profile it."
             )
         return Profiling(self._engine.profiler)
 

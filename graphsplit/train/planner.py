@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode
+from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.annotations import Annotation, mark_planned
@@ -74,6 +75,12 @@ class Planned:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     wants_costs: bool = False
 
+    @cached_property
+    def no_inputs(self) -> tuple[None, ...]:
+        """The graph's inputs where they are not here."""
+        nodes = self.plan.placed.graph.nodes
+        return (None,) * sum(node.kind is NodeKind.INPUT for node in nodes)
+
 
 class Planner:
     """Makes plans, and keeps the latest ones. All workers ask for the same ones in one order."""
@@ -93,7 +100,7 @@ class Planner:
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = _nothing
         self._max_plans = _MAX_PLANS
-        self._attributes = WatchedAttributes(task.network, task.loss_fn)
+        self.attributes = WatchedAttributes(task.network, task.loss_fn)
         self._one_by_one: set[tuple[Any, ...]] = set()
         self._due: dict[tuple[Any, ...], Costs] = {}  # plans to lower again, with what they cost
         self._graphs: dict[tuple[Any, ...], CapturedGraph] | None = None
@@ -109,6 +116,10 @@ class Planner:
         self._structures.clear()
         self._held.clear()
         self._due.clear()
+        # Somebody may be new, and know nothing of what was seen before.
+        self._one_by_one.clear()
+        if self.attributes.start_over() and self._graphs is not None:
+            self._graphs.clear()
 
     def adopt(self, owners: Mapping[str, int]) -> None:
         """Take the owners that other workers have fixed, as if a plan had told them."""
@@ -155,7 +166,7 @@ class Planner:
         elif len(self._plans) > 1 and key in self._plans:
             self._plans.move_to_end(key)
         if planned.plan.placed.graph.changes:
-            self._attributes.leave(planned.plan.placed.graph)
+            self.attributes.leave(planned.plan.placed.graph)
         return planned
 
     def runs_one_by_one(self, mode: Mode, signature: Signature) -> bool:
@@ -167,11 +178,11 @@ class Planner:
 
     def _look(self) -> tuple[tuple[bool, ...], tuple[str, ...]]:
         """What a network's graphs depend on besides their inputs."""
-        return self.requires_grad(), self._attributes.values()
+        return self.requires_grad(), self.attributes.values()
 
     def _watch(self, graph: CapturedGraph) -> None:
         """Tell plans apart by attributes that were not known to change when they were made."""
-        new = tuple(self._attributes.watch(graph).values())
+        new = tuple(self.attributes.watch(graph).values())
         if not new:
             return
 

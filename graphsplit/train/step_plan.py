@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.capture.graph import Mode
 from graphsplit.program.lower import StepPart
 from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
@@ -148,8 +148,7 @@ def _inputs(
     plan: Planned, size: int, division: Division | None, part: slice
 ) -> Sequence[Sequence[Any]]:
     if division is None:
-        nodes = plan.plan.placed.graph.nodes
-        return [[None] * sum(node.kind is NodeKind.INPUT for node in nodes)] * size
+        return [plan.no_inputs] * size
     if not division.weights:
         return [leaves(division.arguments)]
     return [own_views(microbatch) for microbatch in division.microbatches[part]]

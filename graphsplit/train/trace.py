@@ -21,9 +21,18 @@ class Trace:
         self._job = job
         self._profiler = profiler
         self._folder = job.take_trace_folder()
+        if self._folder and job.generation > 1:  # others may have written it
+            self._folder = ""
         if self._folder:
             profiler.is_on = True
             job.at_end.append(self._at_end)
+
+    def start_over(self) -> None:
+        """A worker was lost, and with it what it had measured: there will be no trace."""
+        if self._folder:
+            self._folder, self._profiler.is_on = "", False
+            if self._job.rank == 0:
+                say("no trace is written: a worker was lost, and its measurements with it")
 
     def after_step(self, planned: PlannedStep) -> None:
         """A step has been trained."""

@@ -12,13 +12,14 @@ graph is right for one value of such an attribute, and leaves another one behind
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from graphsplit.capture.attributes import Key, set_value, value_at
+from graphsplit.capture.attributes import MISSING, Key, set_value, value_at
 from graphsplit.capture.graph import CapturedGraph
+from graphsplit.train.kept_values import from_kept, to_kept
 
 
 class WatchedAttributes:
@@ -34,6 +35,7 @@ class WatchedAttributes:
         if isinstance(loss_fn, nn.Module):
             self._modules["loss_fn"] = loss_fn
         self._watched: list[Key] = []
+        self._first: dict[Key, Any] = {}  # what was there before forward left something
 
     def values(self) -> tuple[str, ...]:
         """The values of the watched attributes now."""
@@ -50,7 +52,33 @@ class WatchedAttributes:
         """Leave the attributes as forward leaves them."""
         for change in graph.changes:
             module, key = self._place(change.key)
+            self._first.setdefault(change.key, value_at(module, key))
             set_value(module, key, change.new)
+
+    def start_over(self) -> bool:
+        """Watch nothing any more; whether anything was watched."""
+        had_any, self._watched = bool(self._watched), []
+        return had_any
+
+    # Snapshots.
+
+    def kept(self) -> list[list[Any]]:
+        """The present values of all attributes in which forward has left something."""
+        found = []
+        for path, name in self._first:
+            value = value_at(*self._place((path, name)))
+            found.append([path, name, value is not MISSING, to_kept(value)])
+        return found
+
+    def put_back(self, kept: Iterable[Sequence[Any]]) -> None:
+        """Let the attributes be as when ``kept`` was called; others as before the first step."""
+        values: dict[Key, Any] = dict(self._first)
+        for path, name, is_there, value in kept:
+            key = (path, name)
+            self._first.setdefault(key, value_at(*self._place(key)))
+            values[key] = from_kept(value) if is_there else MISSING
+        for key, value in values.items():
+            set_value(*self._place(key), value)
 
     def _place(self, key: Key) -> tuple[nn.Module, Key]:
         top, _, path = key[0].partition(".")

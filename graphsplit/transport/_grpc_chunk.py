@@ -19,8 +19,8 @@ CHUNK_BYTES = 1 << 20
 
 _PLAN, _EDGE, _WAITS = 0x08, 0x10, 0x38  # tags: field number << 3, a varint
 _HEADER, _PAYLOAD, _PROOF = 0x1A, 0x22, 0x2A  # tags: field number << 3 | 2, bytes
-_CREDIT = 0x32
-_PAYLOAD_TAG = bytes([_PAYLOAD])
+_CREDIT, _COMPANION = 0x32, 0x42
+_PAYLOAD_TAG, _COMPANION_TAG = bytes([_PAYLOAD]), bytes([_COMPANION])
 _MAX_VARINT_BYTES = 10
 _SMALL_BYTES = 128 << 10
 
@@ -39,6 +39,7 @@ class Piece:
         size: Bytes of payload.
         credits: Serialized credits that ride along.
         waits: The source waits for credit.
+        companions: Other chunks that travel along, and come first.
     """
 
     plan: int = 0
@@ -50,6 +51,7 @@ class Piece:
     size: int = 0
     credits: tuple[bytes, ...] = ()
     waits: bool = False
+    companions: tuple[bytes, ...] = ()
 
 
 def _varint(number: int) -> bytes:
@@ -69,6 +71,11 @@ def write_credit(spec: ChannelSpec, messages: int) -> bytes:
 def riding(credit: bytes) -> bytes:
     """A ``Credit`` as a field of a ``Chunk``."""
     return bytes((_CREDIT, len(credit))) + credit  # a credit has at most 28 bytes
+
+
+def accompanying(chunk: bytes) -> bytes:
+    """A ``Chunk`` as a field of another one."""
+    return b"".join((_COMPANION_TAG, _varint(len(chunk)), chunk))
 
 
 def waiting(prefix: bytes) -> bytes:
@@ -117,7 +124,7 @@ def read_chunk(data: bytes) -> Piece:
         FrameError: It is no ``Chunk``.
     """
     numbers = {_PLAN: 0, _EDGE: 0, _WAITS: 0}
-    credits: list[bytes] = []
+    repeated: dict[int, list[bytes]] = {_CREDIT: [], _COMPANION: []}
     spans = {_HEADER: (0, 0), _PAYLOAD: (0, 0), _PROOF: (0, 0)}
     at, end = 0, len(data)
     while at < end:
@@ -128,8 +135,8 @@ def read_chunk(data: bytes) -> Piece:
         elif tag in spans and number <= end - at:
             spans[tag] = at, at + number
             at += number
-        elif tag == _CREDIT and number <= end - at:
-            credits.append(data[at : at + number])
+        elif tag in repeated and number <= end - at:
+            repeated[tag].append(data[at : at + number])
             at += number
         else:
             raise FrameError(f"a chunk with {end} bytes and a field of tag {tag} that is none")
@@ -142,8 +149,9 @@ def read_chunk(data: bytes) -> Piece:
         data,
         payload[0],
         payload[1] - payload[0],
-        tuple(credits),
+        tuple(repeated[_CREDIT]),
         numbers[_WAITS] != 0,
+        tuple(repeated[_COMPANION]),
     )
 
 

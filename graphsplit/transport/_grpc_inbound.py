@@ -16,6 +16,7 @@ import torch
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport._credit import CreditedReceiver, Incoming
 from graphsplit.transport._grpc_chunk import Piece, copy_payload, read_chunk, write_credit
+from graphsplit.transport._grpc_ends import BROKEN, CLOSED
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import Frame, describe
 from graphsplit.transport.layout import unpack
@@ -154,6 +155,13 @@ class Inbound(Incoming[GrpcReceiver]):
         return TAKEN
 
     def _take_piece(self, piece: Piece) -> None:
+        for chunk in piece.companions:
+            companion = read_chunk(chunk)
+            if companion.companions or not companion.header:
+                raise FrameError(f"worker {self.source} sent a companion that is no small value")
+            self._take_piece(companion)
+        if piece.companions and not piece.header:
+            return
         for credit in piece.credits:
             self._on_credit(credit)
         if piece.waits:
@@ -163,13 +171,18 @@ class Inbound(Incoming[GrpcReceiver]):
         if receiver is not None:
             receiver.put(piece)
 
-    def read(self, messages: Iterator[object]) -> None:
-        """Ask for everything that the source sends. Runs on a thread of its own."""
+    def read(self, messages: Iterator[object], is_broken: Callable[[], bool]) -> None:
+        """Ask for everything that the source sends. Runs on a thread of its own.
+
+        Args:
+            messages: What it sends.
+            is_broken: Asked when nothing more comes: whether the source did not close its end.
+        """
         try:
             for _ in messages:
                 if self.broken is not None:
                     return
-            self.end(TransportError("closed its end"))
+            self.end(TransportError((BROKEN if is_broken() else CLOSED).reason))
         except Exception as error:
             # Whatever grpc raises here (it has no base class for it) means that the stream ended.
             self.end(TransportError(f"the stream broke {error}".rstrip()))

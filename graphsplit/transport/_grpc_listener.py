@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import grpc
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.security.grpc_ports import add_port, server_limits
+from graphsplit.security.grpc_ports import add_port, keepalive, server_limits
 from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
-from graphsplit.settings import MAX_WORKERS
+from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
 from graphsplit.transport._grpc_chunk import CHUNK_BYTES
 
 SERVICE = "graphsplit.data_plane.DataPlane"
@@ -21,6 +21,8 @@ HELLO_KEY = "graphsplit-hello-bin"
 PROVE_S = 10.0
 """How long a source may take to prove that it is a member of the job."""
 _MAX_METADATA_BYTES = 8 << 10
+# gRPC tells only the end that has opened a stream why it broke; so that one is to notice first.
+_PATIENCE = 2.0
 
 
 class _DaemonThreads(ThreadPoolExecutor):
@@ -75,9 +77,11 @@ class GrpcListener:
         bind_host: The address to listen on.
         protection: What protects the streams.
         num_workers: How many workers the job has: bounds how many streams may be open.
+        silence_s: How long nothing may come back from a peer.
 
     Attributes:
         address: ``host:port``, for peers to dial.
+        silence_s: As it was given.
     """
 
     def __init__(
@@ -86,14 +90,17 @@ class GrpcListener:
         *,
         protection: Protection = UNPROTECTED,
         num_workers: int = MAX_WORKERS,
+        silence_s: float = NODE_TIMEOUT_S,
     ) -> None:
         require_protection(bind_host, protection, what="this worker")
+        self.silence_s = silence_s
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._is_serving = False
         max_streams = 2 * num_workers + 16
         options = [
             *server_limits(max_connections=max_streams, max_metadata_bytes=_MAX_METADATA_BYTES),
             ("grpc.max_receive_message_length", 2 * CHUNK_BYTES),
+            *keepalive(silence_s, patience=_PATIENCE),
         ]
         # Each stream has threads of its own, so their number is bounded before one is started.
         self._server = grpc.server(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,11 +14,19 @@ from google.protobuf.message import DecodeError
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
-from graphsplit.security.grpc_ports import is_refused_by_tls, open_channel
+from graphsplit.security.grpc_ports import is_refused_by_tls, keepalive, open_channel
 from graphsplit.security.handshake import PROOF_KEY, entry_of
 from graphsplit.security.protection import UNPROTECTED, Protection
+from graphsplit.settings import NODE_TIMEOUT_S
 from graphsplit.transport._credit import CreditedSender, Outgoing
-from graphsplit.transport._grpc_chunk import riding, waiting, write_chunks, write_credit
+from graphsplit.transport._grpc_chunk import (
+    accompanying,
+    riding,
+    waiting,
+    write_chunks,
+    write_credit,
+)
+from graphsplit.transport._grpc_ends import CLOSED, Patience, StreamEnd, end_of, out_of_reach
 from graphsplit.transport._grpc_inbound import TAKEN
 from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE
 from graphsplit.transport.base import ChannelSpec
@@ -26,6 +35,10 @@ from graphsplit.transport.session import AbortWatch, Session
 
 FLUSH_S = 5.0
 """How long ``close`` gives a healthy peer to take what was sent already."""
+
+COMPANION_BYTES = 64 << 10
+"""Values up to this size may wait for the next one, to travel together."""
+_MAX_HELD_BYTES = 256 << 10  # with a chunk it must fit into one message
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -49,22 +62,26 @@ class GrpcSender(CreditedSender):
         super().__init__(spec, outbound, watch, generation)
         self._outbound = outbound
         self._prefix = pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()
+        self._holds = False
+
+    def hold(self) -> None:
+        """See ``Sender.hold``."""
+        self._holds = True
 
     def send(
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
     ) -> None:
         """See ``Sender.send``."""
+        hold, self._holds = self._holds, False
         frame = self._encoder.frame_of(value)
         header = self._next_header(frame, step, microbatch)
-        prefix = self._outbound.owed() + self._prefix
-        if value is None or frame.layout is None:
-            self._outbound.put(write_chunks(prefix, self._prefix, header, 0, 0))
-            return
-        # Conjugation and negation may be pending in a value, and are not in its memory yet.
-        if not frame.layout.is_dense or value.is_conj() or value.is_neg():
-            value, _ = pack(value.detach())
-        address, size_bytes = value.data_ptr(), frame.payload_bytes
-        self._outbound.put(write_chunks(prefix, self._prefix, header, address, size_bytes))
+        address = 0
+        if value is not None and frame.layout is not None:
+            # Conjugation and negation may be pending in a value, and are not in its memory yet.
+            if not frame.layout.is_dense or value.is_conj() or value.is_neg():
+                value, _ = pack(value.detach())
+            address = value.data_ptr()
+        self._outbound.put(self._prefix, header, address, frame.payload_bytes, hold=hold)
 
 
 class Outbound(Outgoing[GrpcSender]):
@@ -79,26 +96,33 @@ class Outbound(Outgoing[GrpcSender]):
         owed: Callable[[], Iterable[tuple[ChannelSpec, int]]],
         protection: Protection = UNPROTECTED,
         expected: str = "",
+        silence_s: float = NODE_TIMEOUT_S,
+        on_end: Callable[[int, StreamEnd], None] = lambda peer, end: None,
     ) -> None:
         super().__init__(peer)
         self._owed = owed
+        self._silence_s = silence_s
+        self._patience = Patience(silence_s)
+        self._on_end = on_end
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        # Values that wait for the next one. The lock keeps those of a channel in order, whoever
+        # sends the next one.
+        self._held: list[bytes] = []
+        self._num_held_bytes = 0
+        self._writing = threading.Lock()
         self._closing = False
         self._call: Any = None
         self._session = session
         self._refusal: str | None = None
         self._is_proved = False
-        self._channel = open_channel(target, protection, expected=expected, options=_OPTIONS)
+        options = (*_OPTIONS, *keepalive(silence_s))
+        self._channel = open_channel(target, protection, expected=expected, options=options)
         self._carry = self._channel.stream_stream(
             f"/{SERVICE}/Carry", response_deserializer=self._take
         )
         name = f"graphsplit-grpc-credits-{peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    def owed(self) -> bytes:
-        """Credits owed to the peer, as fields of the next chunk."""
-        return b"".join(riding(write_credit(spec, count)) for spec, count in self._owed())
 
     def want(self, spec: ChannelSpec) -> None:
         """See ``Outgoing.want``. A channel without any credit yet gets all of it by itself."""
@@ -116,13 +140,43 @@ class Outbound(Outgoing[GrpcSender]):
             raise FrameError(f"worker {self.peer} sent something that is no credit") from error
         self.granted(credit.plan, credit.edge, credit.messages)
 
-    def put(self, chunks: Iterable[bytes]) -> None:
-        """Write to the stream, in order, without waiting."""
-        for chunk in chunks:
-            self._queue.put(chunk)
+    def put(
+        self, prefix: bytes, header: bytes, address: int, size_bytes: int, *, hold: bool
+    ) -> None:
+        """Write a value to the stream, without waiting.
+
+        Args:
+            prefix: The channel, as fields of a chunk.
+            header: The value's header.
+            address: Where its payload is.
+            size_bytes: Size of the payload.
+            hold: It may wait for the next value, to travel together.
+        """
+        with self._writing:
+            if hold and size_bytes <= min(COMPANION_BYTES, _MAX_HELD_BYTES - self._num_held_bytes):
+                (chunk,) = write_chunks(prefix, prefix, header, address, size_bytes)
+                self._held.append(accompanying(chunk))
+                self._num_held_bytes += len(chunk)
+                return
+            first = b"".join((*self._held, *self._riding(), prefix))
+            self._held, self._num_held_bytes = [], 0
+            for chunk in write_chunks(first, prefix, header, address, size_bytes):
+                self._queue.put(chunk)
+
+    def _riding(self) -> Iterator[bytes]:
+        """Credits owed to the peer, as fields of the next chunk."""
+        return (riding(write_credit(spec, count)) for spec, count in self._owed())
+
+    def flush(self) -> None:
+        """See ``Outgoing.flush``."""
+        with self._writing:
+            if self._held:
+                self._queue.put(b"".join(self._held))
+            self._held, self._num_held_bytes = [], 0
 
     def close(self, *, flush: bool) -> None:
         """End the stream; with ``flush``, only after the peer has read all of it."""
+        self.flush()
         with self._changed:
             self._closing = True
             self._queue.put(None)
@@ -148,13 +202,14 @@ class Outbound(Outgoing[GrpcSender]):
     # Everything below runs on the thread.
 
     def _run(self) -> None:
-        while (reason := self._attempt()) is None:
+        while (end := self._attempt()) is None:
             pass
-        self.fail(reason)
+        self.fail(end.reason)
         # Lets grpc's own thread, which waits for the next chunk, end.
         self._queue.put(None)
+        self._on_end(self.peer, end)
 
-    def _attempt(self) -> str | None:
+    def _attempt(self) -> StreamEnd | None:
         """One stream, until it ends. Returns why it is over, or None if another may do better."""
         hello = self._session.hello_to(self.peer)
         message = pb.Hello(
@@ -164,9 +219,10 @@ class Outbound(Outgoing[GrpcSender]):
             destination=hello.destination,
         )
         dialer = self._session.dialer_to(self.peer)
+        began = time.monotonic()
         with self._changed:
             if self._closing:
-                return "closed its end"
+                return CLOSED
             metadata = [(HELLO_KEY, message.SerializeToString()), *dialer.metadata()]
             call = self._call = self._carry(iter(self._queue.get, None), metadata=metadata)
         answer = None
@@ -175,20 +231,22 @@ class Outbound(Outgoing[GrpcSender]):
             answer = dialer.answer(theirs)
             if answer is None and entry_of(theirs, PROOF_KEY):
                 call.cancel()
-                return _UNPROVED
+                return StreamEnd(_UNPROVED)
             if answer is not None:
                 self._is_proved = True
                 self._queue.put(pb.Chunk(proof=answer).SerializeToString())
             for _ in call:
                 if self._refusal is not None:
                     call.cancel()
-                    return self._refusal
-            return "closed its end"
+                    return StreamEnd(self._refusal)
+            return CLOSED
         except grpc.RpcError as error:
             code, detail = call.code(), call.details() or str(error)
             is_early = answer is None and code in _NOT_YET and not is_refused_by_tls(detail)
             if not is_early:
-                return f"{code.name.lower()}: {detail}"
+                return end_of(code.name, detail, self._silence_s)
+        if self._patience.is_over(detail, began, time.monotonic()):
+            return out_of_reach(self._silence_s)
         self._begin_anew()
         return None
 

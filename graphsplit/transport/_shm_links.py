@@ -28,7 +28,7 @@ from typing import Any
 
 from graphsplit.errors import TransportError
 from graphsplit.transport._doorbell import Doorbell, adopt_bell, create_bell
-from graphsplit.transport.session import ROOT_CAUSE_GRACE_S, TICK_S, AbortWatch, Hello, Session
+from graphsplit.transport.session import LAST_WORDS_S, TICK_S, AbortWatch, Hello, Session
 from graphsplit.transport.wait import Wait
 
 _HELLO = struct.Struct("<4sqii32s")
@@ -192,7 +192,7 @@ class Links:
             except OSError as error:
                 # The peer has closed; it may have said why, in a packet that is not read yet.
                 with self._changed:
-                    self._changed.wait_for(lambda: link.broken is not None, ROOT_CAUSE_GRACE_S)
+                    self._changed.wait_for(lambda: link.broken is not None, LAST_WORDS_S)
                 reason = link.broken or f"worker {link.peer} cannot be reached: {error}"
                 self._watch.raise_broken(reason)
         self._watch.raise_broken(link.broken)

@@ -184,6 +184,11 @@ class Slot:
         _copy(address, address, 0)
         return value
 
+    def rehearse_lending(self) -> None:
+        """Do what ``lend`` does, without a value: nobody gets the tensor, and no word changes."""
+        if self._lease is not None:
+            self._lent_by(self._lease.from_address(self._address))
+
     def copy_into(self, value: torch.Tensor) -> None:
         """Copy the value out, into memory that was prepared for this very layout."""
         assert self.frame is not None
@@ -212,12 +217,16 @@ class Slot:
         """
         if self._lease is None:
             return None
-        assert self.frame is not None
-        assert self.frame.layout is not None
         lease = self._lease.from_address(self._address)
         self._words[self._lent_word] = 1
         lease.words, lease.word, lease.fence = self._words, self._lent_word, self._fence
         lease.region, lease.process = self._region, os.getpid()
+        return self._lent_by(lease)
+
+    def _lent_by(self, lease: Any) -> torch.Tensor:
+        """A tensor that keeps a lease as long as somebody sees it."""
+        assert self.frame is not None
+        assert self.frame.layout is not None
         dtype, layout = self.frame.dtype, self.frame.layout
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
         value = torch.empty(0, dtype=dtype, device="cpu")

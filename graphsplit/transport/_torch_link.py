@@ -221,6 +221,12 @@ class TorchLink:
         if group.device is not None:
             group.device.abort()
 
+    def lose(self, why: str) -> None:
+        """Give the peer up: Gloo would wait for ever for one that is out of reach."""
+        self.incoming.end(TransportError(why))
+        self.outgoing.fail(why)
+        self.abort()
+
     # Everything below runs on the thread.
 
     def _meet(self) -> None:

@@ -247,6 +247,21 @@ class FrameDecoder:
             self._last = self._checked(raw)
         return self._last
 
+    def frame_of_message(
+        self, header: bytes, *, sequence: int, step: int, microbatch: int
+    ) -> Frame:
+        """The checked frame of a whole header, which must be that of exactly this message.
+
+        Raises:
+            FrameError: As ``frame_of`` and ``check_message``.
+        """
+        last = self._last
+        if last is not None and header == MESSAGE.pack(sequence, step, microbatch) + last.raw:
+            return last
+        frame = self.frame_of(header)
+        self.check_message(header, sequence=sequence, step=step, microbatch=microbatch)
+        return frame
+
     def check_sequence(self, header: bytes, sequence: int) -> None:
         """Raise ``FrameError`` unless the header is that of message number ``sequence``."""
         actual = MESSAGE.unpack_from(header)[0]

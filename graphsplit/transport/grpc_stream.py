@@ -31,12 +31,15 @@ from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.transport._grpc_chunk import Piece, read_chunk
+from graphsplit.transport._grpc_ends import StreamEnd
 from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
 from graphsplit.transport._grpc_listener import HELLO_KEY, PROVE_S, GrpcListener
 from graphsplit.transport._grpc_outbound import GrpcSender, Outbound
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.session import AbortWatch, Hello, Session
 from graphsplit.transport.wait import WaitPolicy
+
+_GONE_S = 0.02
 
 
 def _hello_of(context: Any) -> Hello | None:
@@ -85,6 +88,9 @@ class GrpcTransport(Transport):
         policy: The rule for every wait.
         protection: What protects the streams.
         names: Under TLS, the name in each worker's certificate, by rank.
+
+    Attributes:
+        on_silence: Told of a peer from which nothing comes back any more, and why.
     """
 
     name = "grpc"
@@ -110,6 +116,7 @@ class GrpcTransport(Transport):
             Inbound(source, self._credit_from(source)) for source in range(len(targets))
         ]
         self._outbound: dict[int, Outbound] = {}
+        self.on_silence: list[Callable[[int, str], None]] = []
         self._readers: set[threading.Thread] = set()
         self._listener = listener
         mine = weakref.ref(self)
@@ -137,6 +144,8 @@ class GrpcTransport(Transport):
                     owed=self._inbound[spec.destination].owed,
                     protection=self._protection,
                     expected=expected,
+                    silence_s=self._listener.silence_s,
+                    on_end=self._end_both,
                 )
                 self._outbound[spec.destination] = outbound
         sender = GrpcSender(spec, outbound, self._watch, self._session.generation)
@@ -173,6 +182,14 @@ class GrpcTransport(Transport):
         for reader in list(self._readers):
             if reader.ident is not None:  # else it is about to start, on a stream that was broken
                 reader.join()
+
+    def _end_both(self, peer: int, end: StreamEnd) -> None:
+        """The stream to a peer has ended; if it is out of reach, nothing will come from it."""
+        if not end.is_silence:
+            return
+        self._inbound[peer].end(TransportError(end.reason))
+        for tell in list(self.on_silence):
+            tell(peer, end.reason)
 
     def _credit_from(self, peer: int) -> Callable[[bytes], None]:
         def take(credit: bytes) -> None:
@@ -216,6 +233,9 @@ class GrpcTransport(Transport):
         inbound = self._inbound[source]
         listener = self._session.listener_to(source, context.invocation_metadata())
         outcome: SimpleQueue[tuple[grpc.StatusCode, str] | None] = SimpleQueue()
+        is_gone = threading.Event()
+        if not context.add_callback(is_gone.set):
+            is_gone.set()
 
         def examine() -> tuple[grpc.StatusCode, str] | None:
             first = next(messages, None)
@@ -235,7 +255,8 @@ class GrpcTransport(Transport):
                 refusal = grpc.StatusCode.CANCELLED, "the stream ended"
             outcome.put(refusal)
             if refusal is None:
-                inbound.read(messages)
+                # A source that closes its end waits for ours; a stream that breaks is over.
+                inbound.read(messages, lambda: is_gone.wait(_GONE_S))
             self._readers.discard(threading.current_thread())
 
         name = f"graphsplit-grpc-read-{source}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from graphsplit.errors import ConfigurationError, TransportError
 from graphsplit.security.names import read_name, why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection, require_encryption
-from graphsplit.settings import MAX_WORKERS
+from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.endpoints import (
     MODES,
@@ -119,6 +119,7 @@ class Hub:
         mode: ``"auto"`` prefers shared memory, then Gloo, then gRPC; others allow only that one.
         protection: What protects connections that leave this user's processes.
         num_workers: How many workers the job has: bounds how many may connect.
+        silence_s: How long nothing may come back from a peer on another host.
 
     Attributes:
         endpoints: What to register, for the peers. Holds a secret: only members may see it.
@@ -131,12 +132,14 @@ class Hub:
         mode: Mode = "auto",
         protection: Protection = UNPROTECTED,
         num_workers: int = MAX_WORKERS,
+        silence_s: float = NODE_TIMEOUT_S,
     ) -> None:
         if mode not in MODES:
             raise ConfigurationError(f"GS_TRANSPORT: expected one of {MODES}, got {mode!r}")
         self._mode = mode
         self._protection = protection
         self._num_workers = num_workers
+        self._silence_s = silence_s
         self._shm: socket.socket | None = None
         self._grpc: GrpcListener | None = None
         self._bind_host = bind_host
@@ -177,7 +180,10 @@ class Hub:
         from graphsplit.transport._grpc_listener import GrpcListener
 
         self._grpc = GrpcListener(
-            bind_host, protection=self._protection, num_workers=self._num_workers
+            bind_host,
+            protection=self._protection,
+            num_workers=self._num_workers,
+            silence_s=self._silence_s,
         )
         self.endpoints["grpc"] = self._grpc.address
         if self._protection.tls is not None:
@@ -225,7 +231,7 @@ class Hub:
             from graphsplit.transport.grpc_stream import GrpcTransport
 
             targets = tuple(peer.get("grpc") for peer in peers)
-            transports["grpc"] = GrpcTransport(
+            transports["grpc"] = streams = GrpcTransport(
                 self._grpc,
                 session=session,
                 targets=targets,
@@ -237,14 +243,15 @@ class Hub:
         for name in torch_names:
             from graphsplit.transport.torch_distributed import TorchTransport
 
-            transports[name] = TorchTransport(
-                transports["grpc"],
+            transports[name] = over_torch = TorchTransport(
+                streams,
                 bind_host=self._bind_host,
                 session=session,
                 num_workers=len(peers),
                 policy=policy,
                 has_device=name == "nccl",
             )
+            streams.on_silence.append(over_torch.lose)
         self.close()
         route = partial(self._route, peers)
         return Router(rank, transports, route=route, num_workers=len(peers), traffic=traffic)

@@ -141,8 +141,9 @@ class _MemoryReceiver(_End, Receiver):
             self._raise_left(peer)
         assert message is not None
         header, payload = message
-        frame = self._decoder.frame_of(header)
-        self._decoder.check_message(header, sequence=self._count, step=step, microbatch=microbatch)
+        frame = self._decoder.frame_of_message(
+            header, sequence=self._count, step=step, microbatch=microbatch
+        )
         self._count += 1
         with self._fabric.changed:
             messages.popleft()

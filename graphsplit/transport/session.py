@@ -16,8 +16,8 @@ from graphsplit.transport.wait import WaitPolicy
 TICK_S = 0.05
 """Longest sleep of any wait: a lost wake-up costs at most this."""
 
-ROOT_CAUSE_GRACE_S = 1.0
-"""How long a broken link waits for the news of why it broke."""
+LAST_WORDS_S = 1.0
+"""How long a link that was closed waits for what the peer said last."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,10 @@ class AbortWatch:
         policy.abort.add_waker(wake)
 
     def raise_broken(self, message: str) -> NoReturn:
-        """Raise the job's root cause if it becomes known soon, else ``TransportError``."""
-        self.aborted.wait(ROOT_CAUSE_GRACE_S)
+        """Raise the job's root cause if it is known, else ``TransportError``.
+
+        Whoever hears of that tells the scheduler at once, which knows best what it means.
+        """
         self.policy.abort.raise_if_set()
         raise TransportError(
             f"{message}\n  Fix: look at the output of that worker; it ended or lost its network"

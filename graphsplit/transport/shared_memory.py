@@ -18,7 +18,7 @@ no sleep is longer than ``TICK_S`` anyway.
 
 [Note: looking] Waking a process costs more than copying a small value, so who waits looks for a
 while before it sleeps: no longer than waking up would take. It yields its core in every round, to
-whoever has something to compute.
+whoever has something to compute. Where the wait before was a long one, it sleeps at once.
 
 [Note: announced values] A sender that begins to compute a value writes its number into
 ``announced`` and rings. The receiver wakes while the sender computes, and then looks for the value
@@ -56,6 +56,8 @@ LOOK_S = 100e-6
 
 ANNOUNCED_LOOK_S = 4e-3
 """How long to look for a value that was announced."""
+
+_LONG_S = 3 * LOOK_S
 
 _MAX_FOLLOWERS = 2
 _LINE = ALIGNMENT
@@ -109,6 +111,7 @@ class _End:
         self._bell = links.bell
         self._watch = watch
         self._count = 0
+        self._waits_long = False
 
     def close(self) -> None:
         """Let go of the memory; it is unmapped once no thread uses it any more."""
@@ -118,8 +121,8 @@ class _End:
 
     def _wait(self, is_ready: Callable[[memoryview], bool], waits: int) -> None:
         """Wait until the words say so; ``waits`` is the word that tells the peer to ring."""
-        words = self._words
-        if self._look(is_ready, for_s=LOOK_S):
+        words, began = self._words, time.perf_counter()
+        if not self._waits_long and self._look(is_ready, for_s=LOOK_S):
             return
         words[waits] = 1
         next_announced = self._count + 1 if waits == _RECEIVER_WAITS else 0
@@ -143,6 +146,7 @@ class _End:
                 self._bell.sleep(seen, timeout_s=TICK_S)
         finally:
             words[waits] = 0
+            self._waits_long = time.perf_counter() - began > _LONG_S
 
     def _look(self, is_ready: Callable[[memoryview], bool], *, for_s: float) -> bool:
         """Look without sleeping, and let others have the core; False if it did not come in time."""
@@ -263,11 +267,13 @@ class _ShmReceiver(_End, Receiver):
         self._latest_slot: Slot | None = None
         self._prepared: tuple[Frame | None, torch.Tensor | None] = None, None
         self._followers: list[_ShmSender] = []
+        self._lent: list[Slot] = []
 
     def close(self) -> None:
         """Let go of what was kept for rehearsals, too."""
         super().close()
-        self._latest_slot, self._prepared, self._followers = None, (None, None), []
+        self._latest_slot, self._prepared = None, (None, None)
+        self._followers, self._lent = [], []
         if self._latest.receiver is self:
             self._latest.receiver = None
 
@@ -282,8 +288,10 @@ class _ShmReceiver(_End, Receiver):
             return
         for sender in self._followers:
             sender.rehearse()
+        slot.rehearse_lending()
         self._prepared = slot.frame, slot.prepared()
-        self._decoder.frame_of(bytes(MESSAGE.size) + slot.frame.raw)
+        header = MESSAGE.pack(0, 0, 0) + slot.frame.raw
+        self._decoder.frame_of_message(header, sequence=0, step=0, microbatch=0)
 
     def is_ready(self) -> bool:
         """See ``Receiver.is_ready``."""
@@ -310,8 +318,9 @@ class _ShmReceiver(_End, Receiver):
         slot = self._slot_of(count)
         # A snapshot: what is checked must not change under the check.
         header = bytes(slot.header)
-        frame = self._decoder.frame_of(header)
-        self._decoder.check_message(header, sequence=count, step=step, microbatch=microbatch)
+        frame = self._decoder.frame_of_message(
+            header, sequence=count, step=step, microbatch=microbatch
+        )
         if slot.frame is not frame:
             slot.adopt(frame)
         value = self._value_in(slot)
@@ -328,9 +337,11 @@ class _ShmReceiver(_End, Receiver):
         if value is not None and frame is slot.frame:
             slot.copy_into(value)
             return value
-        if self._num_spare and sum(other.is_lent for other in self._slots) < self._num_spare:
-            value = slot.lend()
+        if self._num_spare:
+            self._lent = [other for other in self._lent if other.is_lent]
+            value = slot.lend() if len(self._lent) < self._num_spare else None
             if value is not None:
+                self._lent.append(slot)
                 return value
         return slot.copy_out()
 

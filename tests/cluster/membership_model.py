@@ -216,7 +216,7 @@ class World:
         if scheduler is None or not scheduler._is_healthy or scheduler.phase is Phase.FORMING:
             return False
         known = scheduler._roster.of(worker.incarnation)
-        return known is not None and known.is_connected and not known.is_finished
+        return known is not None and known.is_connected
 
     @property
     def _may_return(self) -> bool:

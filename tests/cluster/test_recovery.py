@@ -221,7 +221,7 @@ def test_links_that_stay_broken_are_not_recovered_from_for_ever(drive):
     broken = Failed(FailureCause("lost", "TransportError: worker 1 is not reached", rank=0))
     for generation in (2, 3, 4):
         scheduler.say(0, broken)
-        scheduler.pass_time(0.4)
+        scheduler.pass_time(1.2)
         assert (scheduler.state.phase, scheduler.state.generation) == (
             Phase.RECOVERING,
             generation,
@@ -229,7 +229,7 @@ def test_links_that_stay_broken_are_not_recovered_from_for_ever(drive):
         offer(scheduler, 0, 1)
         scheduler.answer_plan()
     scheduler.say(0, broken)
-    scheduler.pass_time(0.4)
+    scheduler.pass_time(1.2)
     assert scheduler.state.phase is Phase.FAILED
 
 

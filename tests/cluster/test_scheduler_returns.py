@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cluster_helpers import DEADLINE_S, Joined, Process
+from cluster_helpers import DEADLINE_S, Joined, Process, wait_until
 
 from graphsplit.cluster.member import Member, NodeIdentity
-from graphsplit.failure import AbortSignal
+from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.settings import ClusterSettings
 
 pytestmark = pytest.mark.real_processes
@@ -115,6 +116,26 @@ def test_a_worker_that_was_lost_while_the_scheduler_was_away_is_noticed(start_jo
     assert (cause.kind, cause.rank) == ("lost", 1)
     assert "did not come back within 1 s (MS_NODE_TIMEOUT)" in cause.message
     first.member.close()
+    assert after.wait() == 1
+
+
+def test_what_a_worker_reports_while_the_scheduler_is_away_reaches_the_next_one(
+    start_job, tmp_path
+):
+    job = start_job(tmp_path)
+    first, second = job.joined
+    generator = random.getstate()
+    first.member._state.is_failure_noted = True  # of an earlier report
+    job.kill_scheduler()
+    wait_until(lambda: first.member._session is None, "no attempt to come back has failed")
+    cause = FailureCause("exception", "ValueError: the disk is full", rank=0)
+    reporting = job.pool.submit(first.member.report_failure, cause)
+    after = job.start("serve_here")
+    assert second.wait_aborted().message == cause.message
+    reporting.result(DEADLINE_S)
+    assert random.getstate() == generator  # it is the script's, also while we try again
+    for one in job.joined:
+        one.member.close()
     assert after.wait() == 1
 
 

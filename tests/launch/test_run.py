@@ -200,11 +200,16 @@ def test_a_killed_worker_is_started_again_under_wait_rejoin(
     monkeypatch.setenv("GS_RECOVERY", "wait_rejoin")
     mark = tmp_path / "mark"
     script = (
-        "import pathlib, signal, sys\n"
+        "import pathlib, signal, sys, time\n"
         "mark = pathlib.Path(sys.argv[1])\n"
-        "if name == 'MS_WORKER1' and not mark.exists():\n"
-        "    mark.touch()\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "done = mark.with_suffix('.done')\n"
+        "if name == 'MS_WORKER1':\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    done.touch()\n"
+        "while name.startswith('MS_SCHED') and not done.exists():\n"
+        "    time.sleep(0.01)  # a job without its scheduler starts nothing again\n"
         "print('done')\n"
     )
     launcher = launch(script, str(mark), options=("-n", "2", "--restarts", "1"))
@@ -212,6 +217,32 @@ def test_a_killed_worker_is_started_again_under_wait_rejoin(
     assert launcher.returncode == 0
     assert "[worker 1] done" in out.splitlines()
     assert "worker 1 was killed by SIGKILL; starting it again (0 restarts left)" in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_launcher_keeps_nothing_open_of_processes_that_are_gone(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GS_RECOVERY", "wait_rejoin")
+    script = (
+        "import pathlib, signal, sys\n"
+        "mark = pathlib.Path(sys.argv[1])\n"
+        "if name == 'MS_WORKER0':\n"
+        "    lives = len(mark.read_text()) if mark.exists() else 0\n"
+        "    mark.write_text('x' * (lives + 1))\n"
+        "    print(len(os.listdir(f'/proc/{os.getppid()}/fd')), flush=True)\n"
+        "    if lives < 6:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "while not mark.exists() or len(mark.read_text()) < 7:\n"  # the scheduler stays
+        "    os.sched_yield()\n"
+    )
+    options = ("-n", "1", "--restarts", "6")
+    out, err = launch(script, str(tmp_path / "mark"), options=options).communicate()
+    lines = [line.split() for line in out.splitlines() if line.startswith("[worker 0]")]
+    counts = [int(line[-1]) for line in lines]
+    assert len(counts) == 7, err
+    # Those of the last life may still be there, not those of all.
+    assert counts[-1] <= counts[0] + 4, counts
 
 
 def test_a_job_that_asks_for_it_is_started_again_under_restart(

@@ -17,7 +17,13 @@ from graphsplit.train.recovery.agreement import START, Offer, choose
 from graphsplit.train.recovery.log import kept
 from graphsplit.train.recovery.part import FlatTensors, Part
 from graphsplit.train.recovery.results import Memory, Results, pack, unpack
-from graphsplit.train.recovery.stream import CHUNK_BYTES, Incoming, Outgoing, stream_spec
+from graphsplit.train.recovery.stream import (
+    CHUNK_BYTES,
+    TOGETHER_BYTES,
+    Incoming,
+    Outgoing,
+    stream_spec,
+)
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 
@@ -69,12 +75,14 @@ def test_messages_of_any_length_pass_without_waiting():
     content = torch.arange(5 * CHUNK_BYTES // 8).view(torch.uint8)
     outgoing.put(1, 7, [content[:100], content[100:]])
     outgoing.put(2, 8)
+    outgoing.put(3, 9, [content[:100], content[100:TOGETHER_BYTES]])
     found = []
-    while len(found) < 2:
+    while len(found) < 3:
         outgoing.pump()
         found += [message for message in incoming.pump() if message is not None]
-    assert [(m.kind, m.number) for m in found] == [(1, 7), (2, 8)]
+    assert [(m.kind, m.number) for m in found] == [(1, 7), (2, 8), (3, 9)]
     assert found[0].octets() == content.numpy().tobytes()
+    assert found[2].octets() == content[:TOGETHER_BYTES].numpy().tobytes()
     outgoing.pump()
     assert outgoing.is_empty
     assert not incoming.is_amid_message
@@ -92,7 +100,7 @@ def test_more_bytes_than_were_announced_are_refused():
     outgoing, incoming = ends(1000)
     outgoing.put(1, 7, [torch.zeros(3, dtype=torch.uint8)])
     outgoing._queue.append(iter([torch.zeros(9, dtype=torch.uint8)]))
-    outgoing._queue[0] = iter([next(outgoing._queue[0])])  # its header alone
+    outgoing._queue[0] = iter([next(outgoing._queue[0])[:24]])  # its header alone
     outgoing.pump()
     with pytest.raises(FrameError, match="announced 3 bytes of a snapshot; 9 came"):
         list(incoming.pump())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
 from graphsplit.errors import ClusterError, JobFailedError
+from graphsplit.runtime import job as jobs
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.testing.compare import difference
+from graphsplit.train.recovery.script import RecoveringScript
 from graphsplit.train.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
@@ -136,6 +140,52 @@ def test_a_worker_lost_with_the_holder_of_its_state_ends_the_job_where_nothing_i
     )
     with pytest.raises(ClusterError, match="worker 1 was lost together with worker 2"):
         cluster.run()
+
+
+def test_what_is_kept_for_recovery_does_not_grow_with_training(tmp_path: Path):
+    found: list[Any] = []
+
+    def script(rank: int) -> None:
+        model, _ = make()
+        model.train(10, loader())
+        job = jobs.current()
+        assert job is not None and isinstance(job.script, RecoveringScript)
+        snapshots = job.script._snapshots
+        assert snapshots._replicator is not None
+        found.append((snapshots._places, snapshots._replicator.held.log))
+
+    ThreadCluster(script, NUM_WORKERS, SnapshotSettings(1, 4, tmp_path)).run()
+    for places, log in found:  # of 41 snapshots, eleven on disk; no call but one
+        assert 3 <= len(places) <= 6, sorted(places)
+        assert len(log) <= 1
+
+
+class Runners(gs.callbacks.Callback):
+    """Counts what is there of plans, of all generations and workers."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_rollback(self, context: gs.callbacks.RunContext) -> None:
+        self.counts.append(sum(type(o) is ProgramRunner for o in gc.get_objects()))
+
+
+def test_nothing_is_kept_of_generations_that_are_over():
+    watch = Runners()
+
+    def script(rank: int) -> None:
+        model, _ = make()
+        model.train(8, loader(), [watch] if rank == 0 else [])
+
+    gc.collect()
+    gc.disable()  # Python looks for cycles only now and then
+    try:
+        ThreadCluster(script, NUM_WORKERS, SnapshotSettings(1), {1: [20] * 8}).run()
+    finally:
+        gc.enable()
+    assert len(watch.counts) >= 6
+    # Those of the generation that is over, and perhaps those of the next.
+    assert max(watch.counts) <= 2 * NUM_WORKERS, watch.counts
 
 
 # Started again as a whole.

@@ -19,8 +19,8 @@ from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.train import records
 from graphsplit.train.batch import Signature
-from graphsplit.train.feed import Tickets, _padded
 from graphsplit.train.signature_text import check_signature_text
+from graphsplit.train.tickets import Ticket, Tickets, message_of
 
 MADE: list[object] = []
 
@@ -28,10 +28,10 @@ MADE: list[object] = []
 def ticket(text: str) -> bytes:
     signature = Signature.read(text)
     made = StepTicket(signature_digest=signature.digest, signature_text=text)
-    return _padded(made.SerializeToString())
+    return message_of(made)
 
 
-def receive(data: bytes) -> StepTicket:
+def receive(data: bytes) -> Ticket:
     control = SimpleNamespace(receive_ticket=lambda source: data)
     job = SimpleNamespace(rank=1, control=control, is_stopping=False)
     return Tickets(cast(Any, job)).receive(3)
@@ -53,7 +53,8 @@ def tensor(dtype: object = "float32", shape: object = (2,), strides: object = (1
     ],
 )
 def test_a_ticket_as_it_should_be_is_read(text: str) -> None:
-    assert receive(ticket(text)).signature_text == text
+    shape = receive(ticket(text)).shape
+    assert shape is not None and shape.whole.text == text
 
 
 @pytest.mark.parametrize(

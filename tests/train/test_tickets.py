@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +14,9 @@ from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.train.batch import Signature
-from graphsplit.train.feed import Feed, Tickets, _padded
+from graphsplit.train.feed import Feed
 from graphsplit.train.microbatches import Divider, Shape
+from graphsplit.train.tickets import Ticket, Tickets, message_of
 
 
 class Wire:
@@ -47,8 +49,61 @@ def test_followers_learn_signatures_once_and_weights_every_time() -> None:
     for rows in (10, 8, 10, 10):
         leader.send(shape(rows), generator=None)
         sizes.append(len(wire.messages[0]))
-        assert follower.shape(follower.receive(0)) == shape(rows)
+        assert follower.receive(0).shape == shape(rows)
     assert sizes[2] == sizes[3] < sizes[0]
+
+
+def test_a_batch_like_the_one_before_is_announced_without_a_word_about_its_looks() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    leader.send(shape(10), generator=None)
+    first = follower.receive(0)
+    leader.send(shape(10), generator=None, checksum=7, previous_checksum=8)
+    assert len(wire.messages[0].rstrip(b"\0")) < 20
+    assert follower.receive(0) == Ticket(1, first.shape, checksum=7, previous_checksum=8)
+
+
+def test_what_is_news_is_told_although_the_batch_looks_like_the_one_before() -> None:
+    wire = Wire()
+    leading = job(wire, 0)
+    leader, follower = Tickets(leading), Tickets(job(wire, 1))
+    state = torch.default_generator.get_state()
+    for generator in (None, state, None):
+        leader.send(shape(10), generator=generator)
+        told = follower.receive(0)
+        assert told.generator == (b"" if generator is None else state.numpy().tobytes())
+    leading.asked_to_stop = True
+    leader.send(shape(10), generator=None)
+    assert follower.receive(0).shape == shape(10)
+
+
+def test_the_batch_before_must_be_known_where_one_like_it_is_announced() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    for _ in range(2):
+        leader.send(shape(10), generator=None)
+    wire.messages.pop(0)
+    with pytest.raises(FrameError, match="like the one before, but there was none"):
+        follower.receive(0)
+
+
+def test_an_announcement_of_another_step_is_not_believed() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    for _ in range(3):
+        leader.send(shape(10), generator=None)
+    follower.receive(0)
+    wire.messages.pop(0)
+    with pytest.raises(FrameError, match="worker 0 announces batch 2; expected 1"):
+        follower.receive(0)
+
+
+@pytest.mark.parametrize("data", [b"", bytes(3), bytes(12), struct.pack("<I", 9) + b"12345678"])
+def test_a_ticket_that_is_cut_off_is_malformed(data: bytes) -> None:
+    wire = Wire()
+    wire.messages.append(data)
+    with pytest.raises(FrameError, match="a malformed step ticket from worker 0"):
+        Tickets(job(wire, 1)).receive(0)
 
 
 def test_all_stop_at_the_step_whose_ticket_says_so() -> None:
@@ -71,7 +126,7 @@ def test_a_batch_that_is_not_split_announces_no_microbatches() -> None:
     wire = Wire()
     Tickets(job(wire, 0)).send(shape(10, number=1), generator=None)
     follower = Tickets(job(wire, 1))
-    found = follower.shape(follower.receive(0))
+    found = follower.receive(0).shape
     assert (found.parts, found.weights) == ((), ())
 
 
@@ -81,7 +136,7 @@ def ticket(counts: Sequence[int], weights: Sequence[float]) -> bytes:
     for count in counts:
         made.microbatches.add(signature_digest=signature.digest, count=count)
     made.loss_weights.extend(weights)
-    return _padded(made.SerializeToString())
+    return message_of(made)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +154,7 @@ def test_the_signature_of_a_microbatch_must_be_the_announced_one() -> None:
     made = StepTicket(loss_weights=[1.0])
     made.microbatches.add(signature_digest="0" * 16, signature_text="[]", count=1)
     wire = Wire()
-    wire.messages.append(_padded(made.SerializeToString()))
+    wire.messages.append(message_of(made))
     with pytest.raises(FrameError, match="worker 0 sent a signature that is not the announced one"):
         Tickets(job(wire, 1)).receive(0)
 

@@ -15,7 +15,7 @@ class Job:
     """A job that was asked for a trace."""
 
     def __init__(self, folder: str) -> None:
-        self.rank = 0
+        self.rank, self.generation = 0, 1
         self.at_end: list[Any] = []
         self._folder = folder
 

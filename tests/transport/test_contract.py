@@ -101,6 +101,45 @@ def test_both_directions_and_a_third_worker(make: MakeWorkers) -> None:
         assert value is not None and value[0] == number
 
 
+def test_a_sender_that_waits_for_credit_holds_nothing_back(make: MakeWorkers) -> None:
+    workers = make()
+    first, first_end = workers.open(spec_of(edge=0))
+    second, second_end = workers.open(spec_of(edge=1, depth=1))
+    second.send(torch.zeros(4), step=0, microbatch=0)
+    first.hold()
+    first.send(torch.ones(4), step=0, microbatch=0)
+    blocked = start(lambda: second.send(torch.ones(4), step=1, microbatch=0))
+    assert first_end.receive(step=0, microbatch=0) is not None
+    for step in range(2):
+        assert second_end.receive(step=step, microbatch=0) is not None
+    blocked.result(DEADLINE_S)
+
+
+def test_values_that_may_wait_for_the_next_arrive_in_order(make: MakeWorkers) -> None:
+    workers = make()
+    ends = [workers.open(spec_of(edge=edge, depth=3)) for edge in range(3)]
+    order = [0, 1, 1, 2, 0, 1]
+    for number, edge in enumerate(order):
+        if number + 1 < len(order):
+            ends[edge][0].hold()
+        ends[edge][0].send(torch.full((4,), float(number)), step=number, microbatch=0)
+    for edge in (2, 0, 1):
+        for number in (number for number, one in enumerate(order) if one == edge):
+            value = ends[edge][1].receive(step=number, microbatch=0)
+            assert value is not None and value.tolist() == [number] * 4
+
+
+def test_a_value_that_may_wait_arrives_although_no_other_follows(make: MakeWorkers) -> None:
+    workers = make()
+    sender, receiver = workers.open(spec_of())
+    sender.hold()
+    sender.send(torch.ones(4), step=0, microbatch=0)
+    closing = start(workers.transports[0].close)
+    assert receiver.receive(step=0, microbatch=0) is not None
+    workers.close()
+    closing.result(DEADLINE_S)
+
+
 def test_none_is_a_value(make: MakeWorkers) -> None:
     sender, receiver = make().open(spec_of())
     for step, value in enumerate((None, torch.ones(4), None, None, torch.ones(4))):
@@ -351,12 +390,12 @@ def test_what_was_sent_arrives_although_the_sender_has_closed(make: MakeWorkers)
         receiver.receive(step=1, microbatch=0)
 
 
-def test_a_broken_link_reports_the_root_cause_if_it_comes_in_time(make: MakeWorkers) -> None:
+def test_a_broken_link_reports_the_root_cause_if_it_is_known(make: MakeWorkers) -> None:
     workers = make()
     _, receiver = workers.open(spec_of())
     receiving = start(lambda: receiver.receive(step=0, microbatch=0))
-    workers.transports[0].close()
     workers.aborts[1].set(CAUSE)
+    workers.transports[0].close()
     with pytest.raises(JobFailedError, match="division by zero"):
         receiving.result(DEADLINE_S)
 

@@ -13,6 +13,7 @@ from graphsplit.errors import FrameError
 from graphsplit.transport._grpc_chunk import (
     CHUNK_BYTES,
     Piece,
+    accompanying,
     read_chunk,
     riding,
     waiting,
@@ -32,6 +33,7 @@ chunks = st.builds(
     proof=st.binary(max_size=40),
     credits=st.lists(credits_, max_size=3),
     waits=st.booleans(),
+    companions=st.lists(st.binary(max_size=200), max_size=3),
 )
 
 
@@ -43,7 +45,9 @@ def same(piece: Piece, chunk: pb.Chunk) -> bool:
     return (
         (piece.plan, piece.edge, piece.header, piece.proof, payload(piece), piece.waits)
         == (chunk.plan, chunk.edge, chunk.header, chunk.proof, chunk.payload, chunk.waits)
-    ) and [pb.Credit.FromString(credit) for credit in piece.credits] == list(chunk.credits)
+        and [pb.Credit.FromString(credit) for credit in piece.credits] == list(chunk.credits)
+        and list(piece.companions) == list(chunk.companions)
+    )
 
 
 @given(chunks)
@@ -83,4 +87,6 @@ def test_written_chunks_are_what_protobuf_expects(size: int) -> None:
     assert [chunk.header for chunk in written] == [b"header"] + [b""] * (len(written) - 1)
     assert all((chunk.plan, chunk.edge) == (3, -4) for chunk in written)
     assert list(written[0].credits) == [pb.Credit(plan=3, edge=-4, messages=2)]
+    (companion,) = pb.Chunk.FromString(accompanying(written[0].SerializeToString())).companions
+    assert pb.Chunk.FromString(companion) == written[0]
     assert pb.Chunk.FromString(waiting(prefix)) == pb.Chunk(plan=3, edge=-4, waits=True)

@@ -89,6 +89,19 @@ def test_a_lent_value_outlives_its_channel_and_gives_its_memory_back(workers: Wo
     assert _region.num_mapped == mapped - 2
 
 
+def test_a_rehearsal_neither_lends_a_slot_nor_frees_it(workers: Workers) -> None:
+    sender, receiver = workers.open(LENDING)
+    sender.send(value_of(1), step=1, microbatch=0)
+    held = receiver.receive(step=1, microbatch=0)
+    slot = receiver._latest_slot  # type: ignore[attr-defined]
+    receiver._rehearse()  # type: ignore[attr-defined]
+    gc.collect()
+    assert slot.is_lent and held is not None and torch.equal(held, value_of(1))
+    del held
+    receiver._rehearse()  # type: ignore[attr-defined]
+    assert not slot.is_lent
+
+
 def test_only_channels_that_may_lend_do(workers: Workers) -> None:
     assert num_spare(replace(LENDING, lends=False)) == 0
     assert num_spare(replace(LENDING, max_bytes=LEND_BYTES - 1)) == 0

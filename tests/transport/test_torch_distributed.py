@@ -102,19 +102,6 @@ def test_records_that_may_wait_travel_with_the_next() -> None:
     assert [tag for tag, _ in gloo.sent] == [MESSAGE_TAG, MESSAGE_TAG, PAYLOAD_TAG]
 
 
-def test_a_sender_that_waits_for_credit_holds_nothing_back(workers: Workers) -> None:
-    first, first_end = workers.open(spec_of(edge=0))
-    second, second_end = workers.open(spec_of(edge=1, depth=1))
-    second.send(torch.zeros(4), step=0, microbatch=0)
-    first.hold()
-    first.send(torch.ones(4), step=0, microbatch=0)
-    blocked = start(lambda: second.send(torch.ones(4), step=1, microbatch=0))
-    assert first_end.receive(step=0, microbatch=0) is not None
-    for step in range(2):
-        assert second_end.receive(step=step, microbatch=0) is not None
-    blocked.result(DEADLINE_S)
-
-
 records = st.builds(
     Record,
     kind=st.sampled_from([Kind.CREDIT, Kind.SMALL, Kind.LARGE, Kind.BYE]),

@@ -86,10 +86,14 @@ class Ownership:
     Args:
         task: What is trained.
         owners: The owner of every parameter and buffer by name; empty before the first plan.
+
+    Attributes:
+        tensors: Every parameter and buffer, once.
     """
 
     def __init__(self, task: Task, owners: Mapping[str, int]) -> None:
         named = named_state(task.network, task.loss_fn)
+        self.tensors = tuple({id(t): t for t in named.values()}.values())
         self.is_settled = bool(owners)
         self._owners = {id(t): owners[name] for name, t in named.items() if name in owners}
         self._names: dict[int, str] = {}
@@ -183,7 +187,7 @@ class Contents:
         reset: set[int] = set()
         if task.set_to_none and not between_updates:
             reset = {id(p) for optimizer in task.optimizers for p in parameters_of(optimizer)}
-        for tensor in {id(t): t for t in named_state(task.network, task.loss_fn).values()}.values():
+        for tensor in ownership.tensors:
             if ownership.saver(tensor) != rank or id(tensor) in reset:
                 continue
             if tensor.grad is not None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CheckpointError, ConfigurationError
+from graphsplit.train.checkpoint.generators import put_remembered, remembered_by
 
 _GENERATORS = (
     "generator",
@@ -86,7 +87,7 @@ class EpochStart:
         if self.generator is not None:
             torch.default_generator.set_state(self.generator)
         iterator = self.open(loader)
-        self.go_on()
+        self._set_default_generator()
         return iterator
 
     def open(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -102,10 +103,13 @@ class EpochStart:
         states: Mapping[str, Any] = saved.get("generators", {})
         generators = generators_of(loader)
         self._check(loader, own, generators)
+        before, after = saved.get("remembered") or ({}, {})
         if own is not None:
+            put_remembered(loader, after)
             return self._open_stateful(loader, own, generators, states)
         for path, (start, now) in states.items():
             generators[path].set_state(start if self.step else now)
+        put_remembered(loader, before if self.step else after)
         iterator = iter(loader)
         for index in range(self.step):
             try:
@@ -118,6 +122,7 @@ class EpochStart:
                 ) from None
         if self.step:
             _set_now(generators, states)
+            put_remembered(loader, after)
         return iterator
 
     def _open_stateful(
@@ -144,8 +149,18 @@ class EpochStart:
         iterator = iter(loader)
         return iterator
 
-    def go_on(self) -> None:
-        """Set the default generator to the state that training goes on with."""
+    def go_on(self, loader: Iterable[Any]) -> None:
+        """Set the generators to the states that training goes on with.
+
+        Those of the loader too: a worker that has no batch left to read in this epoch does not
+        open it before the next one.
+        """
+        self._set_default_generator()
+        saved = self.loader or {}
+        _set_now(generators_of(loader), saved.get("generators", {}))
+        put_remembered(loader, (saved.get("remembered") or ({}, {}))[1])
+
+    def _set_default_generator(self) -> None:
         if self.now is not None:
             torch.default_generator.set_state(self.now)
 
@@ -174,11 +189,13 @@ class LoaderWatch:
         loader: The loader of the running ``train``; None outside.
         epoch_generator: State of the default generator when the epoch began.
         generator_starts: States of the loader's own generators when the epoch began.
+        remembered: What else decided the loader's batches when the epoch began.
     """
 
     loader: Any = None
     epoch_generator: torch.Tensor | None = None
     generator_starts: dict[str, torch.Tensor] = field(default_factory=dict)
+    remembered: dict[str, Any] | None = None
 
     def begin_epoch(self, loader: Any, start: EpochStart) -> None:
         """An epoch begins, or goes on from where it was saved."""
@@ -192,11 +209,14 @@ class LoaderWatch:
             path: resumed[path][which] if path in resumed else generator.get_state()
             for path, generator in generators_of(loader).items()
         }
+        saved = (start.loader or {}).get("remembered")
+        self.remembered = remembered_by(loader) if saved is None else saved[which]
 
     def end_epoch(self) -> None:
         """The epoch is over; another one starts from the states of that moment."""
         self.epoch_generator = None
         self.generator_starts = {}
+        self.remembered = None
 
     def state(self) -> dict[str, Any] | None:
         """What to save of the loader: its own state if it has one, else its generators'."""
@@ -207,9 +227,11 @@ class LoaderWatch:
         own = loader.state_dict() if has_own else None
         found = {}
         for path, generator in generators_of(loader).items():
-            now = generator.get_state()
-            found[path] = [self.generator_starts.get(path, now), now]
-        return {"own": own, "generators": found}
+            state = generator.get_state()
+            found[path] = [self.generator_starts.get(path, state), state]
+        now = remembered_by(loader)
+        began = now if self.remembered is None else self.remembered
+        return {"own": own, "generators": found, "remembered": [began, now]}
 
 
 def _set_now(generators: Mapping[str, torch.Generator], states: Mapping[str, Any]) -> None:

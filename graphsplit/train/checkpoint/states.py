@@ -19,6 +19,7 @@ from graphsplit.train.checkpoint.contents import (
     optimizers_of,
 )
 from graphsplit.train.checkpoint.holder import Holder
+from graphsplit.train.checkpoint.other_loaders import OtherLoaders
 from graphsplit.train.checkpoint.position import EpochStart, LoaderWatch, Position
 from graphsplit.train.checkpoint.restore import (
     NetworkLoader,
@@ -126,6 +127,7 @@ class States:
         loss: Loss of the last step; None before.
         callbacks: The callbacks of the running ``train``.
         watch: Remembers what is needed to resume the epoch that runs now.
+        others: Remembers the loaders that ``eval`` was given.
         resumption: Set by ``load``, for the next ``train``.
     """
 
@@ -139,6 +141,7 @@ class States:
         self.loss: torch.Tensor | None = None
         self.callbacks: Sequence[Stateful] = ()
         self.watch = LoaderWatch()
+        self.others = OtherLoaders()
         self.resumption: Resumption | None = None
 
     @property
@@ -234,7 +237,11 @@ class States:
         save_folder(Path(folder), make, group, gather=gather)
 
     def _loader_section(self) -> dict[str, Any]:
-        return {"state": self.watch.state(), "epoch_generator": self.watch.epoch_generator}
+        return {
+            "state": self.watch.state(),
+            "epoch_generator": self.watch.epoch_generator,
+            "others": self.others.state(),
+        }
 
     def _sections(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         callbacks = [(type(c).__qualname__, c.state_dict()) for c in self.callbacks]
@@ -317,6 +324,7 @@ class States:
     def _take_over(self, found: _Training, values: Mapping[str, Any]) -> None:
         """Go on from where the save stood."""
         position, progress = found.position, self._holder.progress
+        self.others.put_back((values.get("loader") or {}).get("others") or ())
         if found.start.now is not None:
             torch.default_generator.set_state(found.start.now)
         progress.num_steps, progress.seed = position.num_steps, found.seed

@@ -25,6 +25,7 @@ import torch
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.tensor_meta import contiguous_strides
 
+_AS_THEY_ARE = frozenset((type(None), bool, int, str))
 _PAIRS = ("$map", "$counter")
 _TOO_DEEP = "it is nested too deeply, or contains itself"
 
@@ -47,19 +48,22 @@ def encode(value: Any, tensors: MutableMapping[str, torch.Tensor], *, path: str)
 
 
 def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
-    if value is None or isinstance(value, (bool, str)):
+    kind = type(value)  # most values are of the usual classes: subclasses are looked at last
+    if kind in _AS_THEY_ARE:
         return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, tensors, path)
-    if isinstance(value, Mapping):
+    if kind is dict or isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (list, tuple)):
         items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return int(value)
     raise StateError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__} and cannot be saved; "
         f"expected tensors, numbers, strings, None, and lists, tuples or mappings of them\n"
@@ -89,17 +93,19 @@ def _encode_tensor(
 def _encode_mapping(
     value: Mapping[Any, Any], tensors: MutableMapping[str, torch.Tensor], path: str
 ) -> Any:
-    is_plain = all(isinstance(key, str) for key in value)
     is_counter = isinstance(value, Counter)
     items = {key: _encode(item, tensors, _below(path, key)) for key, item in value.items()}
-    if is_plain and not is_counter and not any(key.startswith("$") for key in items):
+    if not is_counter and all(isinstance(key, str) and key[:1] != "$" for key in items):
         return {str(key): item for key, item in items.items()}
     tag = "$counter" if is_counter else "$map"
     return {tag: [[_encode(key, tensors, path), item] for key, item in items.items()]}
 
 
 def _below(path: str, key: Any) -> str:
-    return f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
+    name = str(key)
+    if "%" in name or "/" in name:
+        name = name.replace("%", "%25").replace("/", "%2F")
+    return f"{path}/{name}"
 
 
 def decode(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:

@@ -37,6 +37,7 @@ from graphsplit.train.recovery.part import Part
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
 VERSION = 1
+WHOLE = "whole "  # and a rank: what modules kept whole remember there
 MAX_BYTES = 1 << 30
 KEEP = 2
 WRITTEN, COMPLETE = "written", "complete"
@@ -251,6 +252,8 @@ class DiskWriter:
         """Whether this worker's section counts for all."""
         if section == "optimizers":
             return True
+        if section.startswith(WHOLE):
+            return section == f"{WHOLE}{self._rank}"
         return self._rank == (loader_rank if section == "loader" else 0)
 
     def _write_file(

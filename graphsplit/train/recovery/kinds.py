@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 from graphsplit.capture.graph import Mode
 from graphsplit.runtime.script import Call
 from graphsplit.train.batch import Signature
+from graphsplit.train.checkpoint.generators import is_same
+from graphsplit.train.checkpoint.other_loaders import put_loader
 from graphsplit.train.checkpoint.position import LoaderWatch, Position
 from graphsplit.train.checkpoint.states import Loaded, Stateful
 from graphsplit.train.epochs import load_callbacks
-from graphsplit.train.recovery.log import put_loader
+from graphsplit.train.recovery.log import Entry
 from graphsplit.train.recovery.results import pack, unpack
 from graphsplit.train.recovery.share import ModelShare
 
@@ -36,7 +38,7 @@ class Kind:
         """The result again."""
         return unpack(node, what=f"{call.name}()")
 
-    def after(self, call: Call, share: ModelShare | None) -> Any:
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
         """What else the call left, beside what snapshots hold; None if nothing."""
         return None
 
@@ -45,7 +47,7 @@ class Kind:
 
 
 class _Train(Kind):
-    def after(self, call: Call, share: ModelShare | None) -> Any:
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
         assert share is not None
         _, loader, callbacks, _ = call.arguments
         states = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
@@ -90,9 +92,9 @@ def _mark_stepped(share: ModelShare) -> None:
 
 
 class _Eval(Kind):
-    def after(self, call: Call, share: ModelShare | None) -> Any:
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
         state = LoaderWatch(call.arguments[0]).state()
-        has_any = state is not None and (state["own"] is not None or state["generators"])
+        has_any = state is not None and not is_same(state, entry.loader)
         return pack(state, what="the loader after eval()") if has_any else None
 
     def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
@@ -141,7 +143,7 @@ class _Load(Kind):
         found = unpack(node, what="load()")
         return Loaded(Position.read(found["position"]), found["extra"])
 
-    def after(self, call: Call, share: ModelShare | None) -> Any:
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
         states = {n: v.state_dict() for n, v in _stateful(call).items()}
         return pack(states, what="extra after load()") if states else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,22 @@ from torch.utils import _pytree as pytree
 
 from graphsplit.runtime.script import Call
 from graphsplit.tensor_meta import span_elements
-from graphsplit.train.checkpoint.position import LoaderWatch, generators_of
+from graphsplit.train.checkpoint.generators import process_generators, set_process_generators
+from graphsplit.train.checkpoint.other_loaders import put_loader
+from graphsplit.train.checkpoint.position import LoaderWatch
 from graphsplit.train.checkpoint.states import Resumption, Stateful
 from graphsplit.train.epochs import load_callbacks
-from graphsplit.train.recovery.share import ModelShare, put_settings, settings_of
+from graphsplit.train.recovery.share import (
+    ModelShare,
+    members_of,
+    put_requires_grad,
+    put_settings,
+    settings_of,
+)
 
-_TAKES_TENSORS = frozenset({"train_step", "predict", "load_state_dict"})
+_TAKES_TENSORS = frozenset(
+    {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}
+)
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,6 +62,7 @@ class ModelBefore:
     Attributes:
         share: The Model.
         settings: Of every optimizer.
+        members: The parameters of every group of every optimizer.
         requires_grad: Of every parameter.
         changed: Tensors that the script has written to since the call before.
         resumption: What the next ``train`` is to do first.
@@ -59,6 +70,7 @@ class ModelBefore:
 
     share: ModelShare
     settings: list[list[dict[str, Any]]]
+    members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
@@ -69,6 +81,7 @@ class ModelBefore:
         return cls(
             share,
             [settings_of(optimizer) for optimizer in share.task.optimizers],
+            [members_of(optimizer) for optimizer in share.task.optimizers],
             share.engine.planner.requires_grad(),
             share.changed_by_script(),
             share.states.resumption,
@@ -76,13 +89,10 @@ class ModelBefore:
 
     def put_back(self) -> None:
         """Let it be like that again."""
-        for optimizer, settings in zip(self.share.task.optimizers, self.settings, strict=True):
-            put_settings(optimizer, settings)
-        parameters = self.share.engine.planner.parameters
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, flag in zip(parameters, self.requires_grad, strict=True):
-                if parameter.requires_grad != flag:
-                    parameter.requires_grad_(flag)
+        optimizers = self.share.task.optimizers
+        for of_one in zip(optimizers, self.settings, self.members, strict=True):
+            put_settings(*of_one)
+        put_requires_grad(self.share.engine.planner.parameters, self.requires_grad)
         self.share.change_again(self.changed)
         self.share.states.resumption = self.resumption
 
@@ -95,6 +105,7 @@ class Entry:
         ordinal: Number of the call in the script.
         call: The call, its arguments kept.
         generator: State of the generator before it.
+        process: States of Python's and NumPy's generators before it.
         models: What the script had made of every Model before it.
         loader: State of the loader that it was given, before it.
         callbacks: States of the callbacks that it was given, before it.
@@ -103,6 +114,7 @@ class Entry:
     ordinal: int
     call: Call
     generator: torch.Tensor
+    process: dict[str, Any]
     models: list[ModelBefore]
     loader: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
@@ -114,6 +126,7 @@ class Entry:
             ordinal,
             kept_call(call),
             torch.default_generator.get_state(),
+            process_generators(),
             [ModelBefore.of(share) for share in shares],
         )
         if call.name == "train":
@@ -132,22 +145,11 @@ class Entry:
         if self.call.name == "train":
             _, loader, callbacks, _ = self.call.arguments
             load_callbacks(callbacks, _copied(self.callbacks))
-            put_loader(loader, self.loader)
+            put_loader(loader, _copied(self.loader))
         elif self.call.name == "eval":
-            put_loader(self.call.arguments[0], self.loader)
+            put_loader(self.call.arguments[0], _copied(self.loader))
         torch.default_generator.set_state(self.generator)
-
-
-def put_loader(loader: Any, state: Mapping[str, Any] | None) -> None:
-    """Let a loader start its next epoch from where it would have."""
-    if not state:
-        return
-    if state["own"] is not None:
-        loader.load_state_dict(_copied(state["own"]))
-    generators = generators_of(loader)
-    for path, (_, now) in state["generators"].items():
-        if path in generators:
-            generators[path].set_state(now)
+        set_process_generators(self.process)
 
 
 def _copied(value: Any) -> Any:

@@ -120,8 +120,9 @@ class Replicator:
                 self._disk.put(part, script)
             if self._num_workers > 1:
                 successor = self._outgoing[(self._rank + 1) % self._num_workers]
-                successor.put(LOG_BEGINS if is_first else LOG, part.number, lines)
-                successor.put(PART, part.number, part.pieces())
+                if is_first or lines:
+                    successor.put(LOG_BEGINS if is_first else LOG, part.number, lines)
+                successor.put(PART, part.number, part.pieces)
             else:
                 self._note_held(self._rank, part.number)
             self._changed.notify_all()

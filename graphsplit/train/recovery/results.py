@@ -82,7 +82,7 @@ class Remembered:
         result: What it returned, packed; None where it cannot be given again.
         error: Class and message of what it raised, if that is its result.
         after: What else the call changed: see the kind of the call.
-        generator: The generator's state after it, if that matters.
+        generators: The generators' states after it, packed, if they matter.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Remembered:
     result: Any = None
     error: list[str] | None = None
     after: Any = None
-    generator: str | None = None
+    generators: Any = None
 
     def raise_error(self) -> None:
         """Raise what the call raised."""
@@ -176,8 +176,8 @@ class Memory:
         for line in lines:
             node = from_text(line, what="a remembered call")
             number = node.get("call")
-            if "generator" in node and number in self._calls:
-                self._calls[number].generator = str(node["generator"])
+            if "generators" in node and number in self._calls:
+                self._calls[number].generators = node["generators"]
                 continue
             found = Remembered(
                 str(node.get("name")),

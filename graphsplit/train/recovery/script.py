@@ -20,9 +20,9 @@ which nothing happened.
 
 from __future__ import annotations
 
-import base64
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,11 +35,15 @@ from graphsplit.errors import (
 )
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.script import Call, Script
-from graphsplit.train.checkpoint.layout import octets_of
+from graphsplit.train.checkpoint.generators import (
+    is_same,
+    process_generators,
+    set_process_generators,
+)
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.recovery.kinds import kind_of
 from graphsplit.train.recovery.log import Entry, refuse_what_ends
-from graphsplit.train.recovery.results import Memory, Results
+from graphsplit.train.recovery.results import Memory, Results, pack, unpack
 from graphsplit.train.recovery.settings import SnapshotSettings
 from graphsplit.train.recovery.share import ModelShare, loads_state
 from graphsplit.train.recovery.snapshots import Place, Snapshots
@@ -67,7 +71,7 @@ class RecoveringScript(Script):
         self._running: Entry | None = None
         self._depth = 0
         self._steps = 0  # since the last snapshot
-        self._generator: torch.Tensor | None = None  # after the last call
+        self._generators: tuple[Any, ...] | None = None  # after the last call
         self._has_joined = False
         self._memory: Memory | None = None  # what an earlier process returned
         self._place: Place | None = None  # where the script goes on for real
@@ -119,6 +123,7 @@ class RecoveringScript(Script):
     def step_done(self) -> None:
         """A step of ``train`` is over: perhaps take a snapshot."""
         if self._depth == 1 and self._running is not None:
+            self._check_shares()
             self._steps += 1
             if self._steps >= self.settings.every:
                 self._take(self._running, inside=True)
@@ -175,17 +180,17 @@ class RecoveringScript(Script):
 
     def _note_draws(self, entry: Entry) -> None:
         """The script drew random numbers since the last call: a later process must as well."""
-        if self._generator is not None and not torch.equal(self._generator, entry.generator):
-            octets = octets_of(self._generator).numpy().tobytes()
-            text = base64.b64encode(octets).decode()
-            self._results.add({"call": entry.ordinal - 1, "generator": text})
+        now = entry.generator, entry.process
+        if self._generators is not None and not is_same(self._generators, now):
+            packed = pack(self._generators, what="generators")
+            self._results.add({"call": entry.ordinal - 1, "generators": packed})
 
     def _carry_out(self, entry: Entry) -> Any:
         while True:
-            try:
+            with suppress(MembershipChangedError):
                 return self._attempt(entry)
-            except MembershipChangedError:
-                self._recover(entry)
+            # Behind the error, not while it is handled: its traceback holds the old generation.
+            self._recover(entry)
 
     def _attempt(self, entry: Entry) -> Any:
         """Run a call, note what it returned, and perhaps take a snapshot."""
@@ -201,7 +206,7 @@ class RecoveringScript(Script):
         finally:
             self._running = None
         kind = kind_of(call.name)
-        after = kind.after(call, share)
+        after = kind.after(call, share, entry)
         self._results.add_call(
             entry.ordinal, call.name, self._index(call), lambda: kind.pack(call, result), after
         )
@@ -215,7 +220,7 @@ class RecoveringScript(Script):
             share.was_loaded = True
         for one in self._shares:
             one.note_versions()
-        self._generator = torch.default_generator.get_state()
+        self._generators = _generators()
 
     def _after(self, entry: Entry) -> None:
         if entry.call.name == "train":
@@ -223,9 +228,15 @@ class RecoveringScript(Script):
             with self._job.reporting():
                 self._snapshots.wait_committed()
         elif entry.call.name == "train_step":
+            self._check_shares()
             self._steps += 1
             if self._steps >= self.settings.every:
                 self._take(entry, inside=False)
+
+    def _check_shares(self) -> None:
+        with self._job.reporting():
+            for share in self._shares:
+                share.check_once()
 
     def _take(self, entry: Entry, *, inside: bool, is_last: bool = False) -> None:
         with self._job.reporting():
@@ -281,9 +292,8 @@ class RecoveringScript(Script):
             if share is not None and loads_state(call.name):
                 share.was_loaded = True
             kind.give_again(call, share, found.after)
-            if found.generator is not None:
-                octets = bytearray(base64.b64decode(found.generator))
-                torch.default_generator.set_state(torch.frombuffer(octets, dtype=torch.uint8))
+            if found.generators is not None:
+                _set_generators(unpack(found.generators, what="generators"))
         self._job.member.position.progress += 1  # others wait for this worker
         place = self._place
         if place is not None and ordinal == place.ordinal and not place.inside:
@@ -302,7 +312,7 @@ class RecoveringScript(Script):
             self._until_done(self._agree_and_restore)
         self._place = None
         self._steps = 0
-        self._generator = torch.default_generator.get_state()
+        self._generators = _generators()
 
     def _agree_and_restore(self) -> None:
         self._snapshots.agree(can_start=False)
@@ -320,6 +330,7 @@ class RecoveringScript(Script):
         while True:
             try:
                 if not has_recovered:
+                    self._forget_plans()
                     self._job.recover()
                 has_recovered = False
                 self._start_over()
@@ -333,6 +344,16 @@ class RecoveringScript(Script):
         if self._has_joined:
             self._recover(None, has_recovered=True)
 
+    def _forget_plans(self) -> None:
+        """Nothing of a generation that is over may be kept, however many there are.
+
+        Code, tensors and mapped memory lie in cycles, which Python looks for ever more rarely. Now
+        there is time: somebody else has to start first.
+        """
+        for share in self._shares:
+            share.engine.planner.start_over()
+        gc.collect()
+
     def _start_over(self) -> None:
         self._job.num_barriers = 0
         for share in self._shares:
@@ -344,7 +365,7 @@ class RecoveringScript(Script):
             self._expect_owners()
             self._snapshots.restore(is_rollback=True)
         self._steps = 0
-        self._generator = torch.default_generator.get_state() if place is not None else None
+        self._generators = _generators() if place is not None else None
         return place
 
     def _run_again(self, place: Place | None, entry: Entry | None) -> None:
@@ -362,6 +383,15 @@ class RecoveringScript(Script):
                 self._attempt(earlier)
             except (CheckpointError, StateError):
                 continue  # the script has seen it
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.default_generator.get_state(), process_generators()
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    torch.default_generator.set_state(states[0])
+    set_process_generators(states[1])
 
 
 def _refuse(message: str) -> None:

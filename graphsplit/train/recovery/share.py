@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from graphsplit.train.checkpoint.contents import (
 from graphsplit.train.checkpoint.states import Resumption, States
 from graphsplit.train.checkpoint.values import decode
 from graphsplit.train.cluster_engine import ClusterEngine
-from graphsplit.train.recovery.disk import contents_of
+from graphsplit.train.recovery.disk import WHOLE, contents_of
 from graphsplit.train.recovery.part import FlatTensors, Part
+from graphsplit.train.recovery.whole import WholeModules
 from graphsplit.train.task import Task, named_state
 
+_count = itertools.count()
 _LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
 
 
@@ -54,6 +57,7 @@ class ModelShare:
     Attributes:
         was_loaded: Whether a state was loaded by the script.
         start: The share as it was when owners were fixed, before the first step; None before.
+        began: When that was: Models are counted in the order in which they begin.
     """
 
     def __init__(
@@ -65,11 +69,25 @@ class ModelShare:
         self.states = states
         self.was_loaded = False
         self.start: Part | None = None
+        self.began = 0
         self._rank = rank
+        self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
+        self._is_checked = False
+        self._whole = WholeModules(task.network, task.loss_fn)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
         self._known: tuple[NetworkState, Ownership] | None = None
         engine.on_first_settled = self._keep_start
+
+    def check_once(self) -> None:
+        """After the first step: let what cannot be kept be known now, not at a later snapshot.
+
+        Raises:
+            StateError: Something cannot be kept; names it.
+        """
+        if not self._is_checked and self.engine.progress.num_steps:
+            self._is_checked = True
+            self.collect({})
 
     @property
     def is_settled(self) -> bool:
@@ -82,6 +100,7 @@ class ModelShare:
         return self.is_settled or self.was_loaded
 
     def _keep_start(self) -> None:
+        self.began = next(_count)
         flat = FlatTensors()
         tensors: dict[str, torch.Tensor] = {}
         node = self.collect(tensors)
@@ -111,11 +130,16 @@ class ModelShare:
         contents.add_others(state, ownership, rank)
         between = not self.engine.progress.opens
         contents.add_gradients(task, ownership, rank, between_updates=between)
-        settings = []
+        settings, members = [], []
         for name, optimizer in optimizers_of(task).items():
             contents.add_optimizer(name, optimizer, ownership, rank)
             settings.append(settings_of(optimizer))
+            members.append([self._name_all(group["params"]) for group in optimizer.param_groups])
         contents.add_section("settings", settings)
+        contents.add_section("members", members)
+        contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
+        contents.add_section("attributes", self.engine.planner.attributes.kept())
+        contents.add_section(f"{WHOLE}{rank}", self._whole.kept())
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
         for section, value in self.states.sections().items():
@@ -168,7 +192,8 @@ class ModelShare:
             for name, value in contents.sections.items()
             if name not in ("optimizers", "network")
         }
-        self._put_optimizers(contents, sections["settings"])
+        self._put_what_is_trained(sections)
+        self._put_optimizers(contents, sections["settings"], sections["members"])
         for key, value in sections["modules"].items():
             module_of_extra(self.task.network, key).set_extra_state(value)
         self.engine.set_counters(sections["engine"])
@@ -178,6 +203,7 @@ class ModelShare:
     def load(self, folder: Path, *, inside: bool) -> None:
         """As ``put_back``, from what all workers wrote to disk. Collective."""
         values = self.states.load_all(folder, extra={})
+        self._put_what_is_trained(values)
         self.engine.set_counters(values["engine"])
         if not inside:
             kept = values.get("resumption")
@@ -210,12 +236,24 @@ class ModelShare:
                 kept = contents.tensors.get(f"{GRADIENTS}{ownership.name(tensor)}")
                 tensor.grad = None if kept is None else kept.clone()
 
-    def _put_optimizers(self, contents: Contents, settings: list[Any]) -> None:
+    def _put_what_is_trained(self, sections: Mapping[str, Any]) -> None:
+        """Which parameters are trained, and what Python code keeps in attributes."""
+        self.engine.planner.attributes.put_back(sections["attributes"])
+        self._whole.put_back([v for name, v in sections.items() if name.startswith(WHOLE)])
+        put_requires_grad(self.engine.planner.parameters, sections["requires_grad"])
+
+    def _name_all(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        return [self._names.get(id(p), "") for p in parameters]
+
+    def _put_optimizers(
+        self, contents: Contents, settings: list[Any], members: list[list[list[str]]]
+    ) -> None:
         saved = contents.sections.get("optimizers", {})
-        for (name, optimizer), groups in zip(
-            optimizers_of(self.task).items(), settings, strict=True
+        named = named_state(self.task.network, self.task.loss_fn)
+        for (name, optimizer), groups, names in zip(
+            optimizers_of(self.task).items(), settings, members, strict=True
         ):
-            put_settings(optimizer, groups)
+            put_settings(optimizer, groups, [[named[n] for n in group] for group in names])
             parameters = parameters_of(optimizer)
             optimizer.state.clear()
             for index, entry in saved[name]["state"].items():
@@ -256,17 +294,35 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def put_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
-    """Set what ``settings_of`` gave."""
-    if len(settings) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups of parameters; "
-            f"it had {len(settings)} when the snapshot was taken"
-        )
-    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+def members_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    """The parameters of every group."""
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def put_settings(
+    optimizer: torch.optim.Optimizer,
+    settings: list[dict[str, Any]],
+    members: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    """Set what ``settings_of`` and ``members_of`` gave, whatever groups were added since."""
+    groups = optimizer.param_groups
+    del groups[len(settings) :]
+    groups += [{} for _ in range(len(settings) - len(groups))]
+    for group, saved, parameters in zip(groups, settings, members, strict=True):
+        known = group.get("params", ())
+        if list(map(id, known)) != list(map(id, parameters)):
+            group["params"] = list(parameters)
         for key in [key for key in group if key != "params" and key not in saved]:
             del group[key]
         group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
+
+
+def put_requires_grad(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    """Let parameters be trained, or not, as they were."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, flag in zip(parameters, flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
 
 def loads_state(name: str) -> bool:

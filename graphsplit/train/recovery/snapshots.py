@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +11,20 @@ import torch
 
 from graphsplit.errors import CheckpointError
 from graphsplit.runtime.job import Job
+from graphsplit.train.checkpoint.generators import process_generators, set_process_generators
 from graphsplit.train.checkpoint.layout import octets_of
+from graphsplit.train.checkpoint.values import decode, encode
 from graphsplit.train.recovery.agreement import START, Offer, Target, choose
 from graphsplit.train.recovery.disk import KEEP, DiskWriter, SnapshotFolder, model_folder
 from graphsplit.train.recovery.exchange import exchange_parts, group_of, pieces_of, share_script
 from graphsplit.train.recovery.part import FlatTensors, Part
 from graphsplit.train.recovery.replicator import Held, Replicator
-from graphsplit.train.recovery.results import Results
+from graphsplit.train.recovery.results import Results, pack, unpack
 from graphsplit.train.recovery.settings import SnapshotSettings
 from graphsplit.train.recovery.share import ModelShare
 from graphsplit.train.task import named_state
 
-_GENERATOR = "generator"
+_GENERATOR, _PROCESS = "generator", "process"
 _SMALLEST_LIMIT = 64 * 1024 * 1024
 _STATE_FACTOR = 16  # an optimizer that keeps more per parameter is not known
 
@@ -159,11 +161,12 @@ class Snapshots:
 
     def _copy(self, place: Place) -> Part:
         tensors: dict[str, torch.Tensor] = {_GENERATOR: torch.default_generator.get_state()}
+        process = encode(process_generators(), tensors, path=_PROCESS)
         nodes = [share.collect(tensors) for share in self._shares if share.matters]
         flat = self._free.pop() if self._free else FlatTensors()
         flat.copy(tensors)
         self._used[place.number] = flat
-        values = {"place": place.to_json(), "models": nodes}
+        values = {"place": place.to_json(), "models": nodes, _PROCESS: process}
         return Part(place.number, values, flat.memory, dict(flat.slots))
 
     def _release(self, part: Part) -> None:
@@ -179,6 +182,7 @@ class Snapshots:
             "place": place.to_json(),
             "source": source,
             "generator": _packed_generator() if mine else None,
+            _PROCESS: pack(process_generators(), what=_PROCESS) if mine else None,
             "lines": list(self._results.lines) if mine else [],
         }
 
@@ -310,12 +314,11 @@ class Snapshots:
             CheckpointError: A snapshot on disk is damaged; the same on all workers.
         """
         assert self._target is not None
-        if self._target.number == START:
-            for share in self._shares:
-                share.put_back_start()
+        place = self._places.get(self._target.number)
+        self._put_back_starts(() if place is None else place.models)
+        if place is None:
             return
-        place = self._places[self._target.number]
-        for share in self._shares:
+        for share in (self._shares[index] for index in place.models):
             if self._target.from_disk:
                 self._load(share, place)
             else:
@@ -325,24 +328,31 @@ class Snapshots:
                 resumption.is_rollback = is_rollback
         if self._target.from_disk:
             _set_generator(self._script_on_disk.get("generator"))
+            if (process := self._script_on_disk.get(_PROCESS)) is not None:
+                set_process_generators(unpack(process, what=_PROCESS))
         else:
-            assert self._part is not None
-            torch.default_generator.set_state(self._part.tensor(_GENERATOR).clone())
+            part = self._part
+            assert part is not None
+            torch.default_generator.set_state(part.tensor(_GENERATOR).clone())
+            set_process_generators(decode(part.values[_PROCESS], part.tensor))
         self.wait_offered()
+
+    def _put_back_starts(self, but: Collection[int]) -> None:
+        """Models that a snapshot does not hold: as they were before their first step.
+
+        Where Models share modules, the one that began first knows the earliest state.
+        """
+        others = [s for s in self._shares if s.index not in but and s.start is not None]
+        for share in sorted(others, key=lambda share: -share.began):
+            share.put_back_start()
 
     def _put_back(self, share: ModelShare, place: Place) -> None:
         assert self._part is not None
-        if share.index not in place.models:
-            share.put_back_start()
-            return
         if not share.is_settled and (owners := self.owners_of(share.index)):
             share.engine.planner.adopt(owners)
         share.put_back(self._part, inside=place.inside and share.index == place.model)
 
     def _load(self, share: ModelShare, place: Place) -> None:
-        if share.index not in place.models:
-            share.put_back_start()
-            return
         assert self._folder is not None
         folder = model_folder(self._folder.path(place.number), share.index)
         share.load(folder, inside=place.inside and share.index == place.model)

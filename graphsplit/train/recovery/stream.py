@@ -1,7 +1,8 @@
 """Messages of any length over a channel, a chunk at a time, by a thread that never waits.
 
-A message is a small header, ``kind, number, size in bytes``, and then as many chunks of at most
-1 MiB. The receiver keeps what has come, and never sets memory aside for what was announced.
+A message is a small header, ``kind, number, size in bytes``, with what is small behind it, and then
+as many chunks of at most 1 MiB. The receiver keeps what has come, and never sets memory aside for
+what was announced.
 
 The thread that does this must not sleep where computing threads sleep: a worker has one bell, and
 every ring would wake it in vain. It looks at its channels from time to time instead.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,10 @@ from graphsplit.errors import FrameError
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender
 
 CHUNK_BYTES = 1024 * 1024
+TOGETHER_BYTES = 64 * 1024
+"""Less than that is copied behind the header: a chunk costs more than the copy."""
 DEPTH = 4
+Pieces = Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]]
 _HEADER = struct.Struct("<qqq")
 _NO_PLAN = -1
 
@@ -69,11 +73,15 @@ class Outgoing:
         self._next: torch.Tensor | None = None
         self._count = 0
 
-    def put(self, kind: int, number: int, pieces: Sequence[torch.Tensor] = ()) -> None:
-        """Queue a message. Its memory must stay as it is until the message has left."""
-        size = sum(piece.numel() for piece in pieces)
-        header = bytearray(_HEADER.pack(kind, number, size))
-        self._queue.append(_chunks([torch.frombuffer(header, dtype=torch.uint8), *pieces]))
+    def put(self, kind: int, number: int, pieces: Pieces = ()) -> None:
+        """Queue a message. Its memory must stay as it is until the message has left.
+
+        Args:
+            kind: What it is about.
+            number: Of the snapshot.
+            pieces: Its bytes; or a function that gives them, which ``pump`` calls.
+        """
+        self._queue.append(_chunks(kind, number, pieces))
 
     @property
     def is_empty(self) -> bool:
@@ -101,7 +109,14 @@ class Outgoing:
         return None
 
 
-def _chunks(pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _chunks(kind: int, number: int, given: Pieces) -> Iterator[torch.Tensor]:
+    pieces = deque(given() if callable(given) else given)
+    header = bytearray(_HEADER.pack(kind, number, sum(piece.numel() for piece in pieces)))
+    together, size = [torch.frombuffer(header, dtype=torch.uint8)], _HEADER.size
+    while pieces and size + pieces[0].numel() <= TOGETHER_BYTES:
+        size += pieces[0].numel()
+        together.append(pieces.popleft())
+    yield torch.cat(together)
     for piece in pieces:
         for start in range(0, piece.numel(), CHUNK_BYTES):
             yield piece[start : start + CHUNK_BYTES]
@@ -141,8 +156,9 @@ class Incoming:
 
     def _take(self, chunk: torch.Tensor) -> Message | None:
         if self._header is None:
-            self._header = self._read_header(chunk)
-        else:
+            self._header = self._read_header(chunk[: _HEADER.size])
+            chunk = chunk[_HEADER.size :]
+        if chunk.numel():
             self._pieces.append(chunk)
             self._size += chunk.numel()
         kind, number, size = self._header

@@ -1,0 +1,77 @@
+"""The worker's end of the control stream, without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from graphsplit.cluster import session as sessions
+from graphsplit.cluster.codec import decode_worker
+from graphsplit.cluster.messages import Failed, Fence, Heartbeat, Register
+from graphsplit.cluster.rpc import PURPOSE
+from graphsplit.cluster.session import Session
+from graphsplit.failure import FailureCause
+from graphsplit.security.handshake import Listener
+from graphsplit.security.protection import Protection
+from graphsplit.settings import ClusterSettings
+
+TOKEN = b"0123456789abcdef"
+
+
+class SlowScheduler:
+    """A channel to a scheduler that proves itself only once it is told to."""
+
+    def __init__(self) -> None:
+        self.may_prove = threading.Event()
+        self.is_over = threading.Event()
+        self.requests: Iterator[bytes] = iter(())
+
+    def stream_stream(self, method: str) -> Any:
+        def call(requests: Iterator[bytes], metadata: Any) -> SlowScheduler:
+            self.requests = requests
+            self.listener = Listener(TOKEN, PURPOSE, metadata)
+            return self
+
+        return call
+
+    def initial_metadata(self) -> Any:
+        assert self.may_prove.wait(10)
+        return self.listener.metadata()
+
+    def __iter__(self) -> Iterator[bytes]:
+        assert self.is_over.wait(10)
+        return iter(())
+
+    def cancel(self) -> None:
+        self.is_over.set()
+
+    def close(self) -> None:
+        self.is_over.set()
+
+
+def test_what_is_said_early_waits_until_this_worker_has_proved_itself(
+    monkeypatch: pytest.MonkeyPatch, registration: Any
+):
+    """A worker that comes back may have a failure to report before it is let in again."""
+    scheduler = SlowScheduler()
+    monkeypatch.setattr(sessions, "open_channel", lambda *_, **__: scheduler)
+    first = registration("0")
+    session = Session(
+        ClusterSettings("MS_WORKER", num_workers=1, scheduler_port=1),
+        protection=Protection(None, TOKEN),
+        first=first,
+        fence=Fence,
+        beat=lambda: Heartbeat(0, ""),
+        on_message=lambda *_: None,
+        on_end=lambda *_: None,
+    )
+    session.start()
+    session.send(Failed(FailureCause("lost", "a link broke")))
+    scheduler.may_prove.set()
+    assert scheduler.listener.accepts(next(scheduler.requests))
+    assert isinstance(decode_worker(next(scheduler.requests)), Register)
+    assert isinstance(decode_worker(next(scheduler.requests)), Failed)
+    session.close(timeout_s=0.1)

@@ -1,0 +1,222 @@
+"""Faults at exact moments, from inside the processes of a job, each once, whoever comes back.
+
+A fault has a victim, and an observer: the process that comes to the moment. They are the same,
+unless a worker tells when the scheduler is to be hit, or the scheduler when a worker is. The
+moments are calls of graphsplit that are wrapped here; nothing waits, and nothing sleeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphsplit.capture.graph import Mode
+from graphsplit.cluster.events import Received
+from graphsplit.cluster.member import Member
+from graphsplit.cluster.member_state import MemberState
+from graphsplit.cluster.messages import Arrive, Place, Register
+from graphsplit.cluster.scheduler_state import SchedulerState
+from graphsplit.failure import AbortSignal
+from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.train.checkpoint.files import TensorFileWriter
+from graphsplit.train.planner import Planner
+from graphsplit.train.recovery.replicator import Replicator
+
+EXCEPTION = "exception"
+INJECTED = "injected by the matrix"
+TOLD, HIT = "told", "hit"
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to go wrong.
+
+    Attributes:
+        victim: Who is hit: ``scheduler`` or ``worker 1``.
+        observer: Who comes to the moment.
+        what: The moment, as a hook below names it.
+        number: Which one of that name: of a step, a snapshot, or a count from 0.
+        how: ``SIGKILL``, ``SIGSTOP`` or ``exception``; empty for an undisturbed run.
+    """
+
+    victim: str = ""
+    observer: str = ""
+    what: str = ""
+    number: int = 0
+    how: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Leave it where the processes of the job look for it."""
+        (folder / "fault.json").write_text(json.dumps(asdict(self)))
+
+
+class Injector:
+    """Watches one process of a job, and hits when the moment has come.
+
+    Args:
+        folder: Of this run: the fault, pids, and marks with times.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fault = Fault(**json.loads((folder / "fault.json").read_text()))
+        rank = os.environ.get("MS_NODE_ID", "")
+        self._name = f"worker {rank}" if rank else "scheduler"
+        self._counts: dict[str, int] = {}
+        self._raises_next = False
+        self._note("pids", f"{self._name}: {os.getpid()}")
+        (folder / f"{self._name}.pid").write_text(str(os.getpid()))
+        self._watch_what_is_told()
+        if rank and self._fault.what == "AT FINISH" and self._name != self._fault.victim:
+            self._come_to_the_finish_later()
+        if self._name == self._fault.observer:
+            self._watch_worker() if rank else self._watch_scheduler()
+        if self._name == self._fault.victim == "scheduler":
+            self._raise_when_signalled()
+
+    def _note(self, file: str, line: str) -> None:
+        with (self._folder / file).open("a") as log:
+            log.write(line + "\n")
+
+    def _here(self, what: str, number: int | None = None) -> None:
+        if what != self._fault.what:
+            return
+        if number is None:
+            number = self._counts[what] = self._counts.get(what, -1) + 1
+        if number != self._fault.number:
+            return
+        try:
+            with (self._folder / HIT).open("x") as mark:
+                mark.write(repr(time.monotonic()))
+        except FileExistsError:
+            return
+        self._hit()
+
+    def _hit(self) -> None:
+        is_own = self._fault.victim == self._name
+        if self._fault.how == EXCEPTION:
+            if is_own and self._name != "scheduler":
+                raise RuntimeError(INJECTED)
+            os.kill(self._victims_pid(), signal.SIGUSR1)
+        else:
+            os.kill(self._victims_pid(), signal.Signals[self._fault.how])
+
+    def _victims_pid(self) -> int:
+        return int((self._folder / f"{self._fault.victim}.pid").read_text())
+
+    # Moments.
+
+    def _watch_worker(self) -> None:
+        self._before(Member, "_register", "JOIN")
+        self._before(Member, "_wait_running", "WAIT")
+        self._before(Planner, "_make", "PLAN")
+        self._before(Member, "agree", "AGREE")
+        self._before(Member, "finish", "FINISH")
+        self._before(TensorFileWriter, "__init__", "SAVE")
+        offer: Any = Replicator.offer
+        bind: Any = ProgramRunner._bind
+        injector = self
+
+        def offered(replicator: Any, part: Any, *arguments: Any, **options: Any) -> None:
+            offer(replicator, part, *arguments, **options)
+            injector._here("SNAPSHOT", part.number)
+
+        def bound(runner: Any, instruction: Any) -> Any:
+            action = bind(runner, instruction)
+            is_training = runner._plan.placed.graph.mode is Mode.TRAIN
+            what = instruction.opcode.name if is_training else "EVAL"
+
+            def run(state: Any) -> None:
+                injector._here(what, state.step)
+                action(state)
+
+            return run
+
+        Replicator.offer = offered  # type: ignore[method-assign]
+        ProgramRunner._bind = bound  # type: ignore[method-assign]
+
+    def _come_to_the_finish_later(self) -> None:
+        """Who is hit while it waits at the finish is not the last one there, and found missing."""
+        finish = Member.finish
+
+        def watched(*arguments: Any, **options: Any) -> None:
+            deadline = time.monotonic() + WAIT_S
+            pause = threading.Event()
+            while not (self._folder / TOLD).exists() and time.monotonic() < deadline:
+                pause.wait(0.01)
+            finish(*arguments, **options)
+
+        Member.finish = watched  # type: ignore[method-assign]
+
+    def _before(self, owner: type, name: str, what: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            self._here(what)
+            return function(*arguments, **options)
+
+        setattr(owner, name, watched)
+
+    def _watch_scheduler(self) -> None:
+        handle = SchedulerState.handle
+
+        def watched(state: SchedulerState, event: Any, now: float) -> Any:
+            message = event.message if isinstance(event, Received) else None
+            is_first_word = isinstance(message, Register)
+            if is_first_word:
+                self._here("REGISTER")
+            effects = handle(state, event, now)
+            if is_first_word:
+                self._here("REGISTERED")
+            if isinstance(message, Arrive) and message.place is Place.FINISH:
+                victim = self._fault.victim
+                worker = state._roster.get(event.node)
+                if victim == "scheduler" or (worker and f"worker {worker.rank}" == victim):
+                    self._here("AT FINISH")
+            return effects
+
+        SchedulerState.handle = watched  # type: ignore[method-assign]
+
+    def _raise_when_signalled(self) -> None:
+        handle = SchedulerState.handle
+
+        def note(*_: Any) -> None:
+            self._raises_next = True
+
+        def watched(state: SchedulerState, event: Any, now: float) -> Any:
+            if self._raises_next:
+                self._raises_next = False
+                raise RuntimeError(INJECTED)
+            return handle(state, event, now)
+
+        signal.signal(signal.SIGUSR1, note)
+        SchedulerState.handle = watched  # type: ignore[method-assign]
+
+    # Who knew of it when.
+
+    def _watch_what_is_told(self) -> None:
+        for owner, name in (
+            (AbortSignal, "set"),
+            (MemberState, "lose_stream"),
+            (SchedulerState, "_fail"),
+            (SchedulerState, "_recover"),
+        ):
+            self._note_when(owner, name)
+
+    def _note_when(self, owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            # Noted first: whom this wakes may keep Python busy for a while.
+            if (self._folder / HIT).exists():
+                self._note(TOLD, f"{self._name}: {time.monotonic()!r}")
+            return function(*arguments, **options)
+
+        setattr(owner, name, watched)

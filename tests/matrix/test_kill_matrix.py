@@ -1,0 +1,70 @@
+"""Four runs of the matrix, started as users do, and the rules of its table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from matrix.kill_matrix import all_cases, fault_of, reference, run_all
+from matrix.runs import FAIL_FAST, JOURNAL, WAIT_REJOIN, Case
+from matrix.table import MARK, PHASES, Row, cell, read, table, to_line, with_table
+
+ROW = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 0, 137, 0.4, ok=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return reference(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.real_processes
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("victim", "phase", "how", "policy", "seed"),
+    [
+        ("worker 1", "registering", "SIGKILL", FAIL_FAST, 0),
+        ("worker 2", "backward", "SIGSTOP", WAIT_REJOIN, 0),
+        ("worker 0", "finishing", "SIGKILL", WAIT_REJOIN, 1),
+        ("scheduler", "optimizer", "SIGSTOP", JOURNAL, 0),
+    ],
+)
+def test_a_fault_ends_the_job_as_its_policy_says(
+    plain: list[str], tmp_path: Path, victim: str, phase: str, how: str, policy: str, seed: int
+) -> None:
+    fault = fault_of(victim, phase, how, seed, policy)
+    case = Case(phase, policy, seed, fault, is_real=True)
+    out = tmp_path / "rows"
+    run_all([case], tmp_path, plain, jobs=1, limit_s=1.0, out=out)
+    [row] = read(out)
+    output = (tmp_path / case.name / "output").read_text()
+    assert row.ok, f"{row.why}\n{output[-6000:]}"
+
+
+def test_every_process_is_hit_in_every_phase_in_every_way() -> None:
+    found = {(c.fault.victim, c.phase, c.fault.how, c.policy) for c in all_cases()}
+    processes = ("scheduler", "worker 0", "worker 1", "worker 2")
+    for policy in (FAIL_FAST, WAIT_REJOIN):
+        for process in processes:
+            for how in ("SIGKILL", "SIGSTOP", "exception"):
+                assert {p for v, p, h, at in found if (v, h, at) == (process, how, policy)} == set(
+                    PHASES
+                )
+    assert len(list(all_cases())) >= 450
+    assert len({case.name for case in all_cases()}) == len(list(all_cases()))
+
+
+def test_a_run_reads_back_from_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_text(to_line(ROW) + "\n")
+    assert list(read(path)) == [ROW]
+
+
+def test_a_cell_counts_what_was_as_it_must_be_and_names_the_longest_time() -> None:
+    bad = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 1, 0, 2.25, ok=False, why="status 0")
+    assert cell([ROW, bad]) == "1/2, 2.2 s"
+    assert cell([]) == "-"
+    assert "| worker 1, SIGKILL | 1/2, 2.2 s |" in table([ROW, bad])
+    document = with_table(f"# Kill matrix\n\n{MARK}\n\nof yesterday\n", [ROW, bad])
+    assert "2 runs, of which 1 ended as they must." in document
+    assert "of yesterday" not in document
