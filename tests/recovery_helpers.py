@@ -102,9 +102,10 @@ class TurnsFabric(MemoryFabric):
 class CountedPosition:
     """Where a worker is; ends it at the instruction that was chosen."""
 
-    def __init__(self, kill_at: int | None) -> None:
+    def __init__(self, kill_at: int | None, wait_to_die: Callable[[], None]) -> None:
         self._progress = 0
         self.kill_at = kill_at
+        self._wait_to_die = wait_to_die
         self.text_source: Callable[[], str] = lambda: ""
 
     @property
@@ -117,6 +118,7 @@ class CountedPosition:
         if self.kill_at is not None and threading.current_thread() is _here.job.thread:
             self.kill_at -= 1
             if self.kill_at < 0:
+                self._wait_to_die()
                 raise Killed
 
 
@@ -128,7 +130,7 @@ class ThreadMember:
         self.rank = rank
         self.num_workers = cluster.num_workers
         self.generation = cluster.generation
-        self.position: Any = CountedPosition(kill_at)
+        self.position: Any = CountedPosition(kill_at, cluster.wait_to_die)
         self.job = "threads"
         self.stops_soon = False
         self.abort = AbortSignal()
@@ -205,6 +207,8 @@ class ThreadCluster:
             to the end.
         comes_back: Whether a killed worker is started again; if not, the job fails.
         together: Workers that die with the first of them, once.
+        dies_when: What must be true before anybody dies, besides: a worker whose time has come
+            does nothing until then.
     """
 
     script: Callable[[int], Any]
@@ -213,6 +217,7 @@ class ThreadCluster:
     kills: dict[int, list[int]] = field(default_factory=dict)
     comes_back: bool = True
     together: tuple[int, ...] = ()
+    dies_when: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         self.turns = Turns()
@@ -251,6 +256,10 @@ class ThreadCluster:
         self._failure = self._failure or cause
         for abort in self.aborts:
             abort.set(cause)
+
+    def wait_to_die(self) -> None:
+        if self.dies_when is not None:
+            self.turns.wait_for(self.dies_when)
 
     def _lose(self, rank: int) -> None:
         self.num_killed += 1

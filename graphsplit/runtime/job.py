@@ -34,6 +34,7 @@ from graphsplit.placement.annotations import WORKER_ROLE
 from graphsplit.runtime.control import ControlChannels
 from graphsplit.runtime.endings import WAKE_SIGNAL, install_endings, install_last_words
 from graphsplit.runtime.meter import Meter
+from graphsplit.runtime.ownership import TensorOwners
 from graphsplit.runtime.script import Call, Script
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
@@ -64,6 +65,7 @@ class Job:
             interrupt it any more.
         joined_generation: The generation in which this process came: above 1 when it takes the
             place of a lost one, and has to catch up.
+        owners: Where the tensors of all Models live.
         script: The calls of the user's script that concern all workers.
         num_barriers: How many barriers the script came to in this generation.
         after_recovery: Called by ``finalize`` after a recovery at the end of the job, so that
@@ -93,6 +95,7 @@ class Job:
         self._doors = doors
         self.meter = meter
         self.script = Script()
+        self.owners = TensorOwners()
         self.num_barriers = 0
         self._closed = False
         self._was_asked = False

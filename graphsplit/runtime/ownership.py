@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
 
@@ -138,6 +139,25 @@ def _message(args: Any, kwargs: Any, asked: str) -> str:
         f"  Fix: read it on worker {owner}, or call model.state_dict() on every worker, which "
         f"gathers all values."
     )
+
+
+class TensorOwners:
+    """Which worker each parameter and buffer of a job lives on.
+
+    A tensor has one owner, however many Models use it, and whichever of them was planned first.
+    """
+
+    def __init__(self) -> None:
+        self._owners: Any = WeakTensorKeyDictionary()
+
+    def fix(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
+        """Note the owner of every tensor, by its name in one Model."""
+        for name, tensor in tensors.items():
+            self._owners[tensor] = owners[name]
+
+    def known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The owners that are fixed, by the names that another Model has for its tensors."""
+        return {name: self._owners[t] for name, t in tensors.items() if t in self._owners}
 
 
 def give_up(

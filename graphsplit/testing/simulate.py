@@ -27,6 +27,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.ownership import TensorOwners
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.train.batch import Arguments, Signature, leaves
@@ -110,6 +111,7 @@ class _Job:
         self.num_workers = num_workers
         self.member = _Member(rank, shared)
         self.transport = MemoryTransport(shared.fabric, generation=1, policy=WaitPolicy())
+        self.owners = TensorOwners()
         self._num_plans = 0
 
     def next_plan_number(self) -> int:
@@ -138,7 +140,7 @@ class _Planner(Planner):
                 loss_fn=self._task.loss_fn,
                 unplaced=self._task.unplaced,
                 num_workers=self._job.num_workers,
-                owners=self.owners,
+                owners=self.known_owners(),
                 part=part,
                 schedule=self._task.schedule,
                 update=self._task.update_rules,

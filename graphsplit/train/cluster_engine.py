@@ -121,8 +121,8 @@ class ClusterEngine(Engine):
         self._job.member.position.progress += 1
 
     def owners(self) -> Mapping[str, int]:
-        """The owners that the first plan fixed."""
-        return self.planner.owners
+        """The owners that are fixed: those of all tensors once this Model has a plan."""
+        return self.planner.known_owners()
 
     def when_settled(self, what: str, action: Callable[[], None]) -> None:
         """Do it as soon as there is a plan."""
@@ -222,7 +222,7 @@ class ClusterEngine(Engine):
 
     def _gatherer(self) -> StateGatherer:
         self.settle_now()
-        return StateGatherer(self._task, self._job, self.planner.owners)
+        return StateGatherer(self._task, self._job, self.owners())
 
     def _feed(self, mode: Mode, loader: Iterable[Any], start: EpochStart = FROM_THE_START) -> Feed:
         is_training = mode is Mode.TRAIN

@@ -452,7 +452,7 @@ class Model:
         )
         signature = Signature.of(division.microbatches[0])
         graph = capture_graph(task, mode, signature)
-        owners = self._engine.planner.owners if isinstance(self._engine, ClusterEngine) else {}
+        owners = self._engine.owners()
         plan, _ = make_plan(
             graph,
             network=task.network,

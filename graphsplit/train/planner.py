@@ -126,6 +126,15 @@ class Planner:
         self.owners.update(owners)
         self._free_others()
 
+    def known_owners(self) -> dict[str, int]:
+        """The owners of all tensors that have one: a Model of the same modules may have fixed it.
+
+        Of the whole network if this Model has a plan, or another worker has had one.
+        """
+        if self.owners:
+            return {**self._job.owners.known(self._tensors()), **self.owners}
+        return {**self.expected_owners, **self._job.owners.known(self._tensors())}
+
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
         self._max_plans = max(self._max_plans, num_plans)
@@ -237,8 +246,6 @@ class Planner:
 
     def _make(self, key: tuple[Any, ...], signature: Signature, note: str) -> Planned:
         mode, part = key[0], key[-1]
-        if not self.owners:
-            self.owners.update(self.expected_owners)
         number = self._job.next_plan_number()
         try:
             plan, programs = self._pure_passes(mode, signature, part)
@@ -331,7 +338,7 @@ class Planner:
             loss_fn=self._task.loss_fn,
             unplaced=self._task.unplaced,
             num_workers=self._job.num_workers,
-            owners=self.owners,
+            owners=self.known_owners(),
             part=part,
             schedule=self._task.schedule,
             update=self._task.update_rules,
@@ -357,7 +364,8 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        self.owners.update(all_owners(plan.placed, self.owners, tensors, self._modules()))
+        known = self.known_owners()
+        self.owners.update(all_owners(plan.placed, known, tensors, self._modules()))
         nodes, workers = plan.placed.graph.nodes, plan.placed.workers
         for position in plan.placed.graph.state_names:
             assert self.owners[nodes[position].target] == workers[position]
@@ -366,6 +374,7 @@ class Planner:
     def _free_others(self) -> None:
         """Give what is owned here its memory, and free what others own."""
         tensors = self._tensors()
+        self._job.owners.fix(tensors, self.owners)
         self.updater.settle([self.owners[n] for n, _ in self._task.network.named_parameters()])
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         for module in stateful_modules(self._task):

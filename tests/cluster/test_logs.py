@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +12,11 @@ from graphsplit import logs
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    """Where lines go; the logger is put back as it was."""
-    before = logs.LOGGER.handlers[:], logs.LOGGER.propagate, logs.LOGGER.level
-    source = logs.CONTEXT.source
-    logs.LOGGER.handlers[:] = []
-    yield io.StringIO()
-    logs.LOGGER.handlers[:], logs.LOGGER.propagate, logs.LOGGER.level = before
-    logs.LOGGER.setLevel(before[2])
-    logs.CONTEXT.source = source
+def stream(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Where lines go; the logger is a fresh one, whatever earlier tests did to the real one."""
+    monkeypatch.setattr(logs, "LOGGER", logging.Logger("graphsplit"))
+    monkeypatch.setattr(logs.CONTEXT, "source", dict)
+    return io.StringIO()
 
 
 def test_plain_lines_have_a_prefix_each(stream):

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recovery_features import FEATURES, plain_net
-from recovery_helpers import ThreadCluster, threads_as_workers
+from recovery_features import FEATURES, adam, all_of, batches, plain_net, trained
+from recovery_helpers import Killed, ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError, StateError
+from graphsplit.runtime import job as jobs
 from graphsplit.testing.compare import difference
+from graphsplit.train.recovery.disk import SnapshotFolder
 from graphsplit.train.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
@@ -30,6 +32,7 @@ ON_DISK = (
     "accumulated_uneven_microbatches",
     "attributes_left_by_forward",
     "built_later",
+    "callback_that_keeps_what_lives_here",
     "generators_of_loaders",
     "kept_whole_with_memory",
     "numbers_of_python_and_numpy",
@@ -68,21 +71,86 @@ def test_a_worker_that_is_waited_for_changes_nothing(name: str):
     assert cluster.num_killed == 1
 
 
+@pytest.mark.parametrize("later", [0, 5])
 @pytest.mark.parametrize("name", ON_DISK)
-def test_a_job_started_again_from_disk_changes_nothing(name: str, tmp_path: Path):
+def test_a_job_started_again_from_disk_changes_nothing(name: str, later: int, tmp_path: Path):
     script = FEATURES[name]
     expected = undisturbed(script)
     settings = SnapshotSettings(every=1, disk_every=1, folder=tmp_path)
     rank, at = moment(name)
-    at += 80 * (name in MANY_INSTRUCTIONS)
-    lost = ThreadCluster(
-        lambda rank: script(), NUM_WORKERS, settings, {rank: [at]}, comes_back=False
-    )
+    at += later + 80 * (name in MANY_INSTRUCTIONS)
+    lost = ThreadCluster(lambda rank: script(), NUM_WORKERS, settings, {rank: [at]})
+    lost.comes_back, lost.dies_when = False, lambda: bool(SnapshotFolder(tmp_path).numbers())
     with pytest.raises(JobFailedError):
         lost.run()
-    # How much of it is on disk by then is up to the threads that write.
+    # How much more is on disk by then is up to the threads that write.
+    assert SnapshotFolder(tmp_path).numbers()
     for found in ThreadCluster(lambda rank: script(), NUM_WORKERS, settings).run():
         assert difference(expected, found) is None
+
+
+class Dying(gs.callbacks.Callback):
+    """Ends its worker when an epoch has ended."""
+
+    def __init__(self, die: Callable[[], None]) -> None:
+        self.die = die
+
+    def on_epoch_end(self, context: gs.callbacks.RunContext) -> None:
+        self.die()
+
+
+def test_a_job_that_is_lost_again_before_it_has_a_plan_forgets_nothing(tmp_path: Path):
+    """It goes on behind the last step of ``train``, ends that, and is lost before the next step."""
+    settings = SnapshotSettings(every=1, disk_every=1, folder=tmp_path)
+    folder = SnapshotFolder(tmp_path)
+
+    def script(die_in_train: Callable[[], None], die_after: Callable[[], None]) -> Any:
+        net = plain_net(place=True)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        model.train(1, batches(), [Dying(die_in_train)])
+        die_after()
+        model.train(1, batches(), [])
+        return all_of(model)
+
+    def live(number: int | None, *, in_train: bool = False) -> Any:
+        """One life of the job; it is lost as soon as a snapshot of this number is on disk."""
+
+        def die() -> None:
+            if number is not None and jobs.get_rank() == 0:
+                cluster.turns.wait_for(lambda: number in folder.numbers())
+                raise Killed
+
+        cluster = ThreadCluster(
+            lambda rank: script(die, lambda: None) if in_train else script(lambda: None, die),
+            NUM_WORKERS,
+            settings,
+            comes_back=False,
+        )
+        return cluster.run()
+
+    plain = plain_net(place=False)
+    model = gs.Model(plain, nn.CrossEntropyLoss(), adam(plain))
+    before = torch.default_generator.get_state()
+    for _ in range(2):
+        model.train(1, batches(), [])
+    expected = all_of(model)
+    torch.default_generator.set_state(before)
+    for number, in_train in ((3, True), (4, False)):
+        with pytest.raises(JobFailedError):
+            live(number, in_train=in_train)
+    for found in live(None):
+        assert difference(expected, found) is None
+
+
+def test_a_snapshot_without_any_model_is_no_failure(tmp_path: Path):
+    def script(rank: int) -> Any:
+        net = plain_net(place=True)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        model.train(1, [], [])
+        return trained(model)
+
+    settings = SnapshotSettings(every=1, disk_every=1, folder=tmp_path)
+    ThreadCluster(script, NUM_WORKERS, settings).run()
 
 
 class Hoarding(nn.Module):

@@ -85,17 +85,18 @@ class Ownership:
 
     Args:
         task: What is trained.
-        owners: The owner of every parameter and buffer by name; empty before the first plan.
+        owners: The owner of every parameter and buffer that has one, by name.
 
     Attributes:
         tensors: Every parameter and buffer, once.
+        is_settled: Whether all have an owner.
     """
 
     def __init__(self, task: Task, owners: Mapping[str, int]) -> None:
         named = named_state(task.network, task.loss_fn)
         self.tensors = tuple({id(t): t for t in named.values()}.values())
-        self.is_settled = bool(owners)
         self._owners = {id(t): owners[name] for name, t in named.items() if name in owners}
+        self.is_settled = all(id(tensor) in self._owners for tensor in self.tensors)
         self._names: dict[int, str] = {}
         for name, tensor in named.items():
             self._names.setdefault(id(tensor), name)

@@ -26,7 +26,7 @@ class Holder(ABC):
 
     @abstractmethod
     def owners(self) -> Mapping[str, int]:
-        """The owner of every parameter and buffer; empty before the first plan."""
+        """The owner of every parameter and buffer that has one: of all after the first plan."""
 
     @abstractmethod
     def when_settled(self, what: str, action: Callable[[], None]) -> None:

@@ -12,6 +12,8 @@ import torch
 
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.runtime.deferred_init import is_deferred
+from graphsplit.train.checkpoint import by_worker
+from graphsplit.train.checkpoint.by_worker import CALLBACKS, RESUMPTION
 from graphsplit.train.checkpoint.contents import (
     Contents,
     NetworkState,
@@ -232,6 +234,7 @@ class States:
             if group.rank == 0:
                 for section, value in self._sections(extra).items():
                     contents.add_section(section, value)
+            contents.add_section(by_worker.name_of(CALLBACKS, group.rank), self._callbacks())
             return contents
 
         save_folder(Path(folder), make, group, gather=gather)
@@ -244,19 +247,22 @@ class States:
         }
 
     def _sections(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        callbacks = [(type(c).__qualname__, c.state_dict()) for c in self.callbacks]
         return {
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
             "generator": torch.default_generator.get_state(),
             "loss": self.loss,
-            "callbacks": [[name, state] for name, state in callbacks if state],
             "more": {name: value.state_dict() for name, value in self.more.items()},
             "extra": {
                 name: value.state_dict() if isinstance(value, Stateful) else value
                 for name, value in extra.items()
             },
         }
+
+    def _callbacks(self) -> list[list[Any]]:
+        """Class and state of every callback that has one, as it is on this worker."""
+        found = [[type(c).__qualname__, c.state_dict()] for c in self.callbacks]
+        return [entry for entry in found if entry[1]]
 
     def load(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Loaded:
         """Load a whole training state. Collective.
@@ -273,7 +279,7 @@ class States:
         return Loaded(Position.read(values["position"]), values.get("extra") or {})
 
     def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
-        """As ``load``; returns every section that was saved."""
+        """As ``load``; returns every section that was saved for all, and for this worker."""
         group, ownership = self._holder.group(), self._ownership()
         source = Source.open_folder(Path(folder), group)
         network = NetworkLoader(self._task, source, with_others=True)
@@ -303,9 +309,9 @@ class States:
 
     def _shared_requests(self, source: Source) -> list[Request]:
         """What every worker needs beside the network and the optimizers."""
-        everybody = range(self._holder.group().num_workers)
+        num_workers = self._holder.group().num_workers
         found = [
-            Request(name, "training", everybody)
+            Request(name, "training", by_worker.takers(section, source.values, num_workers))
             for section, value in source.values.items()
             if section not in ("optimizers", "network")
             for name in tensor_names(value)
@@ -314,12 +320,16 @@ class States:
         return found
 
     def _read_sections(self, source: Source, requests: list[Request]) -> dict[str, Any]:
+        group, sections = self._holder.group(), source.values
         tensors = source.fetch(requests)
-        return {
+        values = {
             section: decode(value, tensors.__getitem__)
-            for section, value in source.values.items()
+            for section, value in sections.items()
             if section not in ("optimizers", "network")
+            and group.rank in by_worker.takers(section, sections, group.num_workers)
         }
+        is_same_number = by_worker.is_same_number(sections, group.num_workers)
+        return by_worker.own(values, group.rank, is_same_number=is_same_number)
 
     def _take_over(self, found: _Training, values: Mapping[str, Any]) -> None:
         """Go on from where the save stood."""
@@ -331,16 +341,21 @@ class States:
         self.num_epochs, self.epoch, self.step = position.num_epochs, 0, 0
         self.resumption = None
         if position.epoch:
-            callbacks = values.get("callbacks") or []
+            callbacks = values.get(CALLBACKS) or []
             self.resumption = Resumption(position, found.start, values.get("loss"), callbacks)
 
     # A snapshot.
 
     def sections(self) -> dict[str, Any]:
         """All that belongs to the training state beside network and optimizers."""
+        rank = self._holder.group().rank
         resumption = None if self.resumption is None else self.resumption.to_values()
-        loader = self._loader_section()
-        return {**self._sections({}), "loader": loader, "resumption": resumption}
+        return {
+            **self._sections({}),
+            "loader": self._loader_section(),
+            by_worker.name_of(CALLBACKS, rank): self._callbacks(),
+            by_worker.name_of(RESUMPTION, rank): resumption,
+        }
 
     def go_back(self, values: Mapping[str, Any], *, inside: bool) -> None:
         """Go on from where ``sections`` was called.
@@ -349,6 +364,7 @@ class States:
             values: What it gave.
             inside: Whether that was inside ``train``, which then goes on from there.
         """
+        values = by_worker.own(values, self._holder.group().rank, is_same_number=True)
         found = _Training.read(values)
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
@@ -357,7 +373,7 @@ class States:
         self._take_over(found, values)
         self.loss = values.get("loss")
         if not inside:
-            kept = values.get("resumption")
+            kept = values.get(RESUMPTION)
             self.resumption = None if kept is None else Resumption.from_values(kept)
 
     # Both.

@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from graphsplit.errors import CheckpointError
+from graphsplit.train.checkpoint import by_worker
 from graphsplit.train.checkpoint.contents import Contents
 from graphsplit.train.checkpoint.files import FileRecord, write_file, write_text
 from graphsplit.train.checkpoint.group import read_message
@@ -252,8 +253,8 @@ class DiskWriter:
         """Whether this worker's section counts for all."""
         if section == "optimizers":
             return True
-        if section.startswith(WHOLE):
-            return section == f"{WHOLE}{self._rank}"
+        if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
+            return True  # every worker has its own
         return self._rank == (loader_rank if section == "loader" else 0)
 
     def _write_file(
@@ -269,6 +270,7 @@ class DiskWriter:
         for index in reports[0]["models"]:
             shards = [report["models"][index] for report in reports]
             write_manifest(model_folder(folder, int(index)), shards, 0, self._num_workers)
+        folder.mkdir(parents=True, exist_ok=True)  # there may be no Model yet that matters
         (script,) = [report["script"] for report in reports if report["script"] is not None]
         write_text(folder / SNAPSHOT, text_of(number, script))
 

@@ -11,6 +11,7 @@ import torch
 
 from graphsplit.errors import CheckpointError
 from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.train.checkpoint.by_worker import RESUMPTION
 from graphsplit.train.checkpoint.contents import (
     GRADIENTS,
     OTHERS,
@@ -33,16 +34,16 @@ _count = itertools.count()
 _LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
 
 
-class _AllMine(Ownership):
-    """Before there is a plan every worker has everything, and keeps a copy of its own."""
+class _RestMine(Ownership):
+    """Before there is a plan every worker has what nobody owns, and keeps a copy of its own."""
 
-    def __init__(self, task: Task, rank: int) -> None:
-        super().__init__(task, {})
+    def __init__(self, task: Task, owners: Mapping[str, int], rank: int) -> None:
+        super().__init__(task, owners)
         self._rank = rank
 
     def saver(self, tensor: torch.Tensor) -> int:
-        """This worker, whatever it is."""
-        return self._rank
+        """This worker, if no other is known to own it."""
+        return self._owners.get(id(tensor), self._rank)
 
 
 class ModelShare:
@@ -55,7 +56,7 @@ class ModelShare:
         states: Knows how far it is.
 
     Attributes:
-        was_loaded: Whether a state was loaded by the script.
+        was_loaded: Whether a state was loaded: by the script, or from a snapshot on disk.
         start: The share as it was when owners were fixed, before the first step; None before.
         began: When that was: Models are counted in the order in which they begin.
     """
@@ -169,7 +170,7 @@ class ModelShare:
     def _ownership(self) -> Ownership:
         if self.is_settled:
             return Ownership(self.task, self.engine.owners())
-        return _AllMine(self.task, self._rank)
+        return _RestMine(self.task, self.engine.owners(), self._rank)
 
     # Putting back.
 
@@ -203,10 +204,11 @@ class ModelShare:
     def load(self, folder: Path, *, inside: bool) -> None:
         """As ``put_back``, from what all workers wrote to disk. Collective."""
         values = self.states.load_all(folder, extra={})
+        self.was_loaded = True
         self._put_what_is_trained(values)
         self.engine.set_counters(values["engine"])
         if not inside:
-            kept = values.get("resumption")
+            kept = values.get(RESUMPTION)
             self.states.resumption = None if kept is None else Resumption.from_values(kept)
         self.note_versions()
 

@@ -1,0 +1,120 @@
+"""Several Models of the same modules: each tensor has one owner, whichever Model ran first."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recovery_features import Adversaries, adam, batches, put
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.testing.compare import difference
+from graphsplit.train.recovery.settings import SnapshotSettings
+
+assert threads_as_workers
+pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+NUM_WORKERS = 3
+NEVER = 10**9
+ONES = torch.ones(8, 1)
+
+
+def models(place: bool, *, all_placed: bool = True) -> tuple[gs.Model, gs.Model]:
+    """One of the judge, one of the maker through the judge; both are built before either runs.
+
+    Where not all is placed, each Model by itself would put the judge's first layer elsewhere.
+    """
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
+    judge = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    if all_placed:
+        put(maker, "0", "2", place=place)
+        put(judge, "0", "2", place=place)
+    elif place:
+        maker[0].place("MS_WORKER", 1)
+        judge[2].place("MS_WORKER", 2)
+    score = nn.BCEWithLogitsLoss()
+    judging = gs.Model(judge, score, adam(judge))
+    return judging, gs.Model(Adversaries(maker, judge), score, adam(maker))
+
+
+def judge_all(judging: gs.Model) -> list[torch.Tensor]:
+    return [judging.train_step(x, ONES) for x, _ in batches()]
+
+
+def state_of_one_that_never_ran(place: bool, folder: Path) -> Any:
+    judging, making = models(place)
+    losses = judge_all(judging)
+    return losses, making.state_dict(), making.optimizer_state_dict()
+
+
+def saved_by_one_that_never_ran(place: bool, folder: Path) -> Any:
+    judging, making = models(place)
+    losses = judge_all(judging)
+    making.save(folder)
+    new_judging, new_making = models(place)
+    new_making.load(folder)
+    return losses, new_making.state_dict(), new_judging.state_dict()
+
+
+def loaded_by_one_that_never_ran(place: bool, folder: Path) -> Any:
+    judging, making = models(place)
+    losses = judge_all(judging)
+    making.save(folder)
+    losses += judge_all(judging)
+    making.load(folder)
+    between = copy.deepcopy([making.state_dict(), judging.state_dict()])
+    losses.append(making.train_step(torch.ones(8, 2), ONES))
+    return losses, between, judging.state_dict(), making.state_dict()
+
+
+def state_dict_loaded_by_one_that_never_ran(place: bool, folder: Path) -> Any:
+    judging, making = models(place)
+    first = copy.deepcopy(making.state_dict())
+    losses = judge_all(judging)
+    making.load_state_dict(first)
+    losses.append(making.train_step(torch.ones(8, 2), ONES))
+    return losses, judging.state_dict(), making.state_dict()
+
+
+def would_place_it_elsewhere(place: bool, folder: Path) -> Any:
+    judging, making = models(place, all_placed=False)
+    losses = judge_all(judging)
+    losses += [making.predict(torch.ones(8, 2))]
+    losses += [making.train_step(torch.ones(8, 2), ONES) for _ in range(3)]
+    return losses, judging.state_dict(), making.state_dict()
+
+
+def would_place_it_elsewhere_the_other_way_round(place: bool, folder: Path) -> Any:
+    judging, making = models(place, all_placed=False)
+    losses = [making.train_step(torch.ones(8, 2), ONES) for _ in range(3)]
+    losses += judge_all(judging)
+    return losses, judging.state_dict(), making.state_dict()
+
+
+@pytest.mark.parametrize("every", [1, NEVER])
+@pytest.mark.parametrize(
+    "script",
+    [
+        state_of_one_that_never_ran,
+        saved_by_one_that_never_ran,
+        loaded_by_one_that_never_ran,
+        state_dict_loaded_by_one_that_never_ran,
+        would_place_it_elsewhere,
+        would_place_it_elsewhere_the_other_way_round,
+    ],
+    ids=lambda script: script.__name__,
+)
+def test_the_cut_is_invisible(script: Any, every: int, tmp_path: Path):
+    before = torch.default_generator.get_state()
+    expected = script(False, tmp_path / "plain")
+    torch.default_generator.set_state(before)
+    cluster = ThreadCluster(
+        lambda rank: script(True, tmp_path / "split"), NUM_WORKERS, SnapshotSettings(every=every)
+    )
+    for found in cluster.run():
+        assert difference(expected, found) is None
