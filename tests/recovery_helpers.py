@@ -108,6 +108,9 @@ class CountedPosition:
         self._wait_to_die = wait_to_die
         self.text_source: Callable[[], str] = lambda: ""
 
+    def hold(self) -> None:
+        self.text_source = self.location_source = None  # type: ignore[assignment]
+
     @property
     def progress(self) -> int:
         return self._progress
@@ -276,40 +279,46 @@ class ThreadCluster:
         self._start(rank)
 
     def _start(self, rank: int) -> None:
-        thread = threading.Thread(target=self._live, args=(rank, self.generation), daemon=True)
+        thread = threading.Thread(target=self._live, args=(rank,), daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _live(self, rank: int, generation: int) -> None:
-        """One life of one worker."""
-        job: Any = None
+    def _live(self, rank: int) -> None:
+        """One life of one worker; when it has been killed, nothing of it is left."""
         with self.turns.changed:
-            state = Generators.now()
-            try:
-                if self.num_killed:
-                    self.gather(rank)
-                lives = self.kills.get(rank, [])
-                kill_at = lives.pop(0) if lives else None
-                _here.job = job = ThreadJob(self, rank, kill_at)
-                job.thread = threading.current_thread()
-                job.script = RecoveringScript(job, self.settings)
-                result = self.script(rank)
-                self._finish(job)
-                self.results[rank] = result
-                self.lengths[rank] = job.member.position.progress
-                job.script.finished()
-            except Killed:
+            if self._was_killed(rank):
+                del _here.job
                 self._lose(rank)
-            except BaseException as error:
-                self.results[rank] = error
-                if not isinstance(error, GraphsplitError):
-                    traceback.print_exc()
-                self.fail(FailureCause("exception", repr(error), rank=rank))
-            finally:
-                if job is not None:
-                    job.script.close()
-                state.put_back()
-                self.turns.changed.notify_all()
+            self.turns.changed.notify_all()
+
+    def _was_killed(self, rank: int) -> bool:
+        job: Any = None
+        state = Generators.now()
+        try:
+            if self.num_killed:
+                self.gather(rank)
+            lives = self.kills.get(rank, [])
+            kill_at = lives.pop(0) if lives else None
+            _here.job = job = ThreadJob(self, rank, kill_at)
+            job.thread = threading.current_thread()
+            job.script = RecoveringScript(job, self.settings)
+            result = self.script(rank)
+            self._finish(job)
+            self.results[rank] = result
+            self.lengths[rank] = job.member.position.progress
+            job.script.finished()
+        except Killed:
+            return True
+        except BaseException as error:
+            self.results[rank] = error
+            if not isinstance(error, GraphsplitError):
+                traceback.print_exc()
+            self.fail(FailureCause("exception", repr(error), rank=rank))
+        finally:
+            if job is not None:
+                job.script.close()
+            state.put_back()
+        return False
 
     def _finish(self, job: Any) -> None:
         """As ``finalize``: come to the end together, or go back once more."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.private_files import read_private_file
 
+_TRIES = 100
+
 
 def _folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -24,11 +26,12 @@ def _folder() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and nobody else can look into it."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
+    """Whether a folder is this user's, and nobody else can look into it.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = folder.lstat()
     return (
         stat.S_ISDIR(found.st_mode)
         and found.st_uid == os.getuid()
@@ -57,27 +60,39 @@ def kept_token(variables: Mapping[str, str], host: str, port: int) -> Iterator[N
         yield
     finally:
         path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # tokens of other jobs may be in it
+            path.parent.rmdir()
 
 
 def _write(path: Path, token: str) -> bool:
     """Whether the token could be kept. Where not, ``graphsplit status`` must be given it."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        if _is_private(path.parent):
-            path.unlink(missing_ok=True)  # of a launcher that was killed
-            number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(number, "w") as file:
-                file.write(token)
-            return True
+    for _ in range(_TRIES):
+        try:
+            return _try_to_write(path, token)
+        except (FileNotFoundError, FileExistsError):
+            continue  # another job was the last one there, and took the folder with it
+        except OSError:
+            return False
     return False
+
+
+def _try_to_write(path: Path, token: str) -> bool:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(path.parent):
+        return False
+    path.unlink(missing_ok=True)  # of a launcher that was killed
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(number, "w") as file:
+        file.write(token)
+    return True
 
 
 def find_token(host: str, port: int) -> str:
     """The token of a job that this user has started at this address; empty if there is none."""
     path = _path(host, port)
-    if not _is_private(path.parent):
-        return ""
     try:
+        if not _is_private(path.parent):
+            return ""
         return read_private_file("GS_JOB_TOKEN_FILE", str(path)).decode("ascii", errors="replace")
-    except ConfigurationError:
+    except (ConfigurationError, OSError):
         return ""

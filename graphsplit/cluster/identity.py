@@ -89,6 +89,11 @@ class Position:
         except Exception:
             return NOWHERE
 
+    def hold(self) -> None:
+        """Go on telling what is told now, without whoever gives it: nothing is kept of them."""
+        text, location = self.text(), self.location()
+        self.text_source, self.location_source = lambda: text, lambda: location
+
     def sample(self) -> Location:
         """The position, and what keeps the worker there: a peer, or a line of the user's.
 

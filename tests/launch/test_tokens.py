@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,29 @@ def test_a_token_is_found_while_the_job_runs_and_gone_afterwards(folder: Path) -
         assert path.stat().st_mode & 0o777 == 0o600
         assert folder.stat().st_mode & 0o777 == 0o700
     assert find_token("127.0.0.1", 8118) == ""
-    assert list(folder.iterdir()) == []
+    assert not folder.exists()
+
+
+def test_the_folder_stays_as_long_as_any_job_has_a_token(folder: Path) -> None:
+    with kept_token(TOKEN, "127.0.0.1", 8118):
+        with kept_token(TOKEN, "127.0.0.1", 8119):
+            pass
+        assert find_token("127.0.0.1", 8118) == TOKEN["GS_JOB_TOKEN"]
+    assert not folder.exists()
+
+
+def test_jobs_that_come_and_go_find_their_tokens(folder: Path) -> None:
+    """Whoever is the last takes the folder away, perhaps when another has just looked at it."""
+
+    def come_and_go(port: int) -> None:
+        for _ in range(300):
+            with kept_token(TOKEN, "127.0.0.1", port):
+                assert find_token("127.0.0.1", port) == TOKEN["GS_JOB_TOKEN"]
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(come_and_go, port) for port in (8118, 8119, 8120)]:
+            done.result()
+    assert not folder.exists()
 
 
 def test_what_a_killed_launcher_left_is_replaced(folder: Path) -> None:

@@ -256,7 +256,7 @@ class Verdicts:
         orphans = [pid for pid in _pids_of_sessions(pids)]
         if orphans:
             self.wrong.append(f"still there: {orphans}")
-        left = [str(p) for p in (self._run.folder / "tmp").iterdir() if not _may_stay(p)]
+        left = [str(p) for p in (self._run.folder / "tmp").iterdir() if not _is_of_torch(p)]
         left += [
             str(p) for p in Path("/dev/shm").iterdir() if any(str(pid) in p.name for pid in pids)
         ]
@@ -280,12 +280,6 @@ class Verdicts:
     def _last_line(self) -> str:
         told = [line for line in self._output.splitlines() if line.startswith("graphsplit: ")]
         return told[-1] if told else ""
-
-
-def _may_stay(path: Path) -> bool:
-    """Torch's caches, and the folder for tokens of jobs, empty when there is no job."""
-    tokens = path.name == f"graphsplit-{os.getuid()}" and path.is_dir()
-    return _is_of_torch(path) or (tokens and not any(path.iterdir()))
 
 
 def _is_of_torch(path: Path) -> bool:

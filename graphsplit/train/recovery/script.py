@@ -350,6 +350,7 @@ class RecoveringScript(Script):
         Code, tensors and mapped memory lie in cycles, which Python looks for ever more rarely. Now
         there is time: somebody else has to start first.
         """
+        self._job.member.position.hold()
         for share in self._shares:
             share.engine.planner.start_over()
         gc.collect()
