@@ -21,10 +21,10 @@ KILL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz kill-matrix clean venv
+.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz kill-matrix network-matrix clean venv
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMP) ## train LeNet on a scheduler and five workers, on a small set that is built in
 	DATA_PATH= PYTHON="$(CURDIR)/$(BIN)/python" bash examples/lenet_mnist/run.sh $(DEMO_ARGS)
@@ -79,6 +79,11 @@ fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ
 kill-matrix: $(STAMP) ## every process in every phase killed, stopped, or raising: 486 runs
 	$(BIN)/python tests/matrix/kill_matrix.py --out kill-matrix.jsonl $(KILL_ARGS)
 	$(BIN)/python tests/matrix/table.py kill-matrix.jsonl
+
+# Needs root: hosts are network namespaces of its own. NETWORK_ARGS="--select PATTERN --seeds 0,1"
+network-matrix: $(STAMP) ## the network cut, slow, losing and doubling packets, in every phase: 79 runs
+	$(BIN)/python tests/matrix/network/run.py --out network-matrix.jsonl $(NETWORK_ARGS)
+	$(BIN)/python tests/matrix/table.py network-matrix.jsonl
 
 bench: $(STAMP) ## measure every row of the table, and write JSON under benchmarks/results/local
 	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)

@@ -51,11 +51,11 @@ def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
     equal_conditions()
     import graphsplit as gs
-    from graphsplit.runtime import job as jobs
+    from graphsplit.runtime import joined
     from graphsplit.train.recovery.script import RecoveringScript
 
     gs.init()
-    job = jobs.current()
+    job = joined.current()
     assert job is not None and isinstance(job.script, RecoveringScript)
     script = job.script
     _, build, place, batches_of = MODELS[arguments.model]

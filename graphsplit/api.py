@@ -6,9 +6,9 @@ from graphsplit.placement import annotations as _annotations
 from graphsplit.placement.annotations import op, place
 from graphsplit.placement.rules import apply_placement
 from graphsplit.runtime import clip
-from graphsplit.runtime import job as _jobs
+from graphsplit.runtime import joined as _joined
 from graphsplit.runtime.deferred_init import deferred_init
-from graphsplit.runtime.job import (
+from graphsplit.runtime.joined import (
     barrier,
     finalize,
     get_rank,
@@ -25,7 +25,7 @@ from graphsplit.train.model import Model
 from graphsplit.train.recovery.install import install as _install_recovery
 
 _annotations.install()
-_jobs.on_joined.append(_install_recovery)
+_joined.on_joined.append(_install_recovery)
 
 __all__ = [
     "Model",

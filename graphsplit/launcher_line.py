@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 VARIABLE = "GS_LAUNCHER_LINE"
-BEAT_INTERVAL_S = 1.0
 _MAX_BYTES = 16 << 10
 _MAX_CHARS = 2_000
 

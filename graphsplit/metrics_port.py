@@ -98,24 +98,11 @@ def serve_metrics(
         return lambda: None
     host, port = watching.metrics_host, watching.metrics_port + offset
     require_certificates(host, protection, what=what)
-    try:
-        import prometheus_client
-    except ImportError:
-        raise ConfigurationError(
-            f"GS_METRICS_PORT={watching.metrics_port} asks for metrics, and the package "
-            f"prometheus-client is not there\n  Fix: pip install 'graphsplit[metrics]', or unset it"
-        ) from None
+    prometheus_client = _library(watching.metrics_port)
     registry = prometheus_client.CollectorRegistry()
     registry.register(_Collector(look))
     prometheus_client.ProcessCollector(registry=registry)
-    tls: dict[str, Any] = {}
-    if protection.tls is not None:
-        tls = {
-            "certfile": security.tls_cert,
-            "keyfile": security.tls_key,
-            "client_cafile": security.tls_ca,
-            "client_auth_required": True,
-        }
+    tls = _tls_options(security) if protection.tls is not None else {}
     try:
         server, thread = prometheus_client.start_http_server(
             port, addr=host, registry=registry, **tls
@@ -133,3 +120,23 @@ def serve_metrics(
         thread.join(1.0)
 
     return close
+
+
+def _library(port: int) -> Any:
+    try:
+        import prometheus_client
+    except ImportError:
+        raise ConfigurationError(
+            f"GS_METRICS_PORT={port} asks for metrics, and the package prometheus-client is not "
+            f"there\n  Fix: pip install 'graphsplit[metrics]', or unset it"
+        ) from None
+    return prometheus_client
+
+
+def _tls_options(security: SecurityOptions) -> dict[str, Any]:
+    return {
+        "certfile": security.tls_cert,
+        "keyfile": security.tls_key,
+        "client_cafile": security.tls_ca,
+        "client_auth_required": True,
+    }

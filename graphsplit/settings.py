@@ -22,6 +22,7 @@ FAIL_FAST, WAIT_REJOIN, RESTART = RECOVERY_POLICIES = ("fail_fast", "wait_rejoin
 MAX_WORKERS = 1024
 MAX_NODE_ID_CHARS = 128
 NODE_TIMEOUT_S = 30.0
+_NOTICING_S = 2.0
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -51,6 +52,14 @@ class Watching:
     metrics_port: int | None = None
 
 
+def silence_within(node_timeout_s: float) -> float:
+    """How long silence lasts until it is a loss, so that all know of that within a timeout.
+
+    What is left of ``MS_NODE_TIMEOUT`` is for noticing, on a busy machine, and for telling all.
+    """
+    return node_timeout_s - min(_NOTICING_S, node_timeout_s / 3)
+
+
 @dataclass(frozen=True)
 class ClusterSettings:
     """How this process takes part in a cluster.
@@ -64,7 +73,7 @@ class ClusterSettings:
         wished_rank: The rank that a numeric ``MS_NODE_ID`` asks for.
         worker_host: The address that this worker's data plane binds and advertises.
         topo_timeout_s: How long the scheduler waits for all workers, and a worker for it.
-        node_timeout_s: How long a worker may be silent before it counts as lost.
+        node_timeout_s: How soon a worker that fell silent is known to be lost, everywhere.
         receive_timeout_s: How long a wait may last without a message and without progress.
         retry_lower_s: Shortest pause between two attempts to reach the scheduler.
         retry_upper_s: Longest pause between two attempts to reach the scheduler.
@@ -99,6 +108,11 @@ class ClusterSettings:
     trace: str = ""
     watching: Watching = field(default_factory=Watching)
     security: SecurityOptions = field(default_factory=SecurityOptions)
+
+    @property
+    def silence_s(self) -> float:
+        """How long nothing may be heard from somebody: see :func:`silence_within`."""
+        return silence_within(self.node_timeout_s)
 
     @property
     def is_scheduler(self) -> bool:

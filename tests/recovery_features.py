@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 import graphsplit as gs
-from graphsplit.runtime import job as jobs
+from graphsplit.runtime import joined
 
 FEATURES: dict[str, Callable[..., Any]] = {}
 
@@ -618,7 +618,7 @@ def changed_between_calls(place: bool = True) -> Any:
     losses = []
     for x, y in list(batches()) * 3:
         losses.append(model.train_step(x, y))
-        if jobs.get_rank() == 1 or not place:
+        if joined.get_rank() == 1 or not place:
             with torch.no_grad():
                 net[2].weight.clamp_(-0.1, 0.1)
     return losses, all_of(model)

@@ -23,7 +23,7 @@ from graphsplit.capture.attributes import plain_attributes
 from graphsplit.cluster.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
-from graphsplit.runtime import job as jobs
+from graphsplit.runtime import joined
 from graphsplit.runtime.control import ControlChannels
 from graphsplit.runtime.job import Job
 from graphsplit.train import passes, planner
@@ -355,8 +355,8 @@ class ThreadCluster:
 @pytest.fixture
 def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every thread find its own job."""
-    monkeypatch.setattr(jobs, "current", lambda: getattr(_here, "job", None))
-    monkeypatch.setattr(jobs, "get_rank", lambda: _here.job.rank if hasattr(_here, "job") else 0)
+    monkeypatch.setattr(joined, "current", lambda: getattr(_here, "job", None))
+    monkeypatch.setattr(joined, "get_rank", lambda: _here.job.rank if hasattr(_here, "job") else 0)
 
     def wait(self: Any) -> None:
         self._changed.release()

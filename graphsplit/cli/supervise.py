@@ -237,7 +237,7 @@ class _Job:
                     self.ending.is_over = True
         silent_s = self._scheduler.silent_for()
         if silent_s is not None:
-            why = f"nothing was heard from it for {silent_s:g} s (MS_NODE_TIMEOUT)"
+            why = f"nothing was heard from it for {silent_s:g} s (see MS_NODE_TIMEOUT)"
             self._give_up(SCHEDULER, why, is_final=True)
             self._forget_scheduler()
 

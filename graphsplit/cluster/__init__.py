@@ -13,7 +13,8 @@
     member.finish()
     member.close()
 
-All rules live in two pure state machines, ``scheduler_state`` and ``member_state``, which map a
-message and a clock reading to effects. ``scheduler`` and ``member`` are thin shells that carry the
-effects out over one gRPC stream per worker. Nothing here imports torch.
+All rules live in two pure state machines, ``scheduler_state`` over ``decisions``, and
+``member_state``, which map a message and a clock reading to effects. ``scheduler`` and
+``connection`` are thin shells that carry the effects out over one gRPC stream per worker.
+Nothing here imports torch.
 """

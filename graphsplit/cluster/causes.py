@@ -16,14 +16,14 @@ LINGERED = "it did not leave when the job had ended"
 BROKEN = "lost: its connection broke, so its process was killed or crashed"
 
 
-def silent(node_timeout_s: float) -> str:
+def silent(silence_s: float) -> str:
     """What is said of a worker that fell silent."""
-    return f"lost: {unheard(node_timeout_s)}, so it is frozen or cut off"
+    return f"lost: {unheard(silence_s)}, so it is frozen or cut off"
 
 
-def unheard(node_timeout_s: float) -> str:
+def unheard(silence_s: float) -> str:
     """For how long nothing was heard of a worker."""
-    return f"nothing was heard from it for {node_timeout_s:g} s (MS_NODE_TIMEOUT)"
+    return f"nothing was heard from it for {silence_s:g} s (see MS_NODE_TIMEOUT)"
 
 
 def ended(rank: int, host: str, pid: int, how: str, error: str) -> FailureCause:
@@ -38,10 +38,10 @@ def ended_process(how: str) -> str:
     return f"lost: its process {how}"
 
 
-def did_not_return(node_timeout_s: float) -> str:
+def did_not_return(silence_s: float) -> str:
     """What is said of a worker that was lost while the scheduler was away."""
     return (
-        f"lost: it did not come back within {node_timeout_s:g} s (MS_NODE_TIMEOUT) after the "
+        f"lost: it did not come back within {silence_s:g} s (see MS_NODE_TIMEOUT) after the "
         f"scheduler did"
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from graphsplit.cluster.image import JobImage
 from graphsplit.cluster.messages import SchedulerMessage, WorkerMessage
 from graphsplit.failure import FailureCause
+from graphsplit.launcher_line import Ended, GivenUp, Over
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,11 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
-class ProcessEnded:
-    """The launcher says that a worker's process has ended, and that it starts no other one.
+class ToldByLauncher:
+    """The launcher on this host, which started the scheduler, says something."""
 
-    Attributes:
-        rank: Its rank.
-        host: Where it ran.
-        pid: Its process id there.
-        how: ``was killed by SIGKILL``, or ``ended with status 1``.
-        error: What it left as its reason; empty if it left none.
-    """
-
-    rank: int
     host: str
-    pid: int
-    how: str
-    error: str = ""
+    note: Ended
 
 
 @dataclass(frozen=True)
@@ -76,7 +66,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Connected | Received | Malformed | Disconnected | Interrupted | ProcessEnded | Tick
+Event = Connected | Received | Malformed | Disconnected | Interrupted | ToldByLauncher | Tick
 
 
 @dataclass(frozen=True)
@@ -103,25 +93,10 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class GiveUp:
-    """The job does not count on a worker's process any more, though it may still be there.
+class TellLauncher:
+    """Say something to the launcher that started the scheduler, if one did."""
 
-    Attributes:
-        rank: The worker's rank.
-        pid: Its process id.
-        why: What was noticed of it.
-        is_final: Whether it would come back too late in any case: the job is over.
-    """
-
-    rank: int
-    pid: int
-    why: str
-    is_final: bool = False
-
-
-@dataclass(frozen=True)
-class JobOver:
-    """The job has finished: a process that ends now needs no successor."""
+    note: GivenUp | Over
 
 
 @dataclass(frozen=True)
@@ -154,4 +129,4 @@ class Exit:
     cause: FailureCause | None = None
 
 
-Effect = Send | Refuse | Drop | GiveUp | JobOver | Persist | Log | Exit
+Effect = Send | Refuse | Drop | TellLauncher | Persist | Log | Exit

@@ -36,6 +36,7 @@ MAX_UNEXPLAINED_RECOVERIES = 3
 # Seconds.
 FORMING_REPORT_INTERVAL_S = 10.0
 HEARTBEAT_INTERVAL_S = 1.0
+BEATS_PER_SILENCE = 4
 # How long a lost worker waits for a better explanation: a traceback that is still under way.
 GRACE_S = 0.3
 # How long what a worker saw of another one waits for news of that one itself. Links between two
@@ -50,3 +51,8 @@ TEXT_TIMEOUT_S = 10.0
 # How often the scheduler looks at its clock. A longer silence means that it was frozen itself.
 TICK_INTERVAL_S = 0.2
 FROZEN_AFTER_S = 1.0
+
+
+def heartbeat_interval_s(silence_s: float) -> float:
+    """How often a worker says that it is there, if it may be silent for so long."""
+    return min(HEARTBEAT_INTERVAL_S, silence_s / BEATS_PER_SILENCE)

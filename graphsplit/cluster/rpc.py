@@ -23,7 +23,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def server_options(*, num_workers: int, node_timeout_s: float) -> Options:
+def server_options(*, num_workers: int, silence_s: float) -> Options:
     """Options of the scheduler's server."""
     return [
         *server_limits(
@@ -31,11 +31,11 @@ def server_options(*, num_workers: int, node_timeout_s: float) -> Options:
         ),
         ("grpc.max_receive_message_length", limits.MAX_WORKER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", limits.MAX_SCHEDULER_MESSAGE_BYTES),
-        *keepalive(node_timeout_s, patience=_PATIENCE),
+        *keepalive(silence_s, patience=_PATIENCE),
     ]
 
 
-def channel_options(*, node_timeout_s: float) -> Options:
+def channel_options(*, silence_s: float) -> Options:
     """Options of a worker's channel."""
     return [
         # The scheduler is inside the cluster; a proxy for the web would only be in the way.
@@ -45,7 +45,7 @@ def channel_options(*, node_timeout_s: float) -> Options:
         ("grpc.enable_retries", 0),
         ("grpc.max_receive_message_length", limits.MAX_SCHEDULER_MESSAGE_BYTES),
         ("grpc.max_send_message_length", limits.MAX_WORKER_MESSAGE_BYTES),
-        *keepalive(node_timeout_s),
+        *keepalive(silence_s),
     ]
 
 

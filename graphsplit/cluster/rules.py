@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphsplit.cluster.formation import Fitting
-from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN
+from graphsplit.failure import FailureCause
+from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, silence_within
 
 EX_TEMPFAIL = 75
 """The exit status that says: start the job again, from its last snapshot."""
@@ -28,6 +29,11 @@ class JobRules:
         return Fitting(self.num_workers, self.recovery)
 
     @property
+    def silence_s(self) -> float:
+        """How long a worker may be silent before it counts as lost."""
+        return silence_within(self.node_timeout_s)
+
+    @property
     def waits_for_rejoin(self) -> bool:
         """Whether a lost worker may come back."""
         return self.recovery == WAIT_REJOIN
@@ -41,6 +47,12 @@ class JobRules:
     def workers_reconnect(self) -> bool:
         """Whether a worker whose stream broke opens another one."""
         return self.waits_for_rejoin or self.keeps_journal
+
+    def failure_status(self, cause: FailureCause) -> int:
+        """The scheduler's exit status when the job fails with this cause."""
+        if cause.kind == "interrupted":
+            return 130
+        return EX_TEMPFAIL if self.restarts and cause.is_retryable else 1
 
 
 @dataclass(frozen=True)

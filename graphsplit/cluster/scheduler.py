@@ -30,22 +30,21 @@ from graphsplit.cluster.events import (
     Effect,
     Event,
     Exit,
-    GiveUp,
     Interrupted,
-    JobOver,
     Log,
     Malformed,
     Persist,
-    ProcessEnded,
     Received,
     Refuse,
     Send,
+    TellLauncher,
     Tick,
+    ToldByLauncher,
 )
 from graphsplit.cluster.fencing import StreamGuard, Verdict
 from graphsplit.cluster.identity import own_host
 from graphsplit.cluster.journal import Journal
-from graphsplit.cluster.limits import TICK_INTERVAL_S
+from graphsplit.cluster.limits import TICK_INTERVAL_S, heartbeat_interval_s
 from graphsplit.cluster.messages import (
     Abort,
     Fence,
@@ -70,7 +69,7 @@ from graphsplit.cluster.status_codec import encode_status
 from graphsplit.cluster.status_metrics import status_metrics
 from graphsplit.errors import ConfigurationError
 from graphsplit.failure import FailureCause
-from graphsplit.launcher_line import BEAT_INTERVAL_S, Beat, Ended, GivenUp, Line, Note, Over
+from graphsplit.launcher_line import Beat, Ended, Line, Note
 from graphsplit.logs import CONTEXT, Say, configure, teller
 from graphsplit.metrics_port import Metric, serve_metrics
 from graphsplit.reports import write_report
@@ -82,6 +81,8 @@ from graphsplit.settings import ClusterSettings
 # A worker that does not read for so long that this many messages wait for it is cut off.
 _MAX_OUTBOX = 4_096
 _STOP_GRACE_S = 0.5
+# Python itself takes seconds to tear down a large process on a busy machine, and beats no more.
+_EXIT_S = 30.0
 _LOOK_S = 5.0
 # A plan for many workers is large, and goes to all: gRPC must not hold a copy for each at once.
 _LARGE_BYTES = 64 << 10
@@ -145,9 +146,7 @@ async def _serve(
     line = _line_to_launcher(log)
     sessions = _Sessions(settings, protection, log, line)
     server = grpc.aio.server(
-        options=server_options(
-            num_workers=settings.num_workers, node_timeout_s=settings.node_timeout_s
-        ),
+        options=server_options(num_workers=settings.num_workers, silence_s=settings.silence_s),
         maximum_concurrent_rpcs=max_connections(settings.num_workers),
     )
     # Without serializers gRPC hands over bytes, and the codec decides what is a message.
@@ -175,6 +174,7 @@ async def _serve(
     finally:
         ticker.cancel()
         await server.stop(_STOP_GRACE_S)
+        sessions.take_leave()
 
 
 def _line_to_launcher(log: Say) -> Line | None:
@@ -197,7 +197,7 @@ def _notes_to(sessions: _Sessions, line: Line | None) -> Iterator[None]:
     def hear() -> None:
         for note in line.read():
             if isinstance(note, Ended):
-                sessions.apply(ProcessEnded(note.rank, host, note.pid, note.how, note.error))
+                sessions.apply(ToldByLauncher(host, note))
 
     loop = asyncio.get_running_loop()
     loop.add_reader(line.fileno(), hear)
@@ -290,7 +290,7 @@ class _Sessions:
     ) -> None:
         self._log = log
         self._line = line
-        self._beat = Beat(settings.node_timeout_s)
+        self._beat = Beat(settings.silence_s)
         self._next_beat_s = 0.0
         self._admission = Admission(settings.num_workers, protection, log)
         self._outboxes: dict[int, _Outbox] = {}
@@ -370,9 +370,15 @@ class _Sessions:
         while True:
             self.apply(Tick())
             if time.monotonic() >= self._next_beat_s:
-                self._next_beat_s = time.monotonic() + BEAT_INTERVAL_S
+                self._next_beat_s = time.monotonic() + heartbeat_interval_s(self._beat.within_s)
                 self._tell_launcher(self._beat)
             await asyncio.sleep(TICK_INTERVAL_S)
+
+    def take_leave(self) -> None:
+        """Beat for the last time, and hang up: from here on, all is up to Python."""
+        if self._line is not None:
+            self._line.send(Beat(_EXIT_S))
+            self._line.close()
 
     def apply(self, event: Event) -> None:
         """Feed one event to the state and carry out what it says."""
@@ -407,11 +413,8 @@ class _Sessions:
                 _close(self._outboxes.get(effect.node))
             case Drop():
                 _close(self._outboxes.get(effect.node))
-            case GiveUp():
-                parts = (effect.rank, effect.pid, effect.why, effect.is_final)
-                self._tell_launcher(GivenUp(*parts))
-            case JobOver():
-                self._tell_launcher(Over())
+            case TellLauncher():
+                self._tell_launcher(effect.note)
             case Persist():
                 assert self._journal is not None
                 self._journal.write(effect.image)

@@ -21,7 +21,7 @@ from graphsplit.cluster.codec import (
     open_scheduler,
 )
 from graphsplit.cluster.fencing import StreamGuard, Verdict
-from graphsplit.cluster.limits import HEARTBEAT_INTERVAL_S
+from graphsplit.cluster.limits import heartbeat_interval_s
 from graphsplit.cluster.messages import (
     Fence,
     Heartbeat,
@@ -91,6 +91,7 @@ class Session:
         self._fence = fence
         self._num_sent = 0
         self._beat = beat
+        self._beat_interval_s = heartbeat_interval_s(settings.silence_s)
         self._on_message = on_message
         self._on_end = on_end
         self.end: StreamEnd | None = None
@@ -104,7 +105,7 @@ class Session:
         self._dialer = Dialer(protection.token, PURPOSE) if protection.token else None
         self._is_introduced = self._dialer is None
         address = format_address(settings.scheduler_host, settings.scheduler_port)
-        options = channel_options(node_timeout_s=settings.node_timeout_s)
+        options = channel_options(silence_s=settings.silence_s)
         expected = CertifiedName(SCHEDULER).dns
         self._channel = open_channel(address, protection, expected=expected, options=options)
         self._call: Any = None
@@ -142,7 +143,7 @@ class Session:
     def _outgoing(self) -> Iterator[bytes]:
         try:
             message = self._outbox.get()
-            next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
+            next_beat = time.monotonic() + self._beat_interval_s
             while message is not None:
                 yield message if isinstance(message, bytes) else self._encode(message)
                 try:
@@ -150,7 +151,7 @@ class Session:
                     message = self._outbox.get(timeout=pause_s)
                 except queue.Empty:
                     message = (self._beat(), self._fence())
-                    next_beat = time.monotonic() + HEARTBEAT_INTERVAL_S
+                    next_beat = time.monotonic() + self._beat_interval_s
         finally:
             self._writer_done.set()
 

@@ -40,7 +40,7 @@ def fetch_status(host: str, port: int, protection: Protection, *, timeout_s: flo
 
     address = format_address(host, port)
     expected = CertifiedName(SCHEDULER).dns
-    options = channel_options(node_timeout_s=timeout_s)
+    options = channel_options(silence_s=timeout_s)
     channel = open_channel(address, protection, expected=expected, options=options)
     try:
         return decode_status(_ask(channel, protection, timeout_s))

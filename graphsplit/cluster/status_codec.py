@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
-from google.protobuf.message import DecodeError
-
 from graphsplit._proto import cluster_pb2 as pb
 from graphsplit.cluster import limits
-from graphsplit.cluster.codec import (
-    MessageError,
+from graphsplit.cluster.codec.parts import (
     cause_from_pb,
     cause_to_pb,
-    checked_string,
     location_from_pb,
     location_to_pb,
-    refuse_unknown_fields,
+)
+from graphsplit.cluster.codec.readers import (
+    MessageError,
+    parse,
+    read_host,
+    read_name,
+    read_node_id,
+    read_position,
+    read_rank,
+    read_seconds,
+    read_text,
 )
 from graphsplit.cluster.status import STATES, JobStatus, WorkerStatus
 
@@ -31,12 +35,7 @@ def check_request(data: bytes) -> None:
     Raises:
         MessageError: It is not what can be asked.
     """
-    request = pb.StatusRequest()
-    try:
-        request.ParseFromString(data)
-    except DecodeError as error:
-        raise MessageError("the bytes are not a message of this protocol") from error
-    refuse_unknown_fields(request)
+    parse(pb.StatusRequest(), data)
 
 
 def encode_status(status: JobStatus) -> bytes:
@@ -78,49 +77,36 @@ def decode_status(data: bytes) -> JobStatus:
     Raises:
         MessageError: They are not a valid one.
     """
-    raw = pb.JobStatus()
-    try:
-        raw.ParseFromString(data)
-    except DecodeError as error:
-        raise MessageError("the bytes are not a message of this protocol") from error
-    refuse_unknown_fields(raw)
+    raw = parse(pb.JobStatus(), data)
     if raw.num_workers > limits.MAX_WORKERS or len(raw.workers) > limits.MAX_WORKERS:
         raise MessageError(f"{max(raw.num_workers, len(raw.workers))} workers")
     return JobStatus(
-        job=checked_string(raw.job, "job", limits.MAX_NAME_CHARS, required=True),
-        phase=checked_string(raw.phase, "phase", limits.MAX_NAME_CHARS, required=True),
+        job=read_name(raw.job, "job", required=True),
+        phase=read_name(raw.phase, "phase", required=True),
         generation=raw.generation,
         num_workers=raw.num_workers,
-        seconds=_seconds(raw.seconds),
+        seconds=read_seconds(raw.seconds),
         workers=tuple(_worker(worker) for worker in raw.workers),
         cause=cause_from_pb(raw.cause) if raw.HasField("cause") else None,
         num_refused=raw.num_refused,
         num_recoveries=raw.num_recoveries,
-        recovery=checked_string(raw.recovery, "recovery", limits.MAX_NAME_CHARS),
+        recovery=read_name(raw.recovery, "recovery"),
     )
 
 
 def _worker(raw: pb.WorkerStatus) -> WorkerStatus:
     if raw.state not in STATES:
         raise MessageError("the state of a worker is not known")
-    if raw.rank >= limits.MAX_WORKERS:
-        raise MessageError(f"rank is {raw.rank}, not 0 to {limits.MAX_WORKERS - 1}")
     return WorkerStatus(
-        rank=raw.rank,
-        node_id=checked_string(raw.node_id, "node_id", limits.MAX_NODE_ID_CHARS),
-        host=checked_string(raw.host, "host", limits.MAX_HOST_CHARS),
+        rank=read_rank(raw.rank),
+        node_id=read_node_id(raw.node_id),
+        host=read_host(raw.host),
         pid=raw.pid,
         state=raw.state,
         progress=raw.progress,
-        position=checked_string(raw.position, "position", limits.MAX_POSITION_CHARS, lines=True),
+        position=read_position(raw.position),
         location=location_from_pb(raw.location),
-        meets_at=checked_string(raw.meets_at, "meets_at", limits.MAX_PLACE_CHARS),
-        heard_s=_seconds(raw.heard_s),
-        still_s=_seconds(raw.still_s),
+        meets_at=read_text(raw.meets_at, "meets_at", limits.MAX_PLACE_CHARS),
+        heard_s=read_seconds(raw.heard_s),
+        still_s=read_seconds(raw.still_s),
     )
-
-
-def _seconds(value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise MessageError(f"{value} seconds")
-    return value

@@ -56,7 +56,8 @@ def keepalive(silence_s: float, *, patience: float = 1.0) -> list[tuple[str, int
     """
     interval_ms = int(silence_s * 1_000) // _PINGS_PER_SILENCE
     interval_ms = min(_MAX_PING_INTERVAL_MS, max(_MIN_PING_INTERVAL_MS, interval_ms))
-    silence_ms = max(1_000, int(patience * silence_s * 1_000))
+    # A ping may have been answered just before.
+    silence_ms = int(patience * max(1_000, int(silence_s * 1_000) - interval_ms))
     return [
         ("grpc.keepalive_time_ms", interval_ms),
         ("grpc.keepalive_timeout_ms", silence_ms),

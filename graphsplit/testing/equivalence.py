@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,13 +20,11 @@ from torch import nn
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import Policy
 from graphsplit.runtime.clip import Clip, GlobalNorm, Value
-from graphsplit.runtime.ownership import is_elsewhere
-from graphsplit.testing.compare import difference
+from graphsplit.testing.against_loop import Comparison
 from graphsplit.testing.reference import EagerLoop, Extras
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.batch import Arguments, split_batch
 from graphsplit.train.microbatches import Divider, LossWeight, Split
-from graphsplit.train.task import Task, named_state
+from graphsplit.train.task import Task
 
 Place = Callable[[nn.Module], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -107,134 +106,89 @@ def assert_same_bits(
     Raises:
         AssertionError: Something differs; names the first difference.
     """
-    num_steps = len(batches) if steps is None else steps
-    evaluated = {num_steps - 1} if evaluate_after is None else set(evaluate_after)
-
-    def make() -> tuple[nn.Module, Any, Any, Any]:
-        torch.manual_seed(seed)
-        network = make_network()
-        own_loss = copy.deepcopy(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
-        optimizer = make_optimizer(network)
-        return network, own_loss, optimizer, make_scheduler(optimizer) if make_scheduler else None
-
-    schedulers: list[Any] = []
-
-    def make_task() -> Task:
-        network, own_loss, optimizer, scheduler = make()
-        if place is not None:
-            place(network)
-        schedulers.append(scheduler)
-        return Task(
-            network,
-            own_loss,
-            optimizer,
-            unplaced,
-            with_loss=True,
-            dynamic_dims=dynamic_dims or {},
-            divider=Divider(microbatches, split, loss_weight),
-            clip=clip,
-            scaler=make_scaler() if make_scaler is not None else None,
-            set_to_none=set_to_none,
-            autocast=autocast,
-            accumulate=accumulate,
-            schedule=schedule,
-            recompute=recompute,
-        )
-
+    start = _Start(make_network, loss_fn, make_optimizer, make_scheduler, seed)
     reference = EagerLoop(
-        make,
+        start.make,
         microbatches=microbatches,
         split=split,
         loss_weight=loss_weight,
         extras=Extras(_plain(clip), make_scaler, autocast, set_to_none, on_gradients, accumulate),
     )
+    make_task = functools.partial(
+        Task,
+        unplaced=unplaced,
+        with_loss=True,
+        dynamic_dims=dynamic_dims or {},
+        divider=Divider(microbatches, split, loss_weight),
+        clip=clip,
+        set_to_none=set_to_none,
+        autocast=autocast,
+        accumulate=accumulate,
+        schedule=schedule,
+        recompute=recompute,
+    )
+    workers = _Workers(start, place, make_scaler, make_task)
     shared = None if plan_everywhere else captures or Captures()
-    cluster = SimulatedCluster(make_task, num_workers, captures=shared)
+    cluster = SimulatedCluster(workers.next_task, num_workers, captures=shared)
     if on_gradients is not None:
-        for worker in cluster.workers:
-            call = functools.partial(on_gradients, worker.task.network)
-            worker.planner.updater.on_gradients = call
+        _show_gradients(cluster, on_gradients)
+    num_steps = len(batches) if steps is None else steps
+    evaluated = {num_steps - 1} if evaluate_after is None else set(evaluate_after)
     for step in range(num_steps):
         batch = batches[step % len(batches)]
-        comparison = _Comparison(f"step {step}", reference, cluster)
-        comparison.train(batch, schedulers)
+        comparison = Comparison(f"step {step}", reference, cluster)
+        comparison.train(batch, workers.schedulers)
         if step in evaluated:
             comparison.evaluate(batch)
     return cluster
 
 
-class _Comparison:
-    """One step of the loop and of the workers, compared."""
+@dataclass(frozen=True)
+class _Start:
+    """What the loop and every worker start from: each has its own, and all are equal."""
 
-    def __init__(self, when: str, reference: EagerLoop, cluster: SimulatedCluster) -> None:
-        self._when = when
-        self._reference = reference
-        self._cluster = cluster
-        self._has_loss_fn = reference.loss_fn is not None
+    make_network: Callable[[], nn.Module]
+    loss_fn: Callable[..., Any] | None
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None
+    seed: int
 
-    def train(self, batch: Any, schedulers: Sequence[Any]) -> None:
-        expected = self._reference.train_step(copy.deepcopy(batch))
-        arguments = self._arguments(batch)
-        losses = self._cluster.train_step(arguments, batch=copy.deepcopy(batch))
-        for worker, loss in zip(self._cluster.workers, losses, strict=True):
-            self._same(f"loss on worker {worker.rank}", expected, loss)
-            scheduler = schedulers[worker.rank]
-            if scheduler is not None:
-                scheduler.step()
-        self._compare_state()
+    def make(self) -> tuple[nn.Module, Any, Any, Any]:
+        """Network, loss, optimizer and scheduler."""
+        torch.manual_seed(self.seed)
+        network = self.make_network()
+        is_module = isinstance(self.loss_fn, nn.Module)
+        own_loss = copy.deepcopy(self.loss_fn) if is_module else self.loss_fn
+        optimizer = self.make_optimizer(network)
+        scheduler = self.make_scheduler(optimizer) if self.make_scheduler else None
+        return network, own_loss, optimizer, scheduler
 
-    def evaluate(self, batch: Any) -> None:
-        expected = self._reference.evaluate(copy.deepcopy(batch))
-        self._same("eval", expected, self._cluster.evaluate(self._arguments(batch)))
-        predicted = self._reference.predict(copy.deepcopy(batch))
-        args, kwargs = self._arguments(batch)
-        args = args[:-1] if self._has_loss_fn else args
-        for rank, outputs in enumerate(self._cluster.predict((args, kwargs))):
-            self._same(f"predict on worker {rank}", predicted, outputs)
-        self._compare_state()
 
-    def _arguments(self, batch: Any) -> Arguments:
-        return split_batch(copy.deepcopy(batch), has_loss_fn=self._has_loss_fn)
+@dataclass
+class _Workers:
+    """Makes the workers' tasks, and keeps their schedulers, by rank."""
 
-    def _compare_state(self) -> None:
-        expected = named_state(self._reference.network, self._reference.loss_fn)
-        expected_scaler = self._reference.scaler
-        for name, tensor in expected.items():
-            owner = self._cluster.owner_of(name)
-            actual = named_state(owner.task.network, owner.task.loss_fn)[name]
-            what = f"{name!r} on worker {owner.rank}"
-            self._same(f"gradient of {what}", tensor.grad, actual.grad, strides=True)
-            self._same(f"value of {what}", tensor.detach(), actual.detach())
-            self._same(
-                f"optimizer state of {what}",
-                [dict(o.state.get(tensor) or {}) for o in self._reference.optimizers],
-                [dict(o.state.get(actual) or {}) for o in owner.task.optimizers],
-            )
-            self._check_given_up(name)
-        for worker in self._cluster.workers:
-            what = f"generator of worker {worker.rank}"
-            self._same(what, self._reference.generator, worker.generator)
-            self._same(
-                f"settings of the optimizer of worker {worker.rank}",
-                [_settings(optimizer) for optimizer in self._reference.optimizers],
-                [_settings(optimizer) for optimizer in worker.task.optimizers],
-            )
-            norm = worker.planner.updater.last_norm
-            self._same(f"norm on worker {worker.rank}", self._reference.gradient_norm, norm)
-            scaler = worker.task.scaler
-            self._same(f"scaler of worker {worker.rank}", *map(_scale, (expected_scaler, scaler)))
+    start: _Start
+    place: Place | None
+    make_scaler: Callable[[], torch.amp.GradScaler] | None
+    make_task: Callable[..., Task]
+    schedulers: list[Any] = field(default_factory=list)
 
-    def _check_given_up(self, name: str) -> None:
-        owner = self._cluster.owner_of(name)
-        for worker in self._cluster.workers:
-            tensor = named_state(worker.task.network, worker.task.loss_fn)[name]
-            if worker is not owner and not is_elsewhere(tensor):
-                raise AssertionError(f"{self._when}: worker {worker.rank} still holds {name!r}")
+    def next_task(self) -> Task:
+        """The task of the next rank."""
+        network, loss_fn, optimizer, scheduler = self.start.make()
+        if self.place is not None:
+            self.place(network)
+        self.schedulers.append(scheduler)
+        scaler = self.make_scaler() if self.make_scaler is not None else None
+        return self.make_task(network, loss_fn, optimizer, scaler=scaler)
 
-    def _same(self, what: str, expected: Any, actual: Any, *, strides: bool = False) -> None:
-        found = difference(expected, actual, strides=strides)
-        if found is not None:
-            raise AssertionError(f"{self._when}: {what} is not as in the eager loop: {found}")
+
+def _show_gradients(cluster: SimulatedCluster, show: Callable[[nn.Module], None]) -> None:
+    """Let every worker show its network before gradients are clipped."""
+    for worker in cluster.workers:
+        call = functools.partial(show, worker.task.network)
+        worker.planner.updater.on_gradients = call
 
 
 def _plain(clip: Clip | None) -> Callable[[list[torch.Tensor]], Any] | None:
@@ -246,14 +200,3 @@ def _plain(clip: Clip | None) -> Callable[[list[torch.Tensor]], Any] | None:
     if isinstance(clip, Value):
         return lambda parameters: torch.nn.utils.clip_grad_value_(parameters, clip.value)
     return None
-
-
-def _scale(scaler: torch.amp.GradScaler | None) -> dict[str, Any] | None:
-    return None if scaler is None else scaler.state_dict()
-
-
-def _settings(optimizer: Any) -> list[Mapping[str, Any]]:
-    return [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]

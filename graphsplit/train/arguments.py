@@ -1,20 +1,23 @@
-"""What ``Model`` was given, checked."""
+"""What ``Model`` and ``Model.train`` were given, checked, and made into a task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.compiled import problems_of_compile
+from graphsplit.runtime.compiled import compiler_of, problems_of_compile
 from graphsplit.runtime.update import rules_problems
 from graphsplit.schedule.policies import POLICIES
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import Metric
-from graphsplit.train.recompute import problems_of_recompute
+from graphsplit.train.microbatches import Divider
+from graphsplit.train.recompute import problems_of_recompute, recomputed_paths
+from graphsplit.train.task import Task
 
 
 def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -> list[str]:
@@ -109,54 +112,87 @@ def _problems_of_metrics(metrics: Any) -> list[str]:
     ]
 
 
-def check_arguments(
-    net: Any,
-    loss_fn: Any,
-    optimizer: Any,
-    metrics: Any,
-    *,
-    microbatches: int,
-    split: Any,
-    loss_weight: Any,
-    schedule: Any,
-    capture: str,
-    unplaced: str,
-    dynamic_dims: Any,
-    clip: Any,
-    scaler: Any,
-    autocast: Any,
-    accumulate: Any,
-    compile: Any,
-    recompute: Any,
-) -> None:
-    """Refuse arguments that are not as ``Model`` says; all of them are listed together.
+@dataclass(frozen=True)
+class ModelArguments:
+    """What ``Model`` was given, by the names of its arguments. Any may be of a wrong kind."""
 
-    Raises:
-        ConfigurationError: Some are not.
-    """
-    problems = _problems_of_dynamic_dims(dynamic_dims)
-    if not isinstance(net, nn.Module):
-        problems.append(f"net is {described(net)}; expected a torch.nn.Module")
-    if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
-        problems.append(f"loss_fn is {described(loss_fn)}; expected a function or a module")
-    problems += rules_problems(optimizer, clip, scaler)
-    if not _is_count(accumulate, 1):
-        problems.append(f"accumulate={accumulate!r}; expected an int of 1 or more")
-    if autocast is not None and not (
-        isinstance(autocast, torch.dtype) and autocast.is_floating_point
-    ):
-        problems.append(f"autocast={autocast!r}; expected a dtype, as in torch.bfloat16")
-    problems += problems_of_compile(compile)
-    problems += problems_of_recompute(net, recompute, compile)
-    problems += _problems_of_metrics(metrics)
-    problems += _problems_of_microbatches(microbatches, split, loss_weight)
-    problems += _problems_of_schedule(schedule)
-    if capture != "auto":
-        problems.append(f"capture={capture!r}; expected 'auto'")
-    if unplaced not in ("affinity", "worker0"):
-        problems.append(f"unplaced={unplaced!r}; expected 'affinity' or 'worker0'")
-    if problems:
-        raise ConfigurationError("Model(...): " + "\n  ".join(problems))
+    net: Any
+    loss_fn: Any
+    optimizer: Any
+    metrics: Any
+    microbatches: Any
+    split: Any
+    loss_weight: Any
+    schedule: Any
+    capture: Any
+    unplaced: Any
+    dynamic_dims: Any
+    clip: Any
+    scaler: Any
+    autocast: Any
+    set_to_none: Any
+    accumulate: Any
+    compile: Any
+    recompute: Any
+
+    def check(self) -> None:
+        """Refuse arguments that are not as ``Model`` says; all of them are listed together.
+
+        Raises:
+            ConfigurationError: Some are not.
+        """
+        problems = [*self._problems_of_what_runs(), *self._problems_of_how_it_runs()]
+        if problems:
+            raise ConfigurationError("Model(...): " + "\n  ".join(problems))
+
+    def task(self) -> Task:
+        """What they ask for, once they were checked."""
+        metrics: Mapping[str, Metric] = self.metrics or {}
+        return Task(
+            self.net,
+            self.loss_fn,
+            self.optimizer,
+            self.unplaced,
+            with_loss=any(metric.needs_loss for metric in metrics.values()),
+            dynamic_dims=dict(self.dynamic_dims or {}),
+            divider=Divider(self.microbatches, self.split, self.loss_weight),
+            clip=self.clip,
+            scaler=self.scaler,
+            set_to_none=self.set_to_none,
+            autocast=self.autocast,
+            accumulate=self.accumulate,
+            schedule=self.schedule,
+            compiler=compiler_of(self.compile),
+            recompute=recomputed_paths(self.net, self.recompute),
+        )
+
+    def _problems_of_what_runs(self) -> list[str]:
+        net, loss_fn, autocast = self.net, self.loss_fn, self.autocast
+        problems = _problems_of_dynamic_dims(self.dynamic_dims)
+        if not isinstance(net, nn.Module):
+            problems.append(f"net is {described(net)}; expected a torch.nn.Module")
+        if loss_fn is not None and (isinstance(loss_fn, type) or not callable(loss_fn)):
+            problems.append(f"loss_fn is {described(loss_fn)}; expected a function or a module")
+        problems += rules_problems(self.optimizer, self.clip, self.scaler)
+        if not _is_count(self.accumulate, 1):
+            problems.append(f"accumulate={self.accumulate!r}; expected an int of 1 or more")
+        if autocast is not None and not (
+            isinstance(autocast, torch.dtype) and autocast.is_floating_point
+        ):
+            problems.append(f"autocast={autocast!r}; expected a dtype, as in torch.bfloat16")
+        return problems
+
+    def _problems_of_how_it_runs(self) -> list[str]:
+        problems = problems_of_compile(self.compile)
+        problems += problems_of_recompute(self.net, self.recompute, self.compile)
+        problems += _problems_of_metrics(self.metrics)
+        problems += _problems_of_microbatches(self.microbatches, self.split, self.loss_weight)
+        problems += _problems_of_schedule(self.schedule)
+        if self.capture != "auto":
+            problems.append(f"capture={self.capture!r}; expected 'auto'")
+        if self.unplaced not in ("affinity", "worker0"):
+            problems.append(f"unplaced={self.unplaced!r}; expected 'affinity' or 'worker0'")
+        return problems
 
 
 def _is_count(number: Any, least: int) -> bool:

@@ -185,6 +185,19 @@ class Divider:
         alike = _rows_of(weights) if self.split is None else ()
         return Division(arguments, found, self._weights(found) or weights, alike)
 
+    def divide_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss_fn: bool
+    ) -> Division:
+        """Divide a batch that was passed to a call, as training divides a loader's."""
+        if args and kwargs:
+            if has_loss_fn:
+                raise ConfigurationError(
+                    "a batch is given both by position and by keyword, and the Model has a loss_fn"
+                )
+            return self.divide_arguments((args, kwargs))
+        whole = kwargs or (args[0] if len(args) == 1 else args)
+        return self.divide(whole, has_loss_fn=has_loss_fn)
+
     def divide_arguments(self, arguments: Arguments) -> Division:
         """Divide a batch given both by position and by keyword."""
         if self.num_microbatches == 1:

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import nn
 
-from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.errors import (
-    CheckpointError,
-    ConfigurationError,
-    GraphsplitError,
-    MembershipChangedError,
-    StateError,
-    StoppedInOrder,
-)
-from graphsplit.partition.explain import Detail, explain_plan
-from graphsplit.partition.plan import PartitionPlan
-from graphsplit.placement.resolve import UnplacedRule, asked_placements
-from graphsplit.placement.written import WrittenPlacement, write_placement
-from graphsplit.program.lower import Policy, StepPart
-from graphsplit.runtime import job as jobs
+from graphsplit.errors import ConfigurationError, StoppedInOrder
+from graphsplit.partition.explain import Detail
+from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.program.lower import Policy
+from graphsplit.runtime import joined
 from graphsplit.runtime.clip import Clip
-from graphsplit.runtime.compiled import compiler_of
 from graphsplit.runtime.script import Call, Script
 from graphsplit.settings import FAIL_FAST
-from graphsplit.train.arguments import check_arguments, check_run
-from graphsplit.train.batch import Signature
+from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback, RunContext
 from graphsplit.train.checkpoint.position import Position
 from graphsplit.train.checkpoint.states import Loaded, PathLike, States
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import EagerEngine, Engine
-from graphsplit.train.epochs import Epochs
+from graphsplit.train.explained import Explainer
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import Divider, Division, LossWeight, Split
-from graphsplit.train.optimizer_size import copies_kept
-from graphsplit.train.passes import capture_graph, make_plan, placement_rules
+from graphsplit.train.microbatches import LossWeight, Split
 from graphsplit.train.profile import Profiling
-from graphsplit.train.recompute import recomputed_paths
-from graphsplit.train.task import Task
+from graphsplit.train.stored import StoredState
+from graphsplit.train.training import Training
 
 
 class Model:
@@ -121,7 +105,7 @@ class Model:
         compile: bool | Mapping[str, Any] = False,
         recompute: bool | Sequence[str | nn.Module] = False,
     ) -> None:
-        check_arguments(
+        given = ModelArguments(
             net,
             loss_fn,
             optimizer,
@@ -136,34 +120,21 @@ class Model:
             clip=clip,
             scaler=scaler,
             autocast=autocast,
+            set_to_none=set_to_none,
             accumulate=accumulate,
             compile=compile,
             recompute=recompute,
         )
+        given.check()
         self._metrics = dict(metrics or {})
-        with_loss = any(metric.needs_loss for metric in self._metrics.values())
-        self._task = Task(
-            net,
-            loss_fn,
-            optimizer,
-            unplaced,
-            with_loss,
-            dict(dynamic_dims or {}),
-            Divider(microbatches, split, loss_weight),
-            clip,
-            scaler,
-            set_to_none,
-            autocast,
-            accumulate,
-            schedule,
-            compiler_of(compile),
-            recomputed_paths(net, recompute),
-        )
-        job = jobs.current()
+        self._task = given.task()
+        job = joined.current()
         self._engine: Engine = (
             EagerEngine(self._task) if job is None else ClusterEngine(self._task, job)
         )
         self._states = States(self._task, self._engine)
+        self._stored = StoredState(self._task, self._engine, self._states)
+        self._explainer = Explainer(self._task, self._engine)
         self._script = Script() if job is None else job.script
         self._script.add_subject(self, self._task, self._engine, self._states)
 
@@ -214,50 +185,15 @@ class Model:
         self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
     ) -> None:
         length = len(loader) if isinstance(loader, Sized) else None
-        context = RunContext(self, jobs.get_rank(), epochs, length)
-        try:
-            with self._engine.guard():
-                self._engine.call_on_gradients(_listener(context, callbacks))
-                run = Epochs(self._states, context, loader, callbacks, resume=resume)
-                with run:
-                    self._train(run, context, loader, callbacks)
-        except MembershipChangedError:
-            for callback in callbacks:
-                callback.on_rollback(context)
-            raise
-        except BaseException:
-            for callback in callbacks:
-                callback.on_failure(context)
-            raise
-        finally:
-            self._engine.call_on_gradients(None)
+        context = RunContext(self, joined.get_rank(), epochs, length)
+        run = Training(
+            self._engine, self._states, context, callbacks, after_step=self._after_train_step
+        )
+        run.run(loader, resume=resume)
 
-    def _train(
-        self,
-        run: Epochs,
-        context: RunContext,
-        loader: Iterable[Any],
-        callbacks: Sequence[Callback],
-    ) -> None:
-        if not run.has_begun:
-            for callback in callbacks:
-                callback.on_train_begin(context)
-        for start in run:
-            for callback in callbacks:
-                callback.on_epoch_begin(context)
-            run.begin(start)
-            for loss in self._engine.train_epoch(loader, start):
-                run.count(loss)
-                context.has_updated = self._engine.progress.opens
-                for callback in callbacks:
-                    callback.on_step_end(context)
-                self._script.step_done()
-                self._stop_if_asked()
-            run.end()
-            for callback in callbacks:
-                callback.on_epoch_end(context)
-        for callback in callbacks:
-            callback.on_train_end(context)
+    def _after_train_step(self) -> None:
+        self._script.step_done()
+        self._stop_if_asked()
 
     def train_step(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch, which every worker passes alike.
@@ -277,8 +213,10 @@ class Model:
         return loss
 
     def _run_train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        task = self._task
         with self._engine.guard():
-            return self._engine.train_step(self._division(batch, kwargs))
+            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+            return self._engine.train_step(division)
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -347,22 +285,9 @@ class Model:
         """
         if detail not in ("modules", "operations"):
             raise ConfigurationError(f"detail={detail!r}; expected 'modules' or 'operations'")
-        call = Call("explain", self._run_explain, (batch, kwargs, detail), subject=self)
+        call = Call("explain", self._explainer.explain, (batch, kwargs, detail), subject=self)
         text: str = self._script.look(call)
         return text
-
-    def _run_explain(self, batch: tuple[Any, ...], kwargs: dict[str, Any], detail: Detail) -> str:
-        plan = self._plan(batch, kwargs, method="explain")
-        optimizers = self._task.optimizers
-        kept = copies_kept(optimizers[0]) if len(optimizers) == 1 else None
-        engine = self._engine
-        return explain_plan(
-            plan,
-            detail=detail,
-            optimizer_copies=kept,
-            routes=engine.routes(plan) if isinstance(engine, ClusterEngine) else None,
-            step_times=engine.step_times() if isinstance(engine, ClusterEngine) else (),
-        )
 
     def profile(self) -> Profiling:
         """Measure the training steps inside a ``with`` block.
@@ -386,7 +311,7 @@ class Model:
                 "profile measures what several workers do and wait for, and this is one process\n"
                 "  Fix: start the script with graphsplit run, or use torch.profiler."
             )
-        job = jobs.current()
+        job = joined.current()
         if job is not None and job.recovery_policy != FAIL_FAST:
             raise ConfigurationError(
                 f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
@@ -408,7 +333,7 @@ class Model:
         """
 
         def run() -> dict[str, Any]:
-            return self._written(batch, kwargs, method="placement").as_mapping()
+            return self._explainer.placement(batch, kwargs, method="placement").as_mapping()
 
         found: dict[str, Any] = self._script.look(Call("placement", run, subject=self))
         return found
@@ -423,68 +348,9 @@ class Model:
         """
 
         def run() -> None:
-            self._written(batch, kwargs, method="save_placement").save(path)
+            self._explainer.placement(batch, kwargs, method="save_placement").save(path)
 
         self._script.look(Call("save_placement", run, subject=self))
-
-    def _written(
-        self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
-    ) -> WrittenPlacement:
-        plan, task = self._plan(batch, kwargs, method=method), self._task
-        rules = placement_rules(
-            task.network,
-            task.loss_fn,
-            unplaced=task.unplaced,
-            num_workers=plan.num_workers,
-            owners={},
-        )
-        return write_placement(plan.placed, rules, task.network)
-
-    def _plan(
-        self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
-    ) -> PartitionPlan:
-        if not batch and not kwargs:
-            return self._latest_plan(method)
-        division = self._division(batch, kwargs)
-        task = self._task
-        mode = (
-            Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else (Mode.PREDICT)
-        )
-        signature = Signature.of(division.microbatches[0])
-        graph = capture_graph(task, mode, signature)
-        owners = self._engine.owners()
-        plan, _ = make_plan(
-            graph,
-            network=task.network,
-            loss_fn=task.loss_fn,
-            unplaced=task.unplaced,
-            num_workers=self._num_workers(graph),
-            owners=dict(owners),
-            part=StepPart(is_microbatched=bool(division.weights)),
-        )
-        return plan
-
-    def _num_workers(self, graph: CapturedGraph) -> int:
-        """In one process, as many workers as the placements ask for."""
-        job = jobs.current()
-        if job is not None:
-            return job.num_workers
-        task = self._task
-        rules = placement_rules(
-            task.network, task.loss_fn, unplaced=task.unplaced, num_workers=1, owners={}
-        )
-        return max((found.rank for found in asked_placements(graph, rules).values()), default=0) + 1
-
-    def _latest_plan(self, method: str) -> PartitionPlan:
-        if isinstance(self._engine, ClusterEngine):
-            for mode in Mode:
-                planned = self._engine.planner.latest(mode)
-                if planned is not None:
-                    return planned.plan
-        raise ConfigurationError(
-            f"nothing has been planned yet\n  Fix: pass a batch, as in model.{method}(inputs, "
-            f"target), or call it after the first step."
-        )
 
     @overload
     def state_dict(self) -> dict[str, Any]: ...
@@ -504,17 +370,9 @@ class Model:
         Raises:
             CheckpointError: The file cannot be written; the same on every worker.
         """
-        call = Call("state_dict", self._run_state_dict, (to,), subject=self)
+        call = Call("state_dict", self._stored.network, (to,), subject=self)
         found: dict[str, Any] | None = self._script.run(call)
         return found
-
-    def _run_state_dict(self, to: PathLike | None) -> dict[str, Any] | None:
-        if to is not None:
-            with self._in_step():
-                self._states.save_weights(to)
-            return None
-        with self._engine.guard():
-            return self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
         """Load a full state of the network, however it was placed when it was saved.
@@ -528,15 +386,7 @@ class Model:
                 ``RuntimeError``).
             CheckpointError: The file is not there, or damaged.
         """
-        self._script.run(Call("load_state_dict", self._run_load, (state,), subject=self))
-
-    def _run_load(self, state: Mapping[str, Any] | PathLike) -> None:
-        if isinstance(state, (str, os.PathLike)):
-            with self._in_step():
-                self._states.load_weights(state)
-            return
-        with self._engine.guard():
-            self._engine.load_state_dict(state)
+        self._script.run(Call("load_state_dict", self._stored.load_network, (state,), subject=self))
 
     def optimizer_state_dict(self, *, to: PathLike | None = None) -> Any:
         """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker.
@@ -548,17 +398,8 @@ class Model:
             The state; a list of states if the Model was given a list of optimizers.
         """
         self._need_optimizer("optimizer_state_dict")
-        call = Call("optimizer_state_dict", self._run_optimizer_state, (to,), subject=self)
+        call = Call("optimizer_state_dict", self._stored.optimizers, (to,), subject=self)
         return self._script.run(call)
-
-    def _run_optimizer_state(self, to: PathLike | None) -> Any:
-        if to is not None:
-            with self._in_step():
-                self._states.save_optimizers(to)
-            return None
-        with self._engine.guard():
-            states = self._engine.optimizer_state_dicts()
-        return states[0] if isinstance(self._task.optimizer, torch.optim.Optimizer) else states
 
     def load_optimizer_state_dict(self, state: Any) -> None:
         """Load a full state of the optimizer, or a list of them, as ``optimizer_state_dict`` gives.
@@ -570,22 +411,10 @@ class Model:
             StateError: The states are more or fewer than the optimizers.
         """
         self._need_optimizer("load_optimizer_state_dict")
-        call = Call("load_optimizer_state_dict", self._run_load_optimizer, (state,), subject=self)
+        call = Call(
+            "load_optimizer_state_dict", self._stored.load_optimizers, (state,), subject=self
+        )
         self._script.run(call)
-
-    def _run_load_optimizer(self, state: Any) -> None:
-        if isinstance(state, (str, os.PathLike)):
-            with self._in_step():
-                self._states.load_optimizers(state)
-            return
-        states = [state] if isinstance(self._task.optimizer, torch.optim.Optimizer) else list(state)
-        if len(states) != len(self._task.optimizers):
-            raise StateError(
-                f"{len(states)} states were given; expected one for each of the "
-                f"{len(self._task.optimizers)} optimizers"
-            )
-        with self._engine.guard():
-            self._engine.load_optimizer_state_dicts(states)
 
     def save(
         self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
@@ -607,11 +436,7 @@ class Model:
             CheckpointError: It could not be saved; the same on every worker, and a save that was
                 there before still is.
         """
-        self._script.run(Call("save", self._run_save, (path, gather, extra or {}), subject=self))
-
-    def _run_save(self, path: PathLike, gather: bool, extra: Mapping[str, Any]) -> None:
-        with self._in_step():
-            self._states.save(path, gather=gather, extra=extra)
+        self._script.run(Call("save", self._stored.save, (path, gather, extra or {}), subject=self))
 
     def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
         """Load a whole training state, from any number of workers and any placement.
@@ -630,30 +455,14 @@ class Model:
             CheckpointError: There is no complete save there, or it is damaged.
             StateError: It does not fit; lists all that does not. Nothing was loaded.
         """
-        call = Call("load", self._run_load_folder, (path, extra or {}), subject=self)
+        call = Call("load", self._stored.load, (path, extra or {}), subject=self)
         loaded: Loaded = self._script.run(call)
         return loaded
-
-    def _run_load_folder(self, path: PathLike, extra: Mapping[str, Any]) -> Loaded:
-        with self._in_step():
-            return self._states.load(path, extra=extra)
 
     @property
     def position(self) -> Position:
         """How far training has come, what was before a loaded state included."""
         return self._states.position
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Let a script catch what all workers raise alike; anything else ends the job."""
-        agreed: GraphsplitError | None = None
-        with self._engine.guard():
-            try:
-                yield
-            except (CheckpointError, StateError) as error:
-                agreed = error
-        if agreed is not None:
-            raise agreed
 
     @property
     def last_gradient_norm(self) -> torch.Tensor | None:
@@ -668,38 +477,9 @@ class Model:
         norm: torch.Tensor | None = self._script.look(Call("last_gradient_norm", run, subject=self))
         return norm
 
-    def _division(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
-        """A batch, divided into microbatches as training does."""
-        has_loss_fn, divider = self._task.loss_fn is not None, self._task.divider
-        if batch and kwargs:
-            if has_loss_fn:
-                raise ConfigurationError(
-                    "a batch is given both by position and by keyword, and the Model has a loss_fn"
-                )
-            return divider.divide_arguments((batch, kwargs))
-        whole = kwargs or (batch[0] if len(batch) == 1 else batch)
-        return divider.divide(whole, has_loss_fn=has_loss_fn)
-
     def _need_optimizer(self, method: str) -> None:
         if not self._task.optimizers:
             raise ConfigurationError(
                 f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
                 f"net.parameters(), lr=0.01))."
             )
-
-
-def _listener(context: RunContext, callbacks: Sequence[Callback]) -> Callable[[], None] | None:
-    """What shows gradients to callbacks; None if none of them looks."""
-    looking = [c for c in callbacks if type(c).on_gradients is not Callback.on_gradients]
-    if not looking:
-        return None
-
-    def show() -> None:
-        context.step += 1  # the one under way
-        try:
-            for callback in looking:
-                callback.on_gradients(context)
-        finally:
-            context.step -= 1
-
-    return show

@@ -36,8 +36,8 @@ BROKEN = StreamEnd("the connection to it broke")
 def out_of_reach(silence_s: float) -> StreamEnd:
     """The end of a stream from which nothing came back."""
     return StreamEnd(
-        f"nothing came back from it for {silence_s:g} s (MS_NODE_TIMEOUT), so it is frozen, or the "
-        f"network between the two is cut",
+        f"nothing came back from it for {silence_s:g} s (see MS_NODE_TIMEOUT), so it is frozen, or "
+        f"the network between the two is cut",
         is_silence=True,
     )
 

@@ -38,6 +38,7 @@ from graphsplit.transport.wait import WaitPolicy
 
 if TYPE_CHECKING:
     from graphsplit.transport._grpc_listener import GrpcListener
+    from graphsplit.transport.grpc_stream import GrpcTransport
 
 _WILDCARDS = {"", "0.0.0.0", "::", "*"}
 
@@ -228,33 +229,49 @@ class Hub:
             self._shm = None
         torch_names = names.intersection(TORCH_MODES)
         if ("grpc" in names or torch_names) and self._grpc is not None:
-            from graphsplit.transport.grpc_stream import GrpcTransport
-
-            targets = tuple(peer.get("grpc") for peer in peers)
-            transports["grpc"] = streams = GrpcTransport(
-                self._grpc,
-                session=session,
-                targets=targets,
-                policy=policy,
-                protection=self._protection,
-                names=self._certified_names(peers),
-            )
+            streams = self._over_grpc(self._grpc, session, peers, policy)
+            transports["grpc"] = streams
             self._grpc = None
         for name in torch_names:
-            from graphsplit.transport.torch_distributed import TorchTransport
-
-            transports[name] = over_torch = TorchTransport(
-                streams,
-                bind_host=self._bind_host,
-                session=session,
-                num_workers=len(peers),
-                policy=policy,
-                has_device=name == "nccl",
-            )
-            streams.on_silence.append(over_torch.lose)
+            transports[name] = self._over_torch(name, streams, session, policy)
         self.close()
         route = partial(self._route, peers)
         return Router(rank, transports, route=route, num_workers=len(peers), traffic=traffic)
+
+    def _over_grpc(
+        self,
+        listener: GrpcListener,
+        session: Session,
+        peers: Sequence[Mapping[str, str]],
+        policy: WaitPolicy,
+    ) -> GrpcTransport:
+        from graphsplit.transport.grpc_stream import GrpcTransport
+
+        return GrpcTransport(
+            listener,
+            session=session,
+            targets=tuple(peer.get("grpc") for peer in peers),
+            policy=policy,
+            protection=self._protection,
+            names=self._certified_names(peers),
+        )
+
+    def _over_torch(
+        self, name: str, streams: GrpcTransport, session: Session, policy: WaitPolicy
+    ) -> Transport:
+        """Gloo or NCCL, whose ends meet over streams, and are lost together with them."""
+        from graphsplit.transport.torch_distributed import TorchTransport
+
+        found = TorchTransport(
+            streams,
+            bind_host=self._bind_host,
+            session=session,
+            num_workers=len(session.tokens),
+            policy=policy,
+            has_device=name == "nccl",
+        )
+        streams.on_silence.append(found.lose)
+        return found
 
     def _certified_names(self, peers: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
         """The name that each worker's certificate must have; empty without TLS.

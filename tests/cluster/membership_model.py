@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from graphsplit.cluster.decisions.job_state import Phase
 from graphsplit.cluster.events import (
     Connected,
     Disconnected,
@@ -39,7 +40,7 @@ from graphsplit.cluster.member_state import (
 )
 from graphsplit.cluster.messages import Failed, Fence, Leave, Place, Refused, Register
 from graphsplit.cluster.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler_state import Phase, SchedulerState
+from graphsplit.cluster.scheduler_state import SchedulerState
 from graphsplit.failure import FailureCause
 
 TOPO_S, NODE_S = 100.0, 1e6
@@ -169,10 +170,10 @@ class World:
             return
         if scheduler.is_over:
             return
-        if scheduler._suspicion._known:
+        if scheduler._job.liveness.suspicion._known:
             yield "grace is over", lambda w: w.tick(GRACE_S)
         elif self.is_quiet:
-            if scheduler._is_healthy:
+            if scheduler._job.is_healthy:
                 yield "deadline is over", lambda w: w.tick(TOPO_S)
             else:
                 yield "leaving takes too long", lambda w: w.tick(LEAVE_TIMEOUT_S)
@@ -213,9 +214,9 @@ class World:
 
     def _is_heard(self, worker: Process) -> bool:
         scheduler = self.scheduler
-        if scheduler is None or not scheduler._is_healthy or scheduler.phase is Phase.FORMING:
+        if scheduler is None or not scheduler._job.is_healthy or scheduler.phase is Phase.FORMING:
             return False
-        known = scheduler._roster.of(worker.incarnation)
+        known = scheduler._job.roster.of(worker.incarnation)
         return known is not None and known.is_connected
 
     @property
@@ -396,7 +397,7 @@ class World:
         self._spend()
         worker = self.workers[slot]
         assert worker is not None and self.scheduler is not None
-        known = self.scheduler._roster.of(worker.incarnation)
+        known = self.scheduler._job.roster.of(worker.incarnation)
         assert known is not None
         known.last_seen = -2 * NODE_S
         self._feed(Tick())
@@ -496,14 +497,15 @@ class World:
 
     def _rewind(self, scheduler: SchedulerState) -> None:
         """The clock stands at 0 between two actions."""
-        scheduler._now = scheduler._last_tick = scheduler._since = 0.0
-        scheduler._next_report = TOPO_S
-        scheduler._leave_deadline = LEAVE_TIMEOUT_S
-        scheduler._meeting.last_arrival = 0.0
-        scheduler._strangers = dict.fromkeys(scheduler._strangers, 0.0)
-        scheduler._effects = []
-        scheduler._num_refused = 0
-        for worker in scheduler._roster:
+        job = scheduler._job
+        job.now = job.liveness.last_tick = job.generation.since = 0.0
+        job.generation.next_report = TOPO_S
+        job.ending.leave_deadline = LEAVE_TIMEOUT_S
+        job.gathering.meeting.last_arrival = 0.0
+        job.door.strangers = dict.fromkeys(job.door.strangers, 0.0)
+        job.door.num_refused = 0
+        job.effects = []
+        for worker in job.roster:
             worker.last_seen = worker.last_change = 0.0
 
     def forget_the_past(self) -> None:
@@ -526,8 +528,10 @@ class World:
         """Whether the scheduler listens to a later stream of the same process."""
         if self.scheduler is None:
             return False
-        known = self.scheduler._roster.of(stream.incarnation)
-        return known is not None and known.node > node and node not in self.scheduler._spares
+        known = self.scheduler._job.roster.of(stream.incarnation)
+        return (
+            known is not None and known.node > node and node not in self.scheduler._job.door.spares
+        )
 
     # What must always be true.
 

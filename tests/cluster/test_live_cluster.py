@@ -177,7 +177,7 @@ def test_a_worker_that_never_comes_ends_the_job_and_is_named(start_cluster):
 
 
 def test_without_a_scheduler_a_worker_says_where_it_looked_and_how_long(monkeypatch):
-    monkeypatch.setattr("graphsplit.cluster.member._FIRST_REPORT_S", 0.0)
+    monkeypatch.setattr("graphsplit.cluster.connection._FIRST_REPORT_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
+from graphsplit.cluster.decisions.job_state import Phase
 from graphsplit.cluster.events import Disconnected
 from graphsplit.cluster.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.messages import (
@@ -12,7 +13,6 @@ from graphsplit.cluster.messages import (
     Text,
     TextWanted,
 )
-from graphsplit.cluster.scheduler_state import Phase
 from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 
 

@@ -14,8 +14,10 @@ ENDPOINTS = {"grpc": "127.0.0.1:2"}
 
 def cut(member):
     """Break a member's stream as the kernel does when the process is killed."""
-    with member._changed:
-        session, member._session, member._has_left = member._session, None, True
+    connection = member._connection
+    with member._membership.changed:
+        session, connection.session = connection.session, None
+        member._membership.has_left = True
     session._call.cancel()
     session._channel.close()
 
@@ -66,7 +68,7 @@ def test_a_lost_worker_is_replaced_and_the_job_finishes_in_the_next_generation(s
 def test_a_worker_whose_stream_broke_comes_back_itself_and_nobody_is_disturbed(start_cluster):
     cluster = start_cluster(2, recovery="wait_rejoin")
     joined = cluster.join_all("0", "1")
-    joined[1].member._session._call.cancel()
+    joined[1].member._connection.session._call.cancel()
     wait_until(lambda: any("worker 1" in line and "is back" in line for line in cluster.log), "no")
     for future in [cluster.submit(one.member.barrier, "x") for one in joined]:
         future.result(DEADLINE_S)

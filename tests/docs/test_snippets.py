@@ -12,7 +12,7 @@ import pytest
 import torch
 from documents import ROOT, Block, blocks
 
-from graphsplit.runtime import job
+from graphsplit.runtime import joined
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 ALONE = [block for block in blocks("snippet") if block.document != TUTORIAL]
@@ -23,7 +23,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     """A fresh process, as far as graphsplit sees, in an empty folder."""
     for name in ("MS_ROLE", "DATA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job, "_one_process", False)
+    monkeypatch.setattr(joined, "_one_process", False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     generator = torch.get_rng_state()

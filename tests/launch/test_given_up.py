@@ -9,7 +9,7 @@ from graphsplit.launcher_line import Beat, Over
 from graphsplit.reports import Report
 
 NAMES = {"scheduler", "worker 0", "worker 1"}
-WHY = "nothing was heard from it for 3 s (MS_NODE_TIMEOUT)"
+WHY = "nothing was heard from it for 3 s (see MS_NODE_TIMEOUT)"
 
 
 def test_a_frozen_worker_is_ended_and_started_again_where_it_may_be() -> None:

@@ -81,7 +81,7 @@ if role == "MS_SCHED":
     os.kill(os.getpid(), signal.SIGSTOP)
 """
     done = run(tmp_path, monkeypatch, script, workers=1)
-    why = "nothing was heard from it for 0.2 s (MS_NODE_TIMEOUT)"
+    why = "nothing was heard from it for 0.2 s (see MS_NODE_TIMEOUT)"
     assert done.stderr.splitlines()[-1] == (
         f"graphsplit: scheduler was given up: {why}; exit status 1"
     )

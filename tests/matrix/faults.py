@@ -13,20 +13,22 @@ import signal
 import threading
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from graphsplit.capture.graph import Mode
+from moments import after_snapshots, before, before_instructions
+
+from graphsplit.cluster.connection import Connection
+from graphsplit.cluster.decisions import ending, recovery
 from graphsplit.cluster.events import Received
 from graphsplit.cluster.member import Member
 from graphsplit.cluster.member_state import MemberState
 from graphsplit.cluster.messages import Arrive, Place, Register
 from graphsplit.cluster.scheduler_state import SchedulerState
 from graphsplit.failure import AbortSignal
-from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.train.checkpoint.files import TensorFileWriter
 from graphsplit.train.planner import Planner
-from graphsplit.train.recovery.replicator import Replicator
 
 EXCEPTION = "exception"
 INJECTED = "injected by the matrix"
@@ -74,7 +76,8 @@ class Injector:
         self._note("pids", f"{self._name}: {os.getpid()}")
         (folder / f"{self._name}.pid").write_text(str(os.getpid()))
         self._watch_what_is_told()
-        if rank and self._fault.what == "AT FINISH" and self._name != self._fault.victim:
+        is_at_finish = self._fault.what == "AT FINISH" and self._fault.victim != "scheduler"
+        if rank and is_at_finish and self._name != self._fault.victim:
             self._come_to_the_finish_later()
         if self._name == self._fault.observer:
             self._watch_worker() if rank else self._watch_scheduler()
@@ -114,55 +117,31 @@ class Injector:
     # Moments.
 
     def _watch_worker(self) -> None:
-        self._before(Member, "_register", "JOIN")
-        self._before(Member, "_wait_running", "WAIT")
-        self._before(Planner, "_make", "PLAN")
-        self._before(Member, "agree", "AGREE")
-        self._before(Member, "finish", "FINISH")
-        self._before(TensorFileWriter, "__init__", "SAVE")
-        offer: Any = Replicator.offer
-        bind: Any = ProgramRunner._bind
-        injector = self
+        for owner, name, what in (
+            (Connection, "register", "JOIN"),
+            (Member, "_wait_running", "WAIT"),
+            (Planner, "_make", "PLAN"),
+            (Member, "agree", "AGREE"),
+            (Member, "finish", "FINISH"),
+            (TensorFileWriter, "__init__", "SAVE"),
+        ):
+            before(owner, name, partial(self._here, what))
+        before_instructions(self._come_to_instruction)
+        after_snapshots(partial(self._here, "SNAPSHOT"))
 
-        def offered(replicator: Any, part: Any, *arguments: Any, **options: Any) -> None:
-            offer(replicator, part, *arguments, **options)
-            injector._here("SNAPSHOT", part.number)
-
-        def bound(runner: Any, instruction: Any) -> Any:
-            action = bind(runner, instruction)
-            is_training = runner._plan.placed.graph.mode is Mode.TRAIN
-            what = instruction.opcode.name if is_training else "EVAL"
-
-            def run(state: Any) -> None:
-                injector._here(what, state.step)
-                action(state)
-
-            return run
-
-        Replicator.offer = offered  # type: ignore[method-assign]
-        ProgramRunner._bind = bound  # type: ignore[method-assign]
+    def _come_to_instruction(self, is_training: bool, opcode: str, step: int) -> None:
+        self._here(opcode if is_training else "EVAL", step)
 
     def _come_to_the_finish_later(self) -> None:
         """Who is hit while it waits at the finish is not the last one there, and found missing."""
-        finish = Member.finish
 
-        def watched(*arguments: Any, **options: Any) -> None:
+        def wait_until_told() -> None:
             deadline = time.monotonic() + WAIT_S
             pause = threading.Event()
             while not (self._folder / TOLD).exists() and time.monotonic() < deadline:
                 pause.wait(0.01)
-            finish(*arguments, **options)
 
-        Member.finish = watched  # type: ignore[method-assign]
-
-    def _before(self, owner: type, name: str, what: str) -> None:
-        function = getattr(owner, name)
-
-        def watched(*arguments: Any, **options: Any) -> Any:
-            self._here(what)
-            return function(*arguments, **options)
-
-        setattr(owner, name, watched)
+        before(Member, "finish", wait_until_told)
 
     def _watch_scheduler(self) -> None:
         handle = SchedulerState.handle
@@ -177,7 +156,7 @@ class Injector:
                 self._here("REGISTERED")
             if isinstance(message, Arrive) and message.place is Place.FINISH:
                 victim = self._fault.victim
-                worker = state._roster.get(event.node)
+                worker = state._job.roster.get(event.node)
                 if victim == "scheduler" or (worker and f"worker {worker.rank}" == victim):
                     self._here("AT FINISH")
             return effects
@@ -185,19 +164,16 @@ class Injector:
         SchedulerState.handle = watched  # type: ignore[method-assign]
 
     def _raise_when_signalled(self) -> None:
-        handle = SchedulerState.handle
-
         def note(*_: Any) -> None:
             self._raises_next = True
 
-        def watched(state: SchedulerState, event: Any, now: float) -> Any:
+        def perhaps_raise() -> None:
             if self._raises_next:
                 self._raises_next = False
                 raise RuntimeError(INJECTED)
-            return handle(state, event, now)
 
         signal.signal(signal.SIGUSR1, note)
-        SchedulerState.handle = watched  # type: ignore[method-assign]
+        before(SchedulerState, "handle", perhaps_raise)
 
     # Who knew of it when.
 
@@ -205,18 +181,12 @@ class Injector:
         for owner, name in (
             (AbortSignal, "set"),
             (MemberState, "lose_stream"),
-            (SchedulerState, "_fail"),
-            (SchedulerState, "_recover"),
+            (ending, "fail"),
+            (recovery, "recover"),
         ):
-            self._note_when(owner, name)
+            before(owner, name, self._note_told)
 
-    def _note_when(self, owner: type, name: str) -> None:
-        function = getattr(owner, name)
-
-        def watched(*arguments: Any, **options: Any) -> Any:
-            # Noted first: whom this wakes may keep Python busy for a while.
-            if (self._folder / HIT).exists():
-                self._note(TOLD, f"{self._name}: {time.monotonic()!r}")
-            return function(*arguments, **options)
-
-        setattr(owner, name, watched)
+    def _note_told(self) -> None:
+        # Before the call: whom it wakes may keep Python busy for a while.
+        if (self._folder / HIT).exists():
+            self._note(TOLD, f"{self._name}: {time.monotonic()!r}")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "system" / "jobs"))
 from same_bits import Counted
-from training_state import digest, say
+from training_state import digest, say, say_state
 
 import graphsplit as gs
 from matrix.faults import Injector
@@ -58,7 +58,7 @@ def main() -> None:
     model.save(folder / "saved")
     for inputs, target in loader:
         say("loss", digest(model.train_step(inputs, target)))
-    say("state", digest([model.state_dict(), model.optimizer_state_dict(), torch.get_rng_state()]))
+    say_state(model)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from matrix.table import Row
 
 JOB = Path(__file__).parent / "job.py"
 NUM_WORKERS = 3
-NODE_TIMEOUT_S = 5.0
+NODE_TIMEOUT_S = 6.0
 TOPO_TIMEOUT_S = 8.0
 LIMIT_S = 90.0
 RESTARTS = 2
@@ -57,7 +57,7 @@ class Case:
         if self.fault.how != "SIGSTOP":
             return PROMPT_S
         is_unknown = self.fault.what == "JOIN"
-        return PROMPT_S + (TOPO_TIMEOUT_S if is_unknown else NODE_TIMEOUT_S)
+        return PROMPT_S + TOPO_TIMEOUT_S if is_unknown else NODE_TIMEOUT_S
 
     @property
     def name(self) -> str:

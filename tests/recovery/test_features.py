@@ -15,7 +15,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError, StateError
-from graphsplit.runtime import job as jobs
+from graphsplit.runtime import joined
 from graphsplit.testing.compare import difference
 from graphsplit.train.recovery.disk import SnapshotFolder
 from graphsplit.train.recovery.settings import SnapshotSettings
@@ -116,7 +116,7 @@ def test_a_job_that_is_lost_again_before_it_has_a_plan_forgets_nothing(tmp_path:
         """One life of the job; it is lost as soon as a snapshot of this number is on disk."""
 
         def die() -> None:
-            if number is not None and jobs.get_rank() == 0:
+            if number is not None and joined.get_rank() == 0:
                 cluster.turns.wait_for(lambda: number in folder.numbers())
                 raise Killed
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
 from graphsplit.errors import ClusterError, JobFailedError
-from graphsplit.runtime import job as jobs
+from graphsplit.runtime import joined
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.testing.compare import difference
 from graphsplit.train.recovery.script import RecoveringScript
@@ -148,7 +148,7 @@ def test_what_is_kept_for_recovery_does_not_grow_with_training(tmp_path: Path):
     def script(rank: int) -> None:
         model, _ = make()
         model.train(10, loader())
-        job = jobs.current()
+        job = joined.current()
         assert job is not None and isinstance(job.script, RecoveringScript)
         snapshots = job.script._snapshots
         assert snapshots._replicator is not None

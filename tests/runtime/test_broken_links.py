@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster import member as members
+from graphsplit.cluster import failure_reports
 from graphsplit.cluster.member import Member
 from graphsplit.errors import JobFailedError, MembershipChangedError, TransportError
 from graphsplit.failure import AbortSignal, FailureCause
@@ -70,11 +70,11 @@ def test_nobody_knows_better():
 
 @pytest.fixture
 def member(monkeypatch: pytest.MonkeyPatch) -> Member:
-    monkeypatch.setattr(members, "_VERDICT_S", 0.01)
+    monkeypatch.setattr(failure_reports, "_VERDICT_S", 0.01)
     settings = ClusterSettings("MS_WORKER", num_workers=3, scheduler_port=1)
     abort = AbortSignal()
     made = Member(settings, abort, None)
-    abort.add_waker(made._wake)
+    abort.add_waker(made._membership.wake)
     return made
 
 
@@ -84,7 +84,7 @@ def test_a_scheduler_that_says_nothing_is_not_waited_for_for_ever(member: Member
 
 def test_a_worker_that_is_cut_off_waits_as_long_as_it_may_come_back(member: Member):
     """The job may go on without it, or wait for it: only who it comes back to can say."""
-    member._is_reconnecting = True
+    member._connection.is_reconnecting = True
     waiting = threading.Thread(target=member.await_verdict, daemon=True)
     waiting.start()
     waiting.join(0.1)

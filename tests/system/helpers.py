@@ -26,6 +26,10 @@ class Finished:
         return [line.removeprefix(prefix) for line in self.output.splitlines()
                 if line.startswith(prefix)]  # fmt: skip
 
+    def said_by(self, process: str) -> list[str]:
+        """What the script of one process printed: not what graphsplit says on a busy machine."""
+        return [line for line in self.lines_of(process) if not line.startswith("[graphsplit] ")]
+
 
 def run_job(
     script: str | Path,

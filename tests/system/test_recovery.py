@@ -65,7 +65,7 @@ def test_a_killed_job_goes_on_from_disk_with_fewer_and_with_more_workers(
     job = recovering("", tmp_path, workers=4, **always)
     assert job.status == 0, job.output[-4000:]
     for rank in range(4):
-        assert job.lines_of(f"worker {rank}") == plain
+        assert job.said_by(f"worker {rank}") == plain
     assert list((path / "snapshots").iterdir()) == []
 
 
@@ -85,4 +85,4 @@ def test_a_job_that_is_asked_to_end_stops_in_order_and_goes_on_another_time(
     again = recovering("0:FORWARD:5", marks, workers=3, options=("--by", "SIGTERM"), **restart)
     assert again.status == 0, again.output[-6000:]
     for rank in range(3):
-        assert again.lines_of(f"worker {rank}")[-len(plain) :] == plain
+        assert again.said_by(f"worker {rank}")[-len(plain) :] == plain

@@ -20,7 +20,7 @@ def test_five_workers_give_the_same_bits_over_gloo():
 
     assert job.status == 0, job.output[-4000:]
     for rank in range(5):
-        assert job.lines_of(f"worker {rank}") == [f"same bits: {name}"]
+        assert job.said_by(f"worker {rank}") == [f"same bits: {name}"]
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])
@@ -31,4 +31,4 @@ def test_five_workers_give_the_bits_of_a_plain_loop(transport):
 
     assert job.status == 0, job.output[-4000:]
     for rank in range(5):
-        assert job.lines_of(f"worker {rank}") == [f"same bits: {name}" for name in names]
+        assert job.said_by(f"worker {rank}") == [f"same bits: {name}" for name in names]

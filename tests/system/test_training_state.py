@@ -94,7 +94,7 @@ def test_three_workers_go_on_under_another_placement(
                   "--stride", "2", "--seed", "9", workers=3)  # fmt: skip
     assert job.status == 0, job.output[-4000:]
     for rank in range(3):
-        assert job.lines_of(f"worker {rank}") == after_the_save(plain)
+        assert job.said_by(f"worker {rank}") == after_the_save(plain)
 
 
 def test_four_workers_of_which_one_sees_the_files_go_on(
@@ -107,4 +107,4 @@ def test_four_workers_of_which_one_sees_the_files_go_on(
                   "--stride", "3", "--seed", "9", workers=4, GS_TRANSPORT="grpc")  # fmt: skip
     assert job.status == 0, job.output[-4000:]
     for rank in range(4):
-        assert job.lines_of(f"worker {rank}") == after_the_save(plain)
+        assert job.said_by(f"worker {rank}") == after_the_save(plain)

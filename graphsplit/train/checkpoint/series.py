@@ -9,7 +9,7 @@ import string
 from pathlib import Path
 
 from graphsplit.errors import CheckpointError, ConfigurationError
-from graphsplit.runtime import job as jobs
+from graphsplit.runtime import joined
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.script import Call
 from graphsplit.train.checkpoint import folder as folders
@@ -95,7 +95,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
     Collective. Workers that do not share a disk are told its name.
     """
-    job = jobs.current()
+    job = joined.current()
     if job is None:
         return latest_of(Path(folder), Alone())
     call = Call("latest_checkpoint", _latest_on_all, (Path(folder), job))

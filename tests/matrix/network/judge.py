@@ -13,9 +13,6 @@ from matrix.network.faults import (
 )
 from matrix.table import Row
 
-MARGIN_S = 2.0
-"""From silence to the news everywhere: a heartbeat's second, the scheduler's look and its grace."""
-
 _LOST_SCHEDULER = r"the connection to the scheduler at \S+ ended|no scheduler answers at"
 _RECOVERING = r"recovering to generation|worker \d \(.*was lost"
 

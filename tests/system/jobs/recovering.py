@@ -15,27 +15,23 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
+from moments import after_snapshots, before_instructions
 from nets import Fan
-from same_bits import Counted
-from training_state import PARTS, digest, say
+from training_state import digest, parts, place_parts, say, say_state
 
 import graphsplit as gs
-from graphsplit.capture.graph import Mode
-from graphsplit.runtime import job as jobs
-from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.train.recovery.replicator import Replicator
+from graphsplit.runtime import joined
 
 
 def wait_until_all_know() -> None:
     """After SIGTERM: until the scheduler has passed it on."""
-    job = jobs.current()
+    job = joined.current()
     assert job is not None
     deadline = time.monotonic() + 30
     while not job.asked_to_stop and time.monotonic() < deadline:
@@ -50,8 +46,11 @@ class Deaths:
         self._moments = [m for m in moments.split(",") if m]
         self._marks = Path(marks)
         if self._moments:
-            self._watch_instructions()
-            self._watch_snapshots()
+            before_instructions(self._come_to_instruction)
+            after_snapshots(lambda number: self.perhaps("SNAPSHOT", number))
+
+    def _come_to_instruction(self, is_training: bool, opcode: str, step: int) -> None:
+        self.perhaps(opcode if is_training else "EVAL", step)
 
     def perhaps(self, what: str, number: int) -> None:
         moment = f"{gs.get_rank()}:{what}:{number}"
@@ -60,31 +59,6 @@ class Deaths:
             mark.write_text("")
             os.kill(os.getpid(), self._by)
             wait_until_all_know()
-
-    def _watch_instructions(self) -> None:
-        bind: Any = ProgramRunner._bind
-
-        def watched(runner: Any, instruction: Any) -> Any:
-            action = bind(runner, instruction)
-            is_training = runner._plan.placed.graph.mode is Mode.TRAIN
-            what = instruction.opcode.name if is_training else "EVAL"
-
-            def run(state: Any) -> None:
-                self.perhaps(what, state.step)
-                action(state)
-
-            return run
-
-        ProgramRunner._bind = watched  # type: ignore[method-assign]
-
-    def _watch_snapshots(self) -> None:
-        offer: Any = Replicator.offer
-
-        def watched(replicator: Any, part: Any, *arguments: Any, **options: Any) -> None:
-            offer(replicator, part, *arguments, **options)
-            self.perhaps("SNAPSHOT", part.number)
-
-        Replicator.offer = watched  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -97,17 +71,16 @@ def main() -> None:
     gs.init()
     torch.manual_seed(0)
     net = Fan()
-    for index, name in enumerate(PARTS):
-        net.get_submodule(name).place("MS_WORKER", index % gs.get_world_size())
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
-    loader = DataLoader(Counted((12,), 20), batch_size=5, shuffle=True)
+    place_parts(net)
+    make_optimizer, make_scheduler, loader = parts()
+    optimizer = make_optimizer(net)
+    schedule = gs.callbacks.LearningRateScheduler(make_scheduler(optimizer), "step")
     model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, {"Loss": gs.metrics.Loss()})
-    model.train(4, loader, [gs.callbacks.LearningRateScheduler(schedule, "step")])
+    model.train(4, loader, [schedule])
     say("eval", model.eval(loader))
     for inputs, target in loader:
         say("loss", digest(model.train_step(inputs, target)))
-    say("state", digest([model.state_dict(), model.optimizer_state_dict(), torch.get_rng_state()]))
+    say_state(model)
 
 
 if __name__ == "__main__":

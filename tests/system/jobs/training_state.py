@@ -48,6 +48,19 @@ def say(*what: Any) -> None:
     print(*what, flush=True)
 
 
+def place_parts(net: nn.Module, stride: int = 1) -> None:
+    """Spread the parts of the network over all workers."""
+    import graphsplit as gs
+
+    for index, name in enumerate(PARTS):
+        net.get_submodule(name).place("MS_WORKER", index * stride % gs.get_world_size())
+
+
+def say_state(model: Any) -> None:
+    """What a run has come to in the end: parameters, optimizer state and generator."""
+    say("state", digest([model.state_dict(), model.optimizer_state_dict(), torch.get_rng_state()]))
+
+
 def plain() -> None:
     """The reference: ordinary PyTorch."""
     torch.manual_seed(0)
@@ -85,8 +98,7 @@ def split(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     with gs.deferred_init():
         net = Fan()
-    for index, name in enumerate(PARTS):
-        net.get_submodule(name).place("MS_WORKER", index * arguments.stride % gs.get_world_size())
+    place_parts(net, arguments.stride)
     make_optimizer, make_scheduler, loader = parts()
     optimizer = make_optimizer(net)
     schedule = gs.callbacks.LearningRateScheduler(make_scheduler(optimizer), "step")
@@ -94,7 +106,7 @@ def split(arguments: argparse.Namespace) -> None:
     if arguments.mode == "resume":
         model.load(arguments.folder.format(rank=gs.get_rank()))
     model.train(EPOCHS, loader, [Watch(), schedule])
-    say("state", digest([model.state_dict(), model.optimizer_state_dict(), torch.get_rng_state()]))
+    say_state(model)
 
 
 def save_everywhere(model: Any, folder: str) -> None:

@@ -1,0 +1,119 @@
+"""The simulated workers against the plain eager loop, byte by byte."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.testing.compare import difference
+from graphsplit.testing.reference import EagerLoop
+from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker
+from graphsplit.train.batch import Arguments, split_batch
+from graphsplit.train.task import named_state
+
+
+class Comparison:
+    """One step of the loop and of the workers.
+
+    Args:
+        when: Which step, for errors.
+        reference: The loop.
+        cluster: The workers.
+    """
+
+    def __init__(self, when: str, reference: EagerLoop, cluster: SimulatedCluster) -> None:
+        self._when = when
+        self._reference = reference
+        self._cluster = cluster
+        self._has_loss_fn = reference.loss_fn is not None
+
+    def train(self, batch: Any, schedulers: Sequence[Any]) -> None:
+        """Train on a batch; compare the loss, and the state of everything.
+
+        Args:
+            batch: As a loader yields it.
+            schedulers: The learning rate scheduler of each worker, or None.
+        """
+        expected = self._reference.train_step(copy.deepcopy(batch))
+        arguments = self._arguments(batch)
+        losses = self._cluster.train_step(arguments, batch=copy.deepcopy(batch))
+        for worker, loss in zip(self._cluster.workers, losses, strict=True):
+            self._same(f"loss on worker {worker.rank}", expected, loss)
+            scheduler = schedulers[worker.rank]
+            if scheduler is not None:
+                scheduler.step()
+        self._compare_state()
+
+    def evaluate(self, batch: Any) -> None:
+        """Compare eval loss and outputs, what predict returns, and that they left no trace."""
+        expected = self._reference.evaluate(copy.deepcopy(batch))
+        self._same("eval", expected, self._cluster.evaluate(self._arguments(batch)))
+        predicted = self._reference.predict(copy.deepcopy(batch))
+        args, kwargs = self._arguments(batch)
+        args = args[:-1] if self._has_loss_fn else args
+        for rank, outputs in enumerate(self._cluster.predict((args, kwargs))):
+            self._same(f"predict on worker {rank}", predicted, outputs)
+        self._compare_state()
+
+    def _arguments(self, batch: Any) -> Arguments:
+        return split_batch(copy.deepcopy(batch), has_loss_fn=self._has_loss_fn)
+
+    def _compare_state(self) -> None:
+        for name, tensor in named_state(self._reference.network, self._reference.loss_fn).items():
+            self._compare_tensor(name, tensor)
+            self._check_given_up(name)
+        for worker in self._cluster.workers:
+            self._compare_worker(worker)
+
+    def _compare_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """A parameter or buffer where it lives, with all that belongs to it."""
+        owner = self._cluster.owner_of(name)
+        actual = named_state(owner.task.network, owner.task.loss_fn)[name]
+        what = f"{name!r} on worker {owner.rank}"
+        self._same(f"gradient of {what}", tensor.grad, actual.grad, strides=True)
+        self._same(f"value of {what}", tensor.detach(), actual.detach())
+        self._same(
+            f"optimizer state of {what}",
+            [dict(o.state.get(tensor) or {}) for o in self._reference.optimizers],
+            [dict(o.state.get(actual) or {}) for o in owner.task.optimizers],
+        )
+
+    def _compare_worker(self, worker: SimulatedWorker) -> None:
+        """What each worker has of its own, and all have alike."""
+        reference, rank = self._reference, worker.rank
+        self._same(f"generator of worker {rank}", reference.generator, worker.generator)
+        self._same(
+            f"settings of the optimizer of worker {rank}",
+            [_settings(optimizer) for optimizer in reference.optimizers],
+            [_settings(optimizer) for optimizer in worker.task.optimizers],
+        )
+        norm = worker.planner.updater.last_norm
+        self._same(f"norm on worker {rank}", reference.gradient_norm, norm)
+        self._same(f"scaler of worker {rank}", _scale(reference.scaler), _scale(worker.task.scaler))
+
+    def _check_given_up(self, name: str) -> None:
+        owner = self._cluster.owner_of(name)
+        for worker in self._cluster.workers:
+            tensor = named_state(worker.task.network, worker.task.loss_fn)[name]
+            if worker is not owner and not is_elsewhere(tensor):
+                raise AssertionError(f"{self._when}: worker {worker.rank} still holds {name!r}")
+
+    def _same(self, what: str, expected: Any, actual: Any, *, strides: bool = False) -> None:
+        found = difference(expected, actual, strides=strides)
+        if found is not None:
+            raise AssertionError(f"{self._when}: {what} is not as in the eager loop: {found}")
+
+
+def _scale(scaler: torch.amp.GradScaler | None) -> dict[str, Any] | None:
+    return None if scaler is None else scaler.state_dict()
+
+
+def _settings(optimizer: Any) -> list[Mapping[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,113 @@
+"""What a Model runs, or would run, told without running it: its plan, and its placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.errors import ConfigurationError
+from graphsplit.partition.explain import Detail, explain_plan
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.placement.resolve import asked_placements
+from graphsplit.placement.written import WrittenPlacement, write_placement
+from graphsplit.program.lower import StepPart
+from graphsplit.runtime import joined
+from graphsplit.train.batch import Signature
+from graphsplit.train.cluster_engine import ClusterEngine
+from graphsplit.train.engine import Engine
+from graphsplit.train.optimizer_size import copies_kept
+from graphsplit.train.passes import capture_graph, make_plan, placement_rules
+from graphsplit.train.task import Task
+
+
+class Explainer:
+    """Explains the plan of a batch; without one, that of the plan that ran last.
+
+    Args:
+        task: What is run.
+        engine: Runs it.
+    """
+
+    def __init__(self, task: Task, engine: Engine) -> None:
+        self._task = task
+        self._engine = engine
+
+    def explain(self, batch: tuple[Any, ...], kwargs: dict[str, Any], detail: Detail) -> str:
+        """See ``Model.explain``."""
+        plan = self._plan(batch, kwargs, method="explain")
+        optimizers = self._task.optimizers
+        kept = copies_kept(optimizers[0]) if len(optimizers) == 1 else None
+        engine = self._engine
+        return explain_plan(
+            plan,
+            detail=detail,
+            optimizer_copies=kept,
+            routes=engine.routes(plan) if isinstance(engine, ClusterEngine) else None,
+            step_times=engine.step_times() if isinstance(engine, ClusterEngine) else (),
+        )
+
+    def placement(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
+    ) -> WrittenPlacement:
+        """The placement of the plan, as rules.
+
+        Args:
+            batch: Arguments by position, none or those of one batch.
+            kwargs: Arguments by name, likewise.
+            method: What the user called, for the error.
+        """
+        plan, task = self._plan(batch, kwargs, method=method), self._task
+        rules = placement_rules(
+            task.network,
+            task.loss_fn,
+            unplaced=task.unplaced,
+            num_workers=plan.num_workers,
+            owners={},
+        )
+        return write_placement(plan.placed, rules, task.network)
+
+    def _plan(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
+    ) -> PartitionPlan:
+        if not batch and not kwargs:
+            return self._latest_plan(method)
+        task = self._task
+        division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+        mode = (
+            Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else Mode.PREDICT
+        )
+        signature = Signature.of(division.microbatches[0])
+        graph = capture_graph(task, mode, signature)
+        owners = self._engine.owners()
+        plan, _ = make_plan(
+            graph,
+            network=task.network,
+            loss_fn=task.loss_fn,
+            unplaced=task.unplaced,
+            num_workers=self._num_workers(graph),
+            owners=dict(owners),
+            part=StepPart(is_microbatched=bool(division.weights)),
+        )
+        return plan
+
+    def _num_workers(self, graph: CapturedGraph) -> int:
+        """In one process, as many workers as the placements ask for."""
+        job = joined.current()
+        if job is not None:
+            return job.num_workers
+        task = self._task
+        rules = placement_rules(
+            task.network, task.loss_fn, unplaced=task.unplaced, num_workers=1, owners={}
+        )
+        return max((found.rank for found in asked_placements(graph, rules).values()), default=0) + 1
+
+    def _latest_plan(self, method: str) -> PartitionPlan:
+        if isinstance(self._engine, ClusterEngine):
+            for mode in Mode:
+                planned = self._engine.planner.latest(mode)
+                if planned is not None:
+                    return planned.plan
+        raise ConfigurationError(
+            f"nothing has been planned yet\n  Fix: pass a batch, as in model.{method}(inputs, "
+            f"target), or call it after the first step."
+        )

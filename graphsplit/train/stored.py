@@ -1,0 +1,100 @@
+"""The calls of a Model that save and load, each as one step of all workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphsplit.errors import CheckpointError, GraphsplitError, StateError
+from graphsplit.train.checkpoint.states import Loaded, PathLike, States
+from graphsplit.train.engine import Engine
+from graphsplit.train.task import Task
+
+
+class StoredState:
+    """The state of a Model in memory, in single files, and in folders; see the calls of ``Model``.
+
+    Args:
+        task: What is trained.
+        engine: Where its state is.
+        states: Saves and loads it.
+    """
+
+    def __init__(self, task: Task, engine: Engine, states: States) -> None:
+        self._task = task
+        self._engine = engine
+        self._states = states
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Let a script catch what all workers raise alike; anything else ends the job."""
+        agreed: GraphsplitError | None = None
+        with self._engine.guard():
+            try:
+                yield
+            except (CheckpointError, StateError) as error:
+                agreed = error
+        if agreed is not None:
+            raise agreed
+
+    def network(self, to: PathLike | None) -> dict[str, Any] | None:
+        """The network's full state, or None where it was streamed to a file."""
+        if to is not None:
+            with self._in_step():
+                self._states.save_weights(to)
+            return None
+        with self._engine.guard():
+            return self._engine.state_dict()
+
+    def load_network(self, state: Mapping[str, Any] | PathLike) -> None:
+        """Load a full state of the network, from memory or a file."""
+        if isinstance(state, (str, os.PathLike)):
+            with self._in_step():
+                self._states.load_weights(state)
+            return
+        with self._engine.guard():
+            self._engine.load_state_dict(state)
+
+    def optimizers(self, to: PathLike | None) -> Any:
+        """The full state of the optimizer, or of each; None where it was streamed to a file."""
+        if to is not None:
+            with self._in_step():
+                self._states.save_optimizers(to)
+            return None
+        with self._engine.guard():
+            states = self._engine.optimizer_state_dicts()
+        return states[0] if self._has_one_optimizer else states
+
+    def load_optimizers(self, state: Any) -> None:
+        """Load a full state of the optimizer, or of each, from memory or a file."""
+        if isinstance(state, (str, os.PathLike)):
+            with self._in_step():
+                self._states.load_optimizers(state)
+            return
+        states = [state] if self._has_one_optimizer else list(state)
+        if len(states) != len(self._task.optimizers):
+            raise StateError(
+                f"{len(states)} states were given; expected one for each of the "
+                f"{len(self._task.optimizers)} optimizers"
+            )
+        with self._engine.guard():
+            self._engine.load_optimizer_state_dicts(states)
+
+    @property
+    def _has_one_optimizer(self) -> bool:
+        """Whether the Model was given an optimizer, and not a list, which may be one of one."""
+        return isinstance(self._task.optimizer, torch.optim.Optimizer)
+
+    def save(self, path: PathLike, gather: bool, extra: Mapping[str, Any]) -> None:
+        """Save the whole training state into a folder."""
+        with self._in_step():
+            self._states.save(path, gather=gather, extra=extra)
+
+    def load(self, path: PathLike, extra: Mapping[str, Any]) -> Loaded:
+        """Load a whole training state from a folder."""
+        with self._in_step():
+            return self._states.load(path, extra=extra)

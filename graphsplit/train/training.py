@@ -1,0 +1,97 @@
+"""One call of ``Model.train``: epochs and steps, and what callbacks hear of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from graphsplit.errors import MembershipChangedError
+from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.checkpoint.states import States
+from graphsplit.train.engine import Engine
+from graphsplit.train.epochs import Epochs
+
+
+class Training:
+    """Trains over a loader, and calls callbacks.
+
+    Args:
+        engine: Runs the steps.
+        states: Saves and loads the Model's state.
+        context: What callbacks see.
+        callbacks: They, in the order in which they are called.
+        after_step: Called after every step, callbacks included; what it raises ends training.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        states: States,
+        context: RunContext,
+        callbacks: Sequence[Callback],
+        *,
+        after_step: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._states = states
+        self._context = context
+        self._callbacks = callbacks
+        self._after_step = after_step
+
+    def run(self, loader: Iterable[Any], *, resume: bool) -> None:
+        """Train; see ``Epochs`` for ``resume``."""
+        context, callbacks = self._context, self._callbacks
+        try:
+            with self._engine.guard():
+                self._engine.call_on_gradients(self._listener())
+                run = Epochs(self._states, context, loader, callbacks, resume=resume)
+                with run:
+                    self._go_through(run, loader)
+        except MembershipChangedError:
+            for callback in callbacks:
+                callback.on_rollback(context)
+            raise
+        except BaseException:
+            for callback in callbacks:
+                callback.on_failure(context)
+            raise
+        finally:
+            self._engine.call_on_gradients(None)
+
+    def _go_through(self, run: Epochs, loader: Iterable[Any]) -> None:
+        context, callbacks = self._context, self._callbacks
+        if not run.has_begun:
+            for callback in callbacks:
+                callback.on_train_begin(context)
+        for start in run:
+            for callback in callbacks:
+                callback.on_epoch_begin(context)
+            run.begin(start)
+            for loss in self._engine.train_epoch(loader, start):
+                run.count(loss)
+                context.has_updated = self._engine.progress.opens
+                for callback in callbacks:
+                    callback.on_step_end(context)
+                self._after_step()
+            run.end()
+            for callback in callbacks:
+                callback.on_epoch_end(context)
+        for callback in callbacks:
+            callback.on_train_end(context)
+
+    def _listener(self) -> Callable[[], None] | None:
+        """What shows gradients to callbacks; None if none of them looks."""
+        context = self._context
+        looking = [c for c in self._callbacks if type(c).on_gradients is not Callback.on_gradients]
+        if not looking:
+            return None
+
+        def show() -> None:
+            context.step += 1  # the one under way
+            try:
+                for callback in looking:
+                    callback.on_gradients(context)
+            finally:
+                context.step -= 1
+
+        return show
