@@ -326,8 +326,10 @@ def test_an_abort_ends_a_blocked_receive_and_a_blocked_send(
         start(lambda: sender.send(None, step=1, microbatch=0)),
         start(lambda: idle.receive(step=0, microbatch=0)),
     ]
-    for abort in workers.aborts:
-        abort.set(CAUSE)
+    # Both know the cause before either end closes, which the other one might see first.
+    first, second = workers.aborts
+    first._wakers.insert(0, lambda: second.set(CAUSE))
+    first.set(CAUSE)
     for future in blocked:
         with pytest.raises(JobFailedError, match="division by zero"):
             future.result(DEADLINE_S)
