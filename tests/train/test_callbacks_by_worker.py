@@ -12,6 +12,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import StateError
+from graphsplit.train.checkpoint.by_worker import saver_of
 from graphsplit.train.checkpoint.group import Group
 from graphsplit.train.checkpoint.states import States
 
@@ -97,3 +98,20 @@ def test_another_number_is_refused_where_they_differ(tmp_path: Path, num_workers
     assert str(results[0]).startswith(
         "the state of Means is not the same on workers 0 and 1 that have saved it"
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "rank"),
+    [
+        ("callbacks", 0),
+        ("callbacks 2", 2),
+        ("resumption 11", 11),
+        ("callbacks 0", None),
+        ("callbacks 1" + "0" * 5000, None),
+        ("callbacks ٣", None),
+        ("callbacks x", None),
+        ("position", None),
+    ],
+)
+def test_only_names_that_are_written_are_taken_for_a_workers_own(section: str, rank: int | None):
+    assert saver_of(section) == rank

@@ -9,6 +9,7 @@ As many workers as have saved each take their own. Other numbers can do so only 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -18,6 +19,7 @@ from graphsplit.train.checkpoint.generators import is_same
 
 CALLBACKS, RESUMPTION = "callbacks", "resumption"
 _KINDS = (CALLBACKS, RESUMPTION)
+_SECTION = re.compile(rf"(?:{'|'.join(_KINDS)})(?: (?P<rank>[1-9][0-9]{{0,5}}))?")
 
 
 def name_of(kind: str, rank: int) -> str:
@@ -27,10 +29,8 @@ def name_of(kind: str, rank: int) -> str:
 
 def saver_of(section: str) -> int | None:
     """The worker whose section it is; None if there is one for all."""
-    kind, _, rank = section.partition(" ")
-    if kind not in _KINDS or not (rank.isdecimal() or section == kind):
-        return None
-    return int(rank or 0)
+    found = _SECTION.fullmatch(section)
+    return None if found is None else int(found["rank"] or 0)
 
 
 def takers(section: str, sections: Collection[str], num_workers: int) -> Sequence[int]:
