@@ -185,7 +185,7 @@ class Inbound(Incoming[GrpcReceiver]):
             self.end(TransportError((BROKEN if is_broken() else CLOSED).reason))
         except Exception as error:
             # Whatever grpc raises here (it has no base class for it) means that the stream ended.
-            self.end(TransportError(f"the stream broke {error}".rstrip()))
+            self.end(TransportError(f"{BROKEN.reason}: {error}" if str(error) else BROKEN.reason))
 
     def end(self, error: Exception) -> None:
         """See ``Incoming.end``. Lets the stream end too."""

@@ -20,10 +20,12 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from graphsplit.transport._recent import Recent
 from graphsplit.transport._region import Region, can_populate
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import Frame, header_bytes
@@ -33,6 +35,7 @@ LEND_BYTES = 128 << 10
 """Values from this size on are lent: copying one out costs more than keeping track of it."""
 
 _SPARE_BYTES, _MAX_SPARE = 256 << 20, 32
+_MAX_SIGHTS = 4  # layouts that a slot is ready for
 # Copying a large value must let other threads run; for a small one that costs more than it does.
 _UNLOCKED_BYTES = 1 << 20
 _copy = ctypes.PyDLL(None).memmove
@@ -88,6 +91,25 @@ class _Lease:
             self.words[self.word] = 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Sight:
+    """A slot's payload as one layout sees it.
+
+    Attributes:
+        frame: The layout.
+        view: The payload; None if there is none.
+        is_dense: Whether it is copied byte by byte.
+        is_cloned: Whether a value is a clone of the view.
+        lease: The class of leases of this size; None if such values are not lent.
+    """
+
+    frame: Frame
+    view: torch.Tensor | None = None
+    is_dense: bool = False
+    is_cloned: bool = False
+    lease: Any = None
+
+
 class Slot:
     """Room for one message: its header, and its payload seen as the last layout sees it.
 
@@ -129,31 +151,35 @@ class Slot:
             offset=offset + self._payload_at,
             count=slot_bytes(spec) - self._payload_at,
         )
+        self._known: Recent[int, _Sight] = Recent(_MAX_SIGHTS)
         self.frame: Frame | None = None
         self._view: torch.Tensor | None = None
         self._is_dense = self._is_cloned = False
-        self._lease: Any = None  # the class of the leases of this size
+        self._lease: Any = None
 
     def adopt(self, frame: Frame) -> None:
-        """Turn to a new layout."""
+        """Turn to another layout."""
+        sight = self._known.get(id(frame)) or self._known.keep(id(frame), self._sight(frame))
+        self.frame, self._view, self._lease = sight.frame, sight.view, sight.lease
+        self._is_dense, self._is_cloned = sight.is_dense, sight.is_cloned
+
+    def _sight(self, frame: Frame) -> _Sight:
         if frame.payload_bytes > self._reserved:
             self._region.reserve(self._offset, self._payload_at + frame.payload_bytes)
             self._reserved = frame.payload_bytes
-        self.frame = frame
-        self._is_cloned, self._lease, self._view = False, None, None
-        self._is_dense = _is_dense(frame)
         if frame.layout is None:
-            return
+            return _Sight(frame)
+        is_dense, is_cloned, lease = _is_dense(frame), False, None
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._view = payload_view(self._memory, frame.layout, frame.dtype)
-            if self._is_dense and frame.is_whole and frame.offset == 0:
-                view = self._view.as_strided(frame.layout.shape, frame.layout.strides)
-                if torch.empty_like(view).stride() == frame.strides:
-                    self._view, self._is_cloned = view, True
-        if self._is_cloned and frame.payload_bytes >= LEND_BYTES:
-            octets = ctypes.c_ubyte * frame.payload_bytes
-            self._lease = type("Lease", (_Lease, octets), {})
+            view = payload_view(self._memory, frame.layout, frame.dtype)
+            if is_dense and frame.is_whole and frame.offset == 0:
+                strided = view.as_strided(frame.layout.shape, frame.layout.strides)
+                if torch.empty_like(strided).stride() == frame.strides:
+                    view, is_cloned = strided, True
+        if is_cloned and frame.payload_bytes >= LEND_BYTES:
+            lease = type("Lease", (_Lease, ctypes.c_ubyte * frame.payload_bytes), {})
+        return _Sight(frame, view, is_dense, is_cloned, lease)
 
     def write(self, value: torch.Tensor) -> None:
         """Copy in a value of the layout that was adopted last."""

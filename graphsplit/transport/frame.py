@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import FrameError, TransportError
+from graphsplit.transport._recent import Recent
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.dtypes import CODE_OF, carrier_of, name_of
 from graphsplit.transport.layout import (
@@ -37,6 +38,7 @@ from graphsplit.transport.layout import (
 MAGIC = b"GSF1"
 ABSENT = 1
 _MAX_ELEMENTS = 1 << 48
+_MAX_KNOWN = 8  # layouts for each end of a channel
 _STRIDED = torch.strided
 
 MESSAGE = struct.Struct("<Qqq")
@@ -143,7 +145,7 @@ def _frame(raw: bytes, layout: Layout | None, spec: ChannelSpec, misalignment: i
 
 
 class FrameEncoder:
-    """Makes the headers of one channel. Remembers the last layout, which is usually the next."""
+    """Makes the headers of one channel. Remembers the last layouts, of which one is next."""
 
     def __init__(self, spec: ChannelSpec, *, generation: int) -> None:
         if spec.dtype not in CODE_OF:
@@ -155,6 +157,7 @@ class FrameEncoder:
         self._generation = generation
         self._dtype = spec.dtype
         self._is_on_device = spec.device != "cpu"
+        self._known: Recent[tuple[Any, ...], Frame] = Recent(_MAX_KNOWN)
         self._absent = _frame(self._raw(None, 0), None, spec, 0)
         self._last = self._absent
 
@@ -176,8 +179,16 @@ class FrameEncoder:
             and value.data_ptr() & 63 == last.misalignment
         ):
             return last
-        self._last = self._new_frame(value)
+        self._last = self._other_frame(value)
         return self._last
+
+    def _other_frame(self, value: torch.Tensor) -> Frame:
+        """The frame for a value that is not as the last one was."""
+        if value.layout is not _STRIDED:
+            return self._new_frame(value)
+        misalignment = value.data_ptr() & 63
+        key = value.dtype, value.device.type, value.shape, value.stride(), misalignment
+        return self._known.get(key) or self._known.keep(key, self._new_frame(value))
 
     def _new_frame(self, value: torch.Tensor) -> Frame:
         spec = self._spec
@@ -232,6 +243,7 @@ class FrameDecoder:
         self._generation = generation
         self._size = header_bytes(spec)
         self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
+        self._known: Recent[bytes, Frame] = Recent(_MAX_KNOWN)
         self._last: Frame | None = None
 
     def frame_of(self, header: bytes) -> Frame:
@@ -244,7 +256,7 @@ class FrameDecoder:
             self._refuse("header bytes", self._size, len(header))
         raw = header[MESSAGE.size :]
         if self._last is None or raw != self._last.raw:
-            self._last = self._checked(raw)
+            self._last = self._known.get(raw) or self._known.keep(raw, self._checked(raw))
         return self._last
 
     def frame_of_message(

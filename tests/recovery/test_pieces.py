@@ -41,7 +41,7 @@ def made_part() -> tuple[Part, dict[str, torch.Tensor]]:
     }
     flat = FlatTensors()
     flat.copy(tensors)
-    return Part(4, {"models": [], "x": 1.5}, flat.memory, dict(flat.slots)), tensors
+    return Part(4, {"models": [], "x": 1.5}, flat.memory, flat.slots), tensors
 
 
 def test_a_part_comes_back_however_it_was_cut():

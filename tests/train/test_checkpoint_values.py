@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.testing.compare import difference
+from graphsplit.train.checkpoint.generators import process_generators, set_process_generators
 from graphsplit.train.checkpoint.values import (
+    Encoder,
+    Fixed,
     decode,
     encode,
     from_text,
@@ -54,6 +60,68 @@ VALUES = st.recursive(
 def test_any_nested_value_comes_back(value: Any) -> None:
     # NaN equals nothing, so the texts are compared; they tell types and signs of zeros apart.
     assert repr(there_and_back(value)) == repr(value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(VALUES, min_size=2, max_size=4))
+def test_an_encoder_that_has_seen_other_values_says_what_encode_says(values: list[Any]) -> None:
+    encoder = Encoder()
+    for value in [*values, *values, values[-1]]:
+        assert repr(encoder(value, {}, path="x")) == repr(encode(value, {}, path="x"))
+
+
+def test_an_encoder_notices_what_was_changed_in_place_and_types_that_compare_equal() -> None:
+    encoder = Encoder()
+    value: list[Any] = [1, [2]]
+    assert encoder(value, {}, path="x") == [1, [2]]
+    value[1].append(3)
+    assert encoder(value, {}, path="x") == [1, [2, 3]]
+    for other in (1, True, 1.0, [1], (1,), {"1": 1}, {1: 1}):
+        assert repr(encoder(other, {}, path="x")) == repr(encode(other, {}, path="x"))
+
+
+def test_an_encoder_looks_at_tensors_anew() -> None:
+    encoder = Encoder()
+    for size in (1, 2):
+        tensors: dict[str, torch.Tensor] = {}
+        assert encoder([torch.ones(size)], tensors, path="x") == [{"$tensor": "x/0"}]
+        assert tensors["x/0"].shape == (size,)
+
+
+def test_a_fixed_mapping_is_encoded_as_any_other_even_where_its_names_are_taken() -> None:
+    plain = {"a": torch.ones(2), "b": [1, (2.5, None)]}
+    fixed = Fixed(plain)
+    for nested in (lambda value: value, lambda value: {"x": value}, lambda value: [value, value]):
+        found: list[tuple[Any, list[str]]] = []
+        for value in (plain, fixed, fixed):
+            tensors = {"p/a": torch.zeros(1)}
+            found.append((encode(nested(value), tensors, path="p"), list(tensors)))
+        assert found[0] == found[1] == found[2]
+
+
+def test_the_generators_of_the_process_are_the_same_until_somebody_draws() -> None:
+    before = random.getstate(), np.random.get_state()
+    try:
+        known = process_generators()
+        draws: list[Callable[[], object]] = [
+            random.random,
+            lambda: random.gauss(0, 1),
+            lambda: random.gauss(0, 1),  # takes what the one before has left
+            np.random.rand,
+            np.random.standard_normal,
+            np.random.standard_normal,
+        ]
+        for draw in draws:
+            assert process_generators() is known
+            draw()
+            assert process_generators() is not known
+            known = process_generators()
+        expected = random.random(), np.random.rand()
+        set_process_generators(known)
+        assert (random.random(), np.random.rand()) == expected
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def test_tensors_come_back_with_every_bit_and_their_strides() -> None:

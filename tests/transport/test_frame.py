@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_helpers import spec_of
 
-from graphsplit.errors import FrameError
+from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import ChannelSpec
 from graphsplit.transport.dtypes import CODE_OF
 from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, header_bytes
@@ -44,6 +44,32 @@ def test_a_header_says_what_was_encoded() -> None:
     assert frame.shape == (2, 3) and frame.strides == (1, 2) and frame.payload_bytes == 24
     decoder.check_message(header, sequence=0, step=5, microbatch=2)
     assert decoder.frame_of(header) is frame
+
+
+def test_layouts_that_take_turns_are_looked_at_once_and_few_are_kept() -> None:
+    encoder, decoder = FrameEncoder(LIST_SPEC, generation=1), FrameDecoder(LIST_SPEC, generation=1)
+    seen = []
+    for size in (3, 5, 3, 0, 5):
+        frame = encoder.frame_of(torch.zeros(size, dtype=torch.int16))
+        assert frame.shape == (size,)
+        taken = decoder.frame_of(MESSAGE.pack(0, 0, 0) + frame.raw)
+        assert taken.shape == (size,)
+        seen.append((frame, taken))
+    for first, later in ((0, 2), (1, 4)):
+        assert all(a is b for a, b in zip(seen[first], seen[later], strict=True))
+    for size in range(30):
+        frame = encoder.frame_of(torch.zeros(size, dtype=torch.int16))
+        decoder.frame_of(MESSAGE.pack(0, 0, 0) + frame.raw)
+    assert len(encoder._known) == len(decoder._known) == 8
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(3, dtype=torch.int16).to_sparse()])
+def test_a_value_that_does_not_fit_is_refused_whatever_was_sent_before(wrong: torch.Tensor) -> None:
+    encoder = FrameEncoder(LIST_SPEC, generation=1)
+    for _ in range(2):
+        encoder.frame_of(torch.zeros(3, dtype=torch.int16))
+        with pytest.raises(TransportError, match="does not fit the channel"):
+            encoder.frame_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,17 @@ def test_an_oversized_chunk_is_refused(stranger: Stranger, receiver: Receiver) -
         receiver.receive(step=0, microbatch=0)
 
 
+@pytest.mark.parametrize(("said", "reason"), [("", ""), ("No route", ": No route")])
+def test_a_stream_that_raises_is_told_as_a_connection_that_broke(said: str, reason: str) -> None:
+    def messages() -> Iterator[object]:
+        raise RuntimeError(said)
+        yield
+
+    inbound = Inbound(0, lambda credit: None)
+    inbound.read(messages(), lambda: False)
+    assert str(inbound.broken) == f"the connection to it broke{reason}"
+
+
 def test_values_that_may_wait_for_the_next_travel_in_its_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

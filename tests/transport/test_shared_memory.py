@@ -19,6 +19,7 @@ from graphsplit.errors import TransportError
 from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport._region import Region, adopt_region, create_region
 from graphsplit.transport._shm_links import encode_hello, listen
+from graphsplit.transport._shm_slots import LEND_BYTES
 from graphsplit.transport.session import Session
 from graphsplit.transport.shared_memory import SharedMemoryTransport, channel_bytes
 
@@ -241,4 +242,20 @@ def test_values_published_before_the_bell_of_the_peer_is_known_are_not_lost() ->
         received = workers.transports[1].open_receiver(spec_of(edge=edge))
         value = received.receive(step=0, microbatch=0)
         assert value is not None and value[0] == edge
+    workers.close()
+
+
+def test_values_of_many_layouts_take_turns_in_the_same_slots() -> None:
+    workers = Workers("shm", 2, DEADLINE_S)
+    large = LEND_BYTES // 4
+    spec = replace(spec_of(shape=(None,), max_bytes=LEND_BYTES, depth=3), lends=True)
+    sender, receiver = workers.open(spec)
+    for step, size in enumerate([4, 0, large, 4, 7, large, 1, 2, 3, 4, 5, 6, 7, 8, 9, large, 4]):
+        value = torch.arange(size, dtype=torch.float32) + step if size else None
+        sender.send(value, step=step, microbatch=0)
+        received = receiver.receive(step=step, microbatch=0)
+        if value is None:
+            assert received is None
+        else:
+            assert received is not None and torch.equal(received, value)
     workers.close()

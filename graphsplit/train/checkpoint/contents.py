@@ -6,7 +6,7 @@ has everything, and worker 0 saves it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,12 +134,14 @@ class Contents:
         aliases: Other names of tied ones.
         tensors: All other tensors.
         sections: Encoded values by section; all workers' are put together by ``merge``.
+        encoder: What encodes them.
     """
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
+    encoder: Callable[..., Any] = encode
 
     def add_network(self, state: NetworkState, ownership: Ownership, rank: int) -> None:
         """Add what this worker saves of the network.
@@ -211,14 +213,14 @@ class Contents:
             if not isinstance(key, int):
                 others[str(key)] = entry
             elif ownership.saver(parameters[key]) == rank:
-                state[str(key)] = encode(entry, self.tensors, path=f"{path}/{key}")
+                state[str(key)] = self.encoder(entry, self.tensors, path=f"{path}/{key}")
         found: dict[str, Any] = {"state": state}
         if rank == 0:
             found["class"] = type(optimizer).__qualname__
             found["parameters"] = [ownership.name(p) for p in parameters]
             found["group_sizes"] = [len(group["params"]) for group in optimizer.param_groups]
-            found["settings"] = encode(packed, self.tensors, path=path)
-            found["others"] = encode(others, self.tensors, path=f"{path}/others")
+            found["settings"] = self.encoder(packed, self.tensors, path=path)
+            found["others"] = self.encoder(others, self.tensors, path=f"{path}/others")
         self.sections.setdefault("optimizers", {})[name] = found
 
     def add_section(self, name: str, value: Any) -> None:
@@ -227,7 +229,7 @@ class Contents:
         Raises:
             StateError: Something in it cannot be written; names it.
         """
-        self.sections[name] = encode(value, self.tensors, path=name)
+        self.sections[name] = self.encoder(value, self.tensors, path=name)
 
 
 def merge(fragments: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,16 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphsplit.train.checkpoint.values import Fixed
+
 _PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 _COUNTERS_OF_DATA = frozenset(("epoch", "_epoch"))
 
 
-def process_generators() -> dict[str, Any]:
-    """The states of Python's and NumPy's own generators: tensors, numbers and strings."""
-    return {
-        "python": _python_state(random.getstate()),
-        "numpy": _numpy_state(np.random.get_state()),
-    }
+def process_generators() -> Fixed:
+    """The states of Python's and NumPy's own generators: tensors, numbers and strings.
+
+    As long as nothing is drawn, the same object is returned.
+    """
+    global _last
+    python: Any = random.getstate()
+    numpy: Any = np.random.get_state()
+    name, words, *rest = numpy
+    seen = python, name, words.tobytes(), rest
+    if _last is None or _last[0] != seen:
+        _last = seen, Fixed(python=_python_state(python), numpy=_numpy_state(numpy))
+    return _last[1]
+
+
+_last: tuple[Any, Fixed] | None = None
 
 
 def set_process_generators(states: Mapping[str, Any]) -> None:
@@ -52,13 +64,17 @@ def _numpy_tuple(state: Any) -> tuple[Any, ...]:
     return name, words.numpy().astype(np.uint32), position, has_gauss, gauss
 
 
-def remembered_by(loader: Any) -> dict[str, Any]:
+def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
     """What decides the next batches of a loader beside generators that it was given by name.
 
     The process's generators; generators of any library in the attributes of its sampler and data
     set; and whole numbers that a sampler keeps, such as the epoch.
+
+    Args:
+        loader: The loader.
+        process: What ``process_generators`` gave just now, if the caller knows.
     """
-    found: dict[str, Any] = {"": process_generators()}
+    found: dict[str, Any] = {"": process_generators() if process is None else process}
     for path, part in _parts_of(loader):
         for name, value in vars(part).items():
             state = _state_of(path, name, value)

@@ -20,6 +20,7 @@ import torch
 
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.train.checkpoint.generators import put_remembered, remembered_by
+from graphsplit.train.checkpoint.values import Fixed
 
 _GENERATORS = (
     "generator",
@@ -218,8 +219,12 @@ class LoaderWatch:
         self.generator_starts = {}
         self.remembered = None
 
-    def state(self) -> dict[str, Any] | None:
-        """What to save of the loader: its own state if it has one, else its generators'."""
+    def state(self, process: Fixed | None = None) -> dict[str, Any] | None:
+        """What to save of the loader: its own state if it has one, else its generators'.
+
+        Args:
+            process: What ``process_generators`` gave just now, if the caller knows.
+        """
         loader = self.loader
         if loader is None:
             return None
@@ -229,7 +234,7 @@ class LoaderWatch:
         for path, generator in generators_of(loader).items():
             state = generator.get_state()
             found[path] = [self.generator_starts.get(path, state), state]
-        now = remembered_by(loader)
+        now = remembered_by(loader, process)
         began = now if self.remembered is None else self.remembered
         return {"own": own, "generators": found, "remembered": [began, now]}
 

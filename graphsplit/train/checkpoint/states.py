@@ -32,7 +32,7 @@ from graphsplit.train.checkpoint.restore import (
 )
 from graphsplit.train.checkpoint.save import save_file, save_folder
 from graphsplit.train.checkpoint.source import Request, Source
-from graphsplit.train.checkpoint.values import decode, tensor_names
+from graphsplit.train.checkpoint.values import Fixed, decode, tensor_names
 from graphsplit.train.task import Task
 
 PathLike = str | os.PathLike[str]
@@ -239,9 +239,9 @@ class States:
 
         save_folder(Path(folder), make, group, gather=gather)
 
-    def _loader_section(self) -> dict[str, Any]:
+    def _loader_section(self, process: Fixed | None = None) -> dict[str, Any]:
         return {
-            "state": self.watch.state(),
+            "state": self.watch.state(process),
             "epoch_generator": self.watch.epoch_generator,
             "others": self.others.state(),
         }
@@ -346,13 +346,17 @@ class States:
 
     # A snapshot.
 
-    def sections(self) -> dict[str, Any]:
-        """All that belongs to the training state beside network and optimizers."""
+    def sections(self, process: Fixed | None = None) -> dict[str, Any]:
+        """All that belongs to the training state beside network and optimizers.
+
+        Args:
+            process: What ``process_generators`` gave just now, if the caller knows.
+        """
         rank = self._holder.group().rank
         resumption = None if self.resumption is None else self.resumption.to_values()
         return {
             **self._sections({}),
-            "loader": self._loader_section(),
+            "loader": self._loader_section(process),
             by_worker.name_of(CALLBACKS, rank): self._callbacks(),
             by_worker.name_of(RESUMPTION, rank): resumption,
         }

@@ -15,6 +15,7 @@ A tensor is named by the way to it, so that a person who opens the file knows wh
 from __future__ import annotations
 
 import json
+import marshal
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -27,6 +28,7 @@ from graphsplit.tensor_meta import contiguous_strides
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
 _PAIRS = ("$map", "$counter")
+_WITHOUT_REFERENCES = 2  # later versions write equal values differently
 _TOO_DEEP = "it is nested too deeply, or contains itself"
 
 
@@ -47,12 +49,55 @@ def encode(value: Any, tensors: MutableMapping[str, torch.Tensor], *, path: str)
         raise StateError(f"{path} cannot be saved: {_TOO_DEEP}") from None
 
 
+class Fixed(dict[str, Any]):
+    """A mapping that nobody changes, nor anything in it: it is encoded once for every path."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._encoded: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+
+    def encode(self, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
+        """See ``encode``."""
+        known = self._encoded.get(path)
+        if known is None:
+            own: dict[str, torch.Tensor] = {}
+            known = self._encoded[path] = _encode_mapping(self, own, path), own
+        node, own = known
+        if not tensors.keys().isdisjoint(own):
+            return _encode_mapping(self, tensors, path)
+        tensors.update(own)
+        return node
+
+
+class Encoder:
+    """Encodes values that seldom change, time and again: those without tensors only once.
+
+    Nobody may change what it returns.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[bytes, Any]] = {}
+
+    def __call__(self, value: Any, tensors: MutableMapping[str, torch.Tensor], *, path: str) -> Any:
+        """See ``encode``."""
+        try:
+            written = marshal.dumps(value, _WITHOUT_REFERENCES)
+        except ValueError:  # a tensor, or anything else that is no plain value
+            return encode(value, tensors, path=path)
+        known = self._known.get(path)
+        if known is None or known[0] != written:
+            known = self._known[path] = written, encode(value, tensors, path=path)
+        return known[1]
+
+
 def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
     kind = type(value)  # most values are of the usual classes: subclasses are looked at last
     if kind in _AS_THEY_ARE:
         return value
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, tensors, path)
+    if kind is Fixed:
+        return value.encode(tensors, path)
     if kind is dict or isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
     if isinstance(value, float):

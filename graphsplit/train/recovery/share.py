@@ -23,7 +23,7 @@ from graphsplit.train.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.train.checkpoint.states import Resumption, States
-from graphsplit.train.checkpoint.values import decode
+from graphsplit.train.checkpoint.values import Encoder, Fixed, decode
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.recovery.disk import WHOLE, contents_of
 from graphsplit.train.recovery.part import FlatTensors, Part
@@ -74,6 +74,7 @@ class ModelShare:
         self._rank = rank
         self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
         self._is_checked = False
+        self._encoder = Encoder()
         self._whole = WholeModules(task.network, task.loss_fn)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
@@ -110,11 +111,14 @@ class ModelShare:
 
     # Copying.
 
-    def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def collect(
+        self, tensors: dict[str, torch.Tensor], process: Fixed | None = None
+    ) -> dict[str, Any]:
         """Everything, as it is now.
 
         Args:
             tensors: Tensors are added here, by name; they are not copied.
+            process: What ``process_generators`` gave just now, if the caller knows.
 
         Returns:
             All values that are no tensors.
@@ -126,7 +130,7 @@ class ModelShare:
         if not self.is_settled:
             self.engine.settle_now()
         state, ownership = self._layout()
-        contents = Contents()
+        contents = Contents(encoder=self._encoder)
         contents.add_network(state, ownership, rank)
         contents.add_others(state, ownership, rank)
         between = not self.engine.progress.opens
@@ -143,7 +147,7 @@ class ModelShare:
         contents.add_section(f"{WHOLE}{rank}", self._whole.kept())
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
-        for section, value in self.states.sections().items():
+        for section, value in self.states.sections(process).items():
             contents.add_section(section, value)
         prefix = f"m{self.index}"
         tensors.update({f"{prefix}/w/{name}": t for name, t in contents.weights.items()})

@@ -161,13 +161,14 @@ class Snapshots:
 
     def _copy(self, place: Place) -> Part:
         tensors: dict[str, torch.Tensor] = {_GENERATOR: torch.default_generator.get_state()}
-        process = encode(process_generators(), tensors, path=_PROCESS)
-        nodes = [share.collect(tensors) for share in self._shares if share.matters]
+        process = process_generators()
+        nodes = [share.collect(tensors, process) for share in self._shares if share.matters]
+        encoded = encode(process, tensors, path=_PROCESS)
         flat = self._free.pop() if self._free else FlatTensors()
         flat.copy(tensors)
         self._used[place.number] = flat
-        values = {"place": place.to_json(), "models": nodes, _PROCESS: process}
-        return Part(place.number, values, flat.memory, dict(flat.slots))
+        values = {"place": place.to_json(), "models": nodes, _PROCESS: encoded}
+        return Part(place.number, values, flat.memory, flat.slots)
 
     def _release(self, part: Part) -> None:
         flat = self._used.pop(part.number, None)
