@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench_one_worker import digits, lenet
@@ -41,9 +41,21 @@ def place_halves(net: nn.Module) -> None:
         module.place("MS_WORKER", 0)
 
 
-MODELS: dict[str, tuple[int, Callable[[], nn.Module], Callable[[nn.Module], None], Any]] = {
-    "LeNet on 5 workers": (5, lenet, place_lenet, digits),
-    "GPT on 2 workers": (2, GPT, place_halves, token_batches),
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    workers: int
+    build: Callable[[], nn.Module]
+    place: Callable[[nn.Module], None]
+    batches_of: Callable[[int], Any]
+    microbatches: int = 1
+    one_in: int = 1  # of the steps that --steps asks for
+
+
+MODELS = {
+    "LeNet on 5 workers": Case(5, lenet, place_lenet, digits),
+    "GPT on 2 workers": Case(2, GPT, place_halves, token_batches, microbatches=8, one_in=10),
 }
 
 
@@ -58,11 +70,11 @@ def work(arguments: argparse.Namespace) -> None:
     job = joined.current()
     assert job is not None and isinstance(job.script, RecoveringScript)
     script = job.script
-    _, build, place, batches_of = MODELS[arguments.model]
-    batches = batches_of(arguments.steps)
-    net, optimizer = made(build)
-    place(net)
-    model = gs.Model(net, F.cross_entropy, optimizer)
+    case = MODELS[arguments.model]
+    batches = case.batches_of(arguments.steps)
+    net, optimizer = made(case.build)
+    case.place(net)
+    model = gs.Model(net, F.cross_entropy, optimizer, microbatches=case.microbatches)
 
     def train(every: int) -> Callable[[], None]:
         def run() -> None:
@@ -80,12 +92,12 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
     """One row for each model."""
     os.environ["GS_RECOVERY"] = "wait_rejoin"
     found = []
-    for name, (workers, *_) in MODELS.items():
+    for name, case in MODELS.items():
         if arguments.model not in (None, name):
             continue
-        steps = arguments.steps if workers == 5 else max(20, arguments.steps // 5)
+        steps = max(EVERY, arguments.steps // case.one_in)
         options = ["--rounds", str(arguments.rounds), "--steps", str(steps), "--model", name]
-        reports = launch(os.path.abspath(__file__), workers, options)
+        reports = launch(os.path.abspath(__file__), case.workers, options)
         sides = [(side, slowest(reports, side)) for side in ("every 10 steps", "none")]
         found.append(compared(f"snapshots of {name}", *sides, reach=REACH, bits=""))
     return found

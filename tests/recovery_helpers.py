@@ -107,6 +107,8 @@ class CountedPosition:
         self.kill_at = kill_at
         self._wait_to_die = wait_to_die
         self.text_source: Callable[[], str] = lambda: ""
+        # Always for somebody, so that snapshots need not wait for a pause.
+        self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: (0, "its turn")
 
     def hold(self) -> None:
         self.text_source = self.location_source = None  # type: ignore[assignment]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import graphsplit as gs
 from graphsplit.errors import ClusterError, ConfigurationError, FrameError, StateError
 from graphsplit.failure import AbortSignal
 from graphsplit.testing.compare import difference
+from graphsplit.train.recovery import replicator
 from graphsplit.train.recovery.agreement import START, Offer, choose
 from graphsplit.train.recovery.log import kept
 from graphsplit.train.recovery.part import FlatTensors, Part
@@ -172,3 +174,42 @@ def test_a_loader_that_ends_is_refused_before_training_begins():
 
     with pytest.raises(ConfigurationError, match="train was given a list_iterator"):
         ThreadCluster(script, 1).run()
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("pause_at", "expected"), [(0.0, 0.0), (0.002, 0.002), (60.0, replicator.PATIENCE_S)]
+)
+def test_computing_goes_first_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, pause_at: float, expected: float
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(replicator, "time", clock)
+    position = SimpleNamespace(
+        waiting_source=lambda: (1, "a value") if clock.now >= pause_at else None
+    )
+    job = SimpleNamespace(
+        rank=0,
+        num_workers=2,
+        abort=SimpleNamespace(add_waker=lambda wake: None, cause=None),
+        member=SimpleNamespace(position=position),
+    )
+    beside = replicator.Replicator(cast(Any, job), held=replicator.Held(), limit_bytes=1)
+    beside._let_computing_first()
+    assert clock.now == pytest.approx(expected, abs=replicator.LOOK_S)
+    beside._num_waiting = 1  # the computing thread waits for the snapshot itself
+    before = clock.now
+    beside._let_computing_first()
+    assert clock.now == before

@@ -32,7 +32,10 @@ from graphsplit.train.recovery.stream import Incoming, Message, Outgoing, stream
 from graphsplit.transport.session import TICK_S
 
 PART, HELD, COMMITTED, STORED, ON_DISK, LOG, LOG_BEGINS = range(1, 8)
-POLL_S = 2e-3
+# How often to look at the channels; and while the computing thread waits for a snapshot.
+POLL_S, AWAITED_POLL_S = 4e-3, 1e-3
+# For how long computing goes first, and how often to look whether it waits for a value itself.
+PATIENCE_S, LOOK_S = 10e-3, 0.5e-3
 _MAX_NOTE_BYTES = 1 << 30
 _COORDINATOR = 0
 
@@ -96,6 +99,7 @@ class Replicator:
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._is_closed = False
+        self._num_waiting = 0
         self._thread: threading.Thread | None = None
         job.abort.add_waker(self._wake)
 
@@ -152,11 +156,18 @@ class Replicator:
 
     def _wait_until(self, is_done: Callable[[], bool]) -> None:
         with self._changed:
-            while not is_done():
-                self._job.abort.raise_if_set()
-                if self._error is not None:
-                    raise self._error
-                self._wait()
+            if is_done():
+                return
+            self._num_waiting += 1
+            self._changed.notify_all()
+            try:
+                while not is_done():
+                    self._job.abort.raise_if_set()
+                    if self._error is not None:
+                        raise self._error
+                    self._wait()
+            finally:
+                self._num_waiting -= 1
 
     def _wait(self) -> None:
         self._changed.wait(TICK_S)
@@ -212,14 +223,33 @@ class Replicator:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_busy or self._is_closed)
-                    if self._is_closed or self._job.abort.cause is not None:
+                    if self._is_over():
                         return
-                if not self._pump():
-                    time.sleep(POLL_S)
+                self._let_computing_first()
+                while self._pump():
+                    if self._is_over():
+                        return
+                with self._changed:
+                    self._changed.wait(AWAITED_POLL_S if self._num_waiting else POLL_S)
         except Exception as error:
             with self._changed:
                 self._error = error if isinstance(error, GraphsplitError) else _wrapped(error)
                 self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        return self._is_closed or self._job.abort.cause is not None
+
+    def _let_computing_first(self) -> None:
+        """Wait for a moment in which the computing thread waits too; not for long.
+
+        What this thread does then takes nothing from it: neither its core nor the interpreter.
+        """
+        until = time.perf_counter() + PATIENCE_S
+        while not self._is_computing_idle() and time.perf_counter() < until:
+            time.sleep(LOOK_S)
+
+    def _is_computing_idle(self) -> bool:
+        return self._num_waiting > 0 or self._job.member.position.waiting_source() is not None
 
     def _pump(self) -> bool:
         has_moved = False
