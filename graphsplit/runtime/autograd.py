@@ -6,43 +6,89 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradient = torch.Tensor | None
+
+
+def backward(
+    roots: Sequence[torch.Tensor],
+    root_gradients: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.Tensor],
+) -> list[Gradient]:
+    """Backward of one segment.
+
+    Autograd adds to ``.grad`` of each parameter as soon as its gradient is there, and frees it. So
+    a segment never holds the gradients of all its weights a second time.
+
+    Args:
+        roots: Where it begins.
+        root_gradients: Their gradients.
+        leaves: What others sent. None stands for a value of a branch that was not taken.
+        parameters: What gets a ``.grad``.
+
+    Returns:
+        The raw gradient of each leaf, with the strides autograd gave it: what ``.grad`` of a leaf
+        holds may have been laid out anew, and other strides can mean other bits further on. None
+        where nothing flows.
+    """
+    found: list[Gradient] = [None] * len(leaves)
+    there = [leaf for leaf in leaves if leaf is not None]
+    if not roots or not (there or parameters):
+        return found
+    # Kept until the end: a leaf where backward begins has no node but this.
+    nodes = [
+        _take_instead_of_adding(leaf, found, index)
+        for index, leaf in enumerate(leaves)
+        if leaf is not None
+    ]
+    # What torch.autograd.backward calls once it has checked its arguments, which takes it longer
+    # than the backward of a small layer does.
+    Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(root_gradients),
+        False,
+        False,
+        (*there, *parameters),
+        True,
+        accumulate_grad=True,
+    )
+    del nodes
+    return found
+
+
+def _take_instead_of_adding(leaf: torch.Tensor, found: list[Gradient], index: int) -> Node:
+    def take(given: tuple[Gradient, ...]) -> tuple[None]:
+        (found[index],) = given
+        return (None,)
+
+    node = get_gradient_edge(leaf).node
+    node.register_prehook(take)
+    return node
 
 
 def gradients(
     roots: Sequence[torch.Tensor | GradientEdge],
     root_gradients: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
     *,
     keep_graph: bool = False,
 ) -> tuple[Gradient, ...]:
-    """Gradients of a segment's leaves and parameters; None where nothing flows.
-
-    An input that is None stands for a value of a branch that was not taken.
-
-    The raw gradient is returned, with the strides autograd gave it: what ``.grad`` of a leaf holds
-    may have been laid out anew, and other strides can mean other bits further on.
-    """
-    there = [tensor for tensor in inputs if tensor is not None]
-    if not roots or not there:
-        return (None,) * len(inputs)
-    # What torch.autograd.grad calls once it has checked its arguments, which takes it longer than
-    # the backward of a small layer does.
+    """Gradients as ``torch.autograd.grad`` gives them; None where nothing flows."""
+    if not inputs:
+        return ()
+    # What it calls once it has checked its arguments.
     found: tuple[Gradient, ...] = Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(root_gradients),
         keep_graph,
         False,
-        tuple(there),
+        tuple(inputs),
         True,
         accumulate_grad=False,
     )
-    if len(there) == len(inputs):
-        return found
-    following = iter(found)
-    return tuple([None if tensor is None else next(following) for tensor in inputs])
+    return found
 
 
 def fold(terms: Sequence[Gradient]) -> Gradient:
@@ -92,6 +138,21 @@ def accumulate_all(
             is_shared = id(gradient) in seen or (bool(memories) and _memory(gradient) in memories)
             accumulate(parameter, gradient, is_shared=is_shared)
             seen.add(id(gradient))
+
+
+def keep_apart(parameters: Sequence[torch.Tensor], others: Sequence[Gradient]) -> None:
+    """Give parameters gradients of their own, where a backward took those of others for them.
+
+    Args:
+        parameters: Those that had no gradient before.
+        others: What the same backward has found for others, which must not change when later
+            microbatches are added in place.
+    """
+    memories = {_memory(gradient) for gradient in others if gradient is not None}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and _memory(gradient) in memories:
+            parameter.grad = gradient.clone()
 
 
 def _memory(gradient: torch.Tensor) -> int:

@@ -12,8 +12,9 @@ from graphsplit.program.lower import made_leaves
 from graphsplit.runtime.autograd import (
     accumulate,
     accumulate_all,
+    backward,
     fold,
-    gradients,
+    keep_apart,
     run_tensor_hooks,
 )
 from graphsplit.runtime.step_state import Gradient, StepState
@@ -58,17 +59,17 @@ class BackwardBinder:
         loss = self._plan.placed.graph.loss_node
         parameters = [self._state[p] for p in io.parameters]
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
-        num_leaves, made = len(leaves), frozenset(made_leaves(self._plan, instruction))
+        made = frozenset(made_leaves(self._plan, instruction))
         is_microbatched = self._plan.is_microbatched
         pending = self.pending.get(segment, [])
-        anchors, end = [ANCHOR] if segment in self.pending else [], num_leaves + len(parameters)
+        asking = [*parameters, ANCHOR] if segment in self.pending else parameters
         seeds = [
             (index, self._plan.seeds[leaf])
             for index, leaf in enumerate(leaves)
             if leaf in self._plan.seeds
         ]
 
-        def backward(state: StepState) -> None:
+        def run_backward(state: StepState) -> None:
             tensors, incoming = [], []
             for root, terms in folds:
                 tensor = state.roots[microbatch].pop(root)
@@ -88,24 +89,23 @@ class BackwardBinder:
                 if gradient is not None and inputs[index] is not None:
                     tensors.append(inputs[index])
                     incoming.append(gradient)
-            inputs += parameters
-            results = gradients(tensors, incoming, inputs + anchors)
+            fresh = [parameter for parameter in parameters if parameter.grad is None]
+            results = backward(tensors, incoming, inputs, asking)
             state.collected[microbatch].update(
-                (c, result) for c, result in zip(leaves, results, strict=False) if c in made
+                (c, result) for c, result in zip(leaves, results, strict=True) if c in made
             )
-            others = results[:num_leaves] if is_microbatched else ()
-            if pending:  # what is computed later must not change meanwhile
-                others = (*others, *(later.gradient for later in pending))
-            accumulate_all(parameters, results[num_leaves:end], others)
+            if fresh and (is_microbatched or pending):  # what waits must not change meanwhile
+                waiting = results if is_microbatched else []
+                keep_apart(fresh, [*waiting, *(later.gradient for later in pending)])
 
-        return backward
+        return run_backward
 
-    def _leaving_weights(self, instruction: Instruction, backward: Action) -> Action:
+    def _leaving_weights(self, instruction: Instruction, run_backward: Action) -> Action:
         segment, microbatch = instruction.operand, instruction.microbatch
         pending = self.pending[segment]
 
         def backward_input(state: StepState) -> None:
-            backward(state)
+            run_backward(state)
             state.pending[microbatch][segment] = tuple(pending)
             pending.clear()
 

@@ -2,10 +2,71 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
-from graphsplit.runtime.autograd import accumulate_all
+from graphsplit.runtime.autograd import accumulate_all, backward, keep_apart
+
+
+def test_gradients_of_weights_are_added_one_by_one_and_never_all_held() -> None:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(8)]
+    weights = [layer.weight for layer in layers]
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def count(gradient: torch.Tensor) -> None:
+        made.append(weakref.ref(gradient))
+        alive.append(sum(one() is not None for one in made))
+
+    for weight in weights:
+        weight.grad = torch.ones(4, 4)
+        weight.register_hook(count)
+    leaf = torch.ones(2, 4, requires_grad=True)
+    output = nn.Sequential(*layers)(leaf)
+    expected = torch.autograd.grad(output.sum(), [leaf, *weights], retain_graph=True)
+    made.clear()
+    alive.clear()
+    (found,) = backward([output], [torch.ones(2, 4)], [leaf], weights)
+    assert len(alive) == 8 and max(alive) <= 2
+    assert found is not None and torch.equal(found, expected[0]) and leaf.grad is None
+    for weight, gradient in zip(weights, expected[1:], strict=True):
+        assert weight.grad is not None and torch.equal(weight.grad, 1 + gradient)
+
+
+def test_gradients_of_leaves_come_as_autograd_made_them() -> None:
+    leaf, other = torch.ones(3, 4, requires_grad=True), torch.ones(2, requires_grad=True)
+    found = backward([leaf.t()], [torch.ones(4, 3)], [None, leaf, other], [])
+    assert found[0] is None and found[2] is None
+    assert found[1] is not None and found[1].stride() == (1, 3)
+
+
+def test_a_leaf_where_backward_begins_gets_the_sum() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    (found,) = backward([leaf * 2, leaf], [torch.ones(3), torch.full((3,), 5.0)], [leaf], [])
+    assert found is not None and found.tolist() == [7] * 3
+
+
+def test_a_leaf_that_is_all_there_is_gets_what_was_given() -> None:
+    leaf, given = torch.ones(3, requires_grad=True), torch.ones(3)
+    (found,) = backward([leaf], [given], [leaf], [])
+    assert found is given and leaf.grad is None
+
+
+def test_without_a_beginning_nothing_flows() -> None:
+    leaf, weight = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3))
+    assert backward([], [], [leaf], [weight]) == [None]
+    assert weight.grad is None
+
+
+def test_gradients_taken_from_what_waits_become_copies() -> None:
+    waiting, own = torch.ones(6), torch.ones(3)
+    shared, alone, without = (nn.Parameter(torch.zeros(n)) for n in (6, 3, 1))
+    shared.grad, alone.grad = waiting.view(6), own
+    keep_apart([shared, alone, without], [waiting, None])
+    shared.grad += 1
+    assert waiting.tolist() == [1] * 6 and alone.grad is own
 
 
 def test_the_first_gradient_is_taken_and_later_ones_are_added_to_it_in_place() -> None:
