@@ -1,4 +1,4 @@
-"""How many members one scheduler can serve: they join, beat once a second, meet, and leave.
+"""How many members one scheduler can serve: they join, beat, meet, and leave.
 
     python benchmarks/bench_scheduler.py [--sizes 100,300,1000] [--seconds 10] [--json FILE]
 
@@ -36,6 +36,7 @@ import grpc  # noqa: E402
 
 from graphsplit._proto import cluster_pb2 as pb  # noqa: E402
 from graphsplit.cluster.codec import encode_worker, encode_worker_fence  # noqa: E402
+from graphsplit.cluster.limits import heartbeat_interval_s  # noqa: E402
 from graphsplit.cluster.messages import (  # noqa: E402
     Arrive,
     Fence,
@@ -48,10 +49,11 @@ from graphsplit.cluster.messages import (  # noqa: E402
 )
 from graphsplit.cluster.rpc import METHOD, SERVICE, channel_options  # noqa: E402
 from graphsplit.cluster.scheduler import serve  # noqa: E402
-from graphsplit.settings import ClusterSettings  # noqa: E402
+from graphsplit.settings import ClusterSettings, silence_within  # noqa: E402
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 DEADLINE_S = 120.0
+SILENCE_S = silence_within(ClusterSettings("MS_SCHED", 1, 0).node_timeout_s)
 
 
 def settings_for(num_workers: int) -> ClusterSettings:
@@ -66,7 +68,7 @@ class SimulatedMember:
         self._rank = rank
         self._num_workers = num_workers
         self._incarnation = f"{rank:032x}"
-        options = channel_options(node_timeout_s=30.0)
+        options = channel_options(silence_s=SILENCE_S)
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
         self._call: Any = None
         self._job = ""
@@ -136,12 +138,13 @@ class SimulatedMember:
         )
 
     async def _beat(self) -> None:
-        # Spread over the second, as processes are that started at any time.
-        pause_s = self._rank / self._num_workers
+        # Spread over the time between two, as processes are that started at any time.
+        interval_s = heartbeat_interval_s(SILENCE_S, self._num_workers)
+        pause_s = interval_s * self._rank / self._num_workers
         neighbour = (self._rank + 1) % self._num_workers
         progress = 0
         while not await self._has_ended(pause_s):
-            progress, pause_s = progress + 1, 1.0
+            progress, pause_s = progress + 1, interval_s
             position = f"step {progress}, microbatch 0, backward of layers.{self._rank}.attention"
             await self.say(Heartbeat(progress, position, watched=(neighbour,)))
 

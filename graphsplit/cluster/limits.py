@@ -37,6 +37,8 @@ MAX_UNEXPLAINED_RECOVERIES = 3
 FORMING_REPORT_INTERVAL_S = 10.0
 HEARTBEAT_INTERVAL_S = 1.0
 BEATS_PER_SILENCE = 4
+# Of all workers together: hearing one takes the scheduler more than half a millisecond.
+MAX_BEATS_PER_S = 500
 # How long a lost worker waits for a better explanation: a traceback that is still under way.
 GRACE_S = 0.3
 # How long what a worker saw of another one waits for news of that one itself. Links between two
@@ -53,6 +55,12 @@ TICK_INTERVAL_S = 0.2
 FROZEN_AFTER_S = 1.0
 
 
-def heartbeat_interval_s(silence_s: float) -> float:
-    """How often a worker says that it is there, if it may be silent for so long."""
-    return min(HEARTBEAT_INTERVAL_S, silence_s / BEATS_PER_SILENCE)
+def heartbeat_interval_s(silence_s: float, num_workers: int = 1) -> float:
+    """How often a worker says that it is there.
+
+    Args:
+        silence_s: How long it may be silent.
+        num_workers: How many do so; in a large job each does so more rarely.
+    """
+    usual = max(HEARTBEAT_INTERVAL_S, num_workers / MAX_BEATS_PER_S)
+    return min(usual, silence_s / BEATS_PER_SILENCE)

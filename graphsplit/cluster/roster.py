@@ -48,11 +48,6 @@ class Worker:
         """Whether this is that process."""
         return (self.registration.host, self.registration.pid) == (host, pid)
 
-    @property
-    def attempt(self) -> int:
-        """How many streams its process had opened when it spoke last on a new one."""
-        return self.registration.attempt
-
     def cause(self, kind: str, message: str, *, traceback: str = "") -> FailureCause:
         """A failure of this worker, with all that is known about its process."""
         return FailureCause(

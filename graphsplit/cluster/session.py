@@ -91,7 +91,7 @@ class Session:
         self._fence = fence
         self._num_sent = 0
         self._beat = beat
-        self._beat_interval_s = heartbeat_interval_s(settings.silence_s)
+        self._beat_interval_s = heartbeat_interval_s(settings.silence_s, settings.num_workers)
         self._on_message = on_message
         self._on_end = on_end
         self.end: StreamEnd | None = None

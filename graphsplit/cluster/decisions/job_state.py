@@ -39,11 +39,14 @@ class Door:
     Attributes:
         strangers: Nodes that have not registered yet, and since when they are there.
         spares: Who has registered, and waits for a rank that is free.
+        attempts: On which of its streams each life spoke last, of all that were ever let in. A late
+            registration on an earlier one must not count, whatever became of the worker since.
         num_refused: How many were sent away.
     """
 
     strangers: dict[int, float] = field(default_factory=dict)
     spares: dict[int, Register] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
     num_refused: int = 0
 
 
@@ -200,9 +203,10 @@ class JobState:
         for worker in self.roster:
             self.send(worker, message)
 
-    def accept(self, node: int) -> None:
+    def accept(self, node: int, new: Register) -> None:
         """Tell a process that its registration counts."""
         rules = self.rules
+        self.door.attempts[new.incarnation] = new.attempt
         self.tell(node, Accepted(self.identity.job, rules.recovery, rules.keeps_journal))
 
     def refuse(self, node: int, reason: str, new: Register | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphsplit.cluster.decisions import ending, generations, returning
 from graphsplit.cluster.decisions.job_state import JobState, Phase
+from graphsplit.cluster.events import Drop
 from graphsplit.cluster.formation import misfit, refusal
 from graphsplit.cluster.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.messages import Abort, Register
@@ -19,12 +20,12 @@ def register(job: JobState, node: int, new: Register) -> None:
         return
     known = job.roster.of(new.incarnation)
     cause = job.ending.exit.cause
-    if known is not None and new.attempt < known.attempt:
+    if new.attempt < job.door.attempts.get(new.incarnation, 0):
         job.refuse(node, "it has opened another stream since", new)
     elif new.resume is not None:
         returning.resume(job, node, new, new.resume)
     elif job.phase is Phase.FAILED and cause is not None:
-        _tell_latecomer(job, node, cause)
+        _tell_latecomer(job, node, new, cause)
     elif not job.is_healthy:
         job.refuse(node, "the job is ending", new)
     elif known is not None and job.rules.workers_reconnect:
@@ -35,10 +36,10 @@ def register(job: JobState, node: int, new: Register) -> None:
         _offer_place(job, node, new)
 
 
-def _tell_latecomer(job: JobState, node: int, cause: FailureCause) -> None:
+def _tell_latecomer(job: JobState, node: int, new: Register, cause: FailureCause) -> None:
     job.door.strangers.pop(node, None)
     job.ending.num_to_come -= 1
-    job.accept(node)
+    job.accept(node, new)
     job.tell(node, Abort(cause))
 
 
@@ -51,23 +52,32 @@ def _enlist(job: JobState, node: int, new: Register) -> None:
     job.liveness.absent.pop(new.incarnation, None)
     job.roster.add(Worker(node, new, last_seen=job.now, last_change=job.now))
     job.log(f"{who(new)} registered", event="registered")
-    job.accept(node)
+    job.accept(node, new)
     if job.roster.is_full:
         generations.plan(job)
 
 
 def _offer_place(job: JobState, node: int, new: Register) -> None:
     """A new worker while all ranks were given out: it waits until one is free, if it may."""
+    _forget_former_stream(job, new)
     reason = _spare_refusal(job, new)
     if reason is not None:
         job.refuse(node, reason, new)
         return
     job.door.strangers.pop(node, None)
     job.door.spares[node] = new
-    job.accept(node)
+    job.accept(node, new)
     job.log(f"{who(new)} registered, and waits for a rank that is free", event="spare_registered")
     if job.phase is Phase.RECOVERING:
         generations.fill(job)
+
+
+def _forget_former_stream(job: JobState, new: Register) -> None:
+    """A process that waits for a rank lost its stream, and is back before its end was noticed."""
+    spares = job.door.spares
+    for node in [node for node, one in spares.items() if one.incarnation == new.incarnation]:
+        del spares[node]
+        job.effects.append(Drop(node))
 
 
 def _spare_refusal(job: JobState, new: Register) -> str | None:

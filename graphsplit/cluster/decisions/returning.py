@@ -73,9 +73,9 @@ def _attach(job: JobState, worker: Worker, node: int, new: Register) -> None:
     job.roster.attach(worker, node)
     # In planned, what the others were told must stay true.
     kept = worker.registration.endpoints if job.phase is Phase.PLANNED else new.endpoints
-    worker.registration = replace(worker.registration, endpoints=kept, attempt=new.attempt)
+    worker.registration = replace(worker.registration, endpoints=kept)
     worker.last_seen = worker.last_change = job.now
     worker.is_lost = worker.is_leaving = False
     job.liveness.suspicion.withdraw_loss(worker.rank)
     job.log(f"worker {worker.rank} ({where(worker.registration)}) is back", event="returned")
-    job.accept(node)
+    job.accept(node, new)
