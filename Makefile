@@ -18,10 +18,11 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
 KILL_ARGS ?=
+MODEL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz kill-matrix network-matrix clean venv
+.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz model-check kill-matrix network-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -74,6 +75,10 @@ docs: $(STAMP) ## build the API reference as HTML under docs/_build
 fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ_ARGS="--frames N"
 	$(BIN)/python tests/fuzz/frame_fuzzer.py $(FUZZ_ARGS)
 	$(BIN)/python tests/fuzz/session_fuzzer.py
+
+# The tests explore all of one failure. MODEL_ARGS="--rules NAME --kinds kill,break --jobs N"
+model-check: $(STAMP) ## everything that three workers can do while two things go wrong
+	$(BIN)/python tests/cluster/membership_check.py $(MODEL_ARGS)
 
 # The tests run four of them. KILL_ARGS="--only PATTERN --jobs N"; rows that are there are kept.
 kill-matrix: $(STAMP) ## every process in every phase killed, stopped, or raising: 486 runs

@@ -33,6 +33,9 @@ MAX_TEXT_BYTES = 8 << 20
 # then a link is broken for good, and another generation will not mend it.
 MAX_UNEXPLAINED_RECOVERIES = 3
 
+# Processes that have ever been let in and are remembered, the latest ones.
+MAX_LIVES = 10_000
+
 # Seconds.
 FORMING_REPORT_INTERVAL_S = 10.0
 HEARTBEAT_INTERVAL_S = 1.0

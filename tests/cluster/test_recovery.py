@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from graphsplit.cluster.decisions import job_state
 from graphsplit.cluster.decisions.job_state import Phase
 from graphsplit.cluster.events import Connected, Disconnected, Received, Tick
 from graphsplit.cluster.image import JobImage
@@ -411,3 +412,50 @@ def test_connections_without_a_registration_are_forgotten(drive):
     scheduler.feed(Connected(5))
     scheduler.feed(Received(5, Ready(1)))
     assert "before it was registered" in scheduler.refused[5]
+
+
+def test_a_late_registration_does_not_count_after_its_worker_was_given_up(recovering, registration):
+    new = registration("2", incarnation="second life", attempt=2)
+    recovering.register(12, new)
+    recovering.feed(Disconnected(12))
+    recovering.pass_time(0.4)
+    recovering.register(13, replace(new, attempt=1))
+    assert "another stream since" in recovering.refused[13]
+
+
+def test_a_worker_that_waits_for_a_rank_may_lose_its_stream(drive, registration):
+    scheduler = drive(num_workers=3, recovery="wait_rejoin").form()
+    new = registration("2", incarnation="second life")
+    scheduler.register(12, new)
+    scheduler.register(13, replace(new, attempt=2))
+    assert (scheduler.refused, scheduler.dropped) == ({}, [12])
+    scheduler.feed(Disconnected(12))
+    scheduler.feed(Disconnected(2))
+    scheduler.pass_time(0.4)
+    offer(scheduler, 0, 1)
+    assert scheduler.last(13).peers[2].incarnation == "second life"
+
+
+def test_a_restored_scheduler_gives_a_vacant_rank_back_to_the_worker_that_had_it(
+    drive, registration
+):
+    first = drive(num_workers=3, recovery="wait_rejoin", keeps_journal=True).form()
+    first.feed(Disconnected(2))
+    first.pass_time(0.4)
+    second = drive(num_workers=3, recovery="wait_rejoin", keeps_journal=True)
+    second.state = SchedulerState.restored(second.rules, first.images[-1], 0.0)
+    second.register(12, registration("2", resume=Resume("ab" * 16, 1, 2)))
+    assert isinstance(second.last(12), Recovering)
+    second.register(10, registration("0", resume=Resume("ab" * 16, 1, 0)))
+    second.register(11, registration("1", resume=Resume("ab" * 16, 1, 1)))
+    offer(second, 10, 11, 12)
+    assert [second.last(node).rank for node in (10, 11, 12)] == [0, 1, 2]
+
+
+def test_lives_that_come_and_go_for_ever_take_no_memory(drive, registration, monkeypatch):
+    monkeypatch.setattr(job_state, "MAX_LIVES", 10)
+    scheduler = drive(num_workers=3, recovery="wait_rejoin").form()
+    for life in range(30):
+        scheduler.register(100 + life, registration("2", incarnation=f"life {life}"))
+        scheduler.feed(Disconnected(100 + life))
+    assert list(scheduler.state._job.door.attempts) == [f"life {life}" for life in range(20, 30)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from graphsplit.cluster.events import Effect, Exit, Log, Refuse, Send
-from graphsplit.cluster.limits import FORMING_REPORT_INTERVAL_S
+from graphsplit.cluster.limits import FORMING_REPORT_INTERVAL_S, MAX_LIVES
 from graphsplit.cluster.meetings import Dispute, Meeting
 from graphsplit.cluster.messages import Accepted, Peer, Register, SchedulerMessage
 from graphsplit.cluster.roster import Roster, Worker
@@ -39,8 +39,9 @@ class Door:
     Attributes:
         strangers: Nodes that have not registered yet, and since when they are there.
         spares: Who has registered, and waits for a rank that is free.
-        attempts: On which of its streams each life spoke last, of all that were ever let in. A late
-            registration on an earlier one must not count, whatever became of the worker since.
+        attempts: On which of its streams each life spoke last, of all that were ever let in, up to
+            ``MAX_LIVES``. A late registration on an earlier one must not count, whatever became of
+            the worker since.
         num_refused: How many were sent away.
     """
 
@@ -206,7 +207,10 @@ class JobState:
     def accept(self, node: int, new: Register) -> None:
         """Tell a process that its registration counts."""
         rules = self.rules
-        self.door.attempts[new.incarnation] = new.attempt
+        attempts = self.door.attempts
+        if new.incarnation not in attempts and len(attempts) >= MAX_LIVES:
+            del attempts[next(iter(attempts))]
+        attempts[new.incarnation] = new.attempt
         self.tell(node, Accepted(self.identity.job, rules.recovery, rules.keeps_journal))
 
     def refuse(self, node: int, reason: str, new: Register | None = None) -> None:

@@ -53,12 +53,14 @@ def resume(job: JobState, node: int, new: Register, stands: Resume) -> None:
 def _revived(job: JobState, new: Register, stands: Resume) -> Worker | None:
     """The worker that was given up and is back before another one took its rank."""
     former = job.recovery.former
-    lost = former.get(stands.rank)
-    if job.phase is not Phase.RECOVERING or lost is None:
+    if job.phase is not Phase.RECOVERING or stands.rank not in job.roster.vacant:
         return None
+    lost = former.get(stands.rank)
+    if lost is None:  # a scheduler that was away does not know who had this rank
+        lost = Worker(NO_NODE, replace(new, resume=None), last_seen=job.now, last_change=job.now)
     if lost.registration.incarnation != new.incarnation:
         return None
-    del former[stands.rank]
+    former.pop(stands.rank, None)
     job.liveness.absent.pop(new.incarnation, None)
     lost.node, lost.is_connected = NO_NODE, False
     job.roster.fill(lost, stands.rank)
