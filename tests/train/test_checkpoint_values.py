@@ -80,6 +80,14 @@ def test_an_encoder_notices_what_was_changed_in_place_and_types_that_compare_equ
         assert repr(encoder(other, {}, path="x")) == repr(encode(other, {}, path="x"))
 
 
+def test_an_encoder_tells_values_apart_that_have_the_same_bytes() -> None:
+    encoder = Encoder()
+    assert encoder([np.float64(0.0)], {}, path="x") == [0.0]
+    for other in (np.int64(0), np.zeros(1), bytes(8)):
+        with pytest.raises(StateError, match="x/0 is a"):
+            encoder([other], {}, path="x")
+
+
 def test_an_encoder_looks_at_tensors_anew() -> None:
     encoder = Encoder()
     for size in (1, 2):

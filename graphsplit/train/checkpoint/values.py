@@ -85,9 +85,21 @@ class Encoder:
         except ValueError:  # a tensor, or anything else that is no plain value
             return encode(value, tensors, path=path)
         known = self._known.get(path)
-        if known is None or known[0] != written:
-            known = self._known[path] = written, encode(value, tensors, path=path)
-        return known[1]
+        if known is not None and known[0] == written:
+            return known[1]
+        node = encode(value, tensors, path=path)
+        if _is_plain(value):  # NumPy's numbers and arrays are written as their bytes alone
+            self._known[path] = written, node
+        return node
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if kind is list or kind is tuple:
+        return all(map(_is_plain, value))
+    return kind is float or kind in _AS_THEY_ARE
 
 
 def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -> Any:
