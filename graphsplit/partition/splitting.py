@@ -8,7 +8,7 @@ layers wait, and that of its weight, for which only the optimizer waits::
     BACKWARD_WEIGHT   gradient of weight, of bias
 
 Which operations fall apart follows from the plan alone, so it is the same on all workers. Apart are
-operations that are worth it (``LEAST_WORK``) and whose weights are used
+operations that are worth it (``least_work``) and whose weights are used
 
 * nowhere else: then autograd's one term is the parameter's whole gradient, or
 * in other segments too, but here only by this operation, through a leaf of its own: then the term
@@ -28,9 +28,9 @@ from collections import Counter
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.partition.plan import BackwardSplit, PartitionPlan, WeightUse
 
-# Additions and multiplications below which computing apart costs more than waiting: the extra work
-# is some 60 microseconds, in which a core does a few millions.
-LEAST_WORK = 5_000_000
+# Additions and multiplications below which computing apart costs more than waiting. The extra work
+# is some 100 microseconds; these take a core about six times as long, convolutions being slower.
+_LEAST_WORK, _LEAST_CONVOLUTION = 20_000_000, 5_000_000
 
 _SPLITTING = (
     "aten.linear.",
@@ -96,7 +96,7 @@ class _Finder:
             if leaf is not None:
                 leaves[index] = leaf
         work = sum(work_of(node, self.nodes[node.reads[index]]) for index in leaves)
-        if work < LEAST_WORK or len(leaves) == len(node.reads):
+        if work < least_work(node.target) or len(leaves) == len(node.reads):
             return None
         return WeightUse(position, tuple(leaves), tuple(leaves.values()), work)
 
@@ -110,6 +110,11 @@ class _Finder:
             return -1 if self.num_uses[operand] == 1 else None
         is_only_use = len(contribution.uses) == 1 and operand not in self.seeded
         return contribution.index if is_only_use else None
+
+
+def least_work(target: str) -> int:
+    """The additions and multiplications from which on an operation's weight gradients may wait."""
+    return _LEAST_CONVOLUTION if target.startswith("aten.conv") else _LEAST_WORK
 
 
 def work_of(node: Node, weight: Node) -> int:

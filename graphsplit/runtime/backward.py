@@ -61,8 +61,9 @@ class BackwardBinder:
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
         made = frozenset(made_leaves(self._plan, instruction))
         is_microbatched = self._plan.is_microbatched
-        pending = self.pending.get(segment, [])
-        asking = [*parameters, ANCHOR] if segment in self.pending else parameters
+        is_apart = instruction.opcode is Opcode.BACKWARD_INPUT
+        pending = self.pending[segment] if is_apart else []
+        asking = [*parameters, ANCHOR] if is_apart else parameters
         seeds = [
             (index, self._plan.seeds[leaf])
             for index, leaf in enumerate(leaves)

@@ -144,11 +144,13 @@ def _costs(plan: PartitionPlan, measured: _Measured, leader: int) -> Costs:
     def of(opcode: Opcode) -> dict[int, float]:
         return {key[2]: s for key, s in seconds.items() if key[1] is opcode}
 
+    whole, first, second = map(of, (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT))
     return Costs(
         forward=of(Opcode.FORWARD),
         # Of a backward that was never run in two parts only the whole is known.
-        backward_input={**of(Opcode.BACKWARD), **of(Opcode.BACKWARD_INPUT)},
-        backward_weight=of(Opcode.BACKWARD_WEIGHT),
+        backward_input={**whole, **first},
+        backward_weight=second,
+        backward_whole={s: seconds for s, seconds in whole.items() if s in second},
         activations={s: n for m in measured.measured for s, n in m.activations.items()},
         links=links,
         optimizer={key[0]: s for key, s in seconds.items() if key[1] is Opcode.OPTIMIZER},

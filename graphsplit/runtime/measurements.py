@@ -119,8 +119,8 @@ def costs_to_text(costs: Costs) -> str:
     return json.dumps(content)
 
 
-_SECONDS = ("forward", "backward_input", "backward_weight", "optimizer", "send", "receive",
-            "between")  # fmt: skip
+_SECONDS = ("forward", "backward_input", "backward_weight", "backward_whole", "optimizer",
+            "send", "receive", "between")  # fmt: skip
 _MAPPINGS = (*_SECONDS, "activations")
 
 

@@ -95,7 +95,11 @@ class ProgramRunner:
         self._parts = parts
         self._plan = parts.plan
         self._nodes = parts.plan.placed.graph.nodes
-        self._code: dict[int, SegmentCode] = {}
+        self._code: dict[tuple[int, bool], SegmentCode] = {}
+        instructions = parts.program.instructions
+        self._apart = {  # microbatches of segments whose weight gradients are computed apart
+            (i.operand, i.microbatch) for i in instructions if i.opcode is Opcode.BACKWARD_WEIGHT
+        }
         self._input_index = {
             p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
         }
@@ -116,22 +120,20 @@ class ProgramRunner:
         )
         self._senders, self._receivers = self._ends.senders, self._ends.receivers
         self._backward = BackwardBinder(parts.plan, parts.state, parts.updater)
-        self._backward.pending = {
-            i.operand: [] for i in parts.program.instructions if i.opcode is Opcode.BACKWARD_WEIGHT
-        }
-        self._actions = [self._bind(i) for i in parts.program.instructions]
+        self._backward.pending = {segment: [] for segment, _ in self._apart}
+        self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
             self._actions[position] = freeing(self._actions[position], held)
-        for position in held_sends(parts.program.instructions, parts.plan):
-            sender = self._senders[parts.program.instructions[position].operand]
+        for position in held_sends(instructions, parts.plan):
+            sender = self._senders[instructions[position].operand]
             if type(sender).hold is not Sender.hold:
                 self._actions[position] = holding(sender, self._actions[position])
         self._announce_values()
         if hasattr(os, "sched_yield"):
-            for position in before_waiting_work(parts.program.instructions):
+            for position in before_waiting_work(instructions):
                 self._actions[position] = letting_others_first(self._actions[position])
         self._bound = self._actions
-        waits = [i.opcode is Opcode.RECEIVE for i in parts.program.instructions]
+        waits = [i.opcode is Opcode.RECEIVE for i in instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
         self.position = 0
         self.step = -1
@@ -315,7 +317,7 @@ class ProgramRunner:
         instruction = self._parts.program.instructions[self.position]
         lines = [f"{type(error).__name__}: {error}", f"  at {self.where()}"]
         location = self.location()
-        code = self._code.get(instruction.operand)
+        code = self._code.get(self._code_key(instruction))
         if instruction.opcode is Opcode.FORWARD and code is not None:
             node = code.failing_node(error)
             if node is not None:
@@ -337,7 +339,7 @@ class ProgramRunner:
     def _bind(self, instruction: Instruction) -> Action:
         opcode, operand = instruction.opcode, instruction.operand
         if opcode is Opcode.FORWARD:
-            return self._bind_forward(operand, instruction.microbatch)
+            return self._bind_forward(instruction)
         if opcode in _BACKWARD or opcode is Opcode.ACCUMULATE:
             return self._backward.bind(instruction)
         if opcode is Opcode.SEND:
@@ -346,13 +348,18 @@ class ProgramRunner:
             return self._bind_receive(self._plan.edges[operand], instruction.microbatch)
         return bind_update(opcode, self._parts.updater, self._parts.program.worker)
 
-    def _bind_forward(self, segment: int, microbatch: int) -> Action:
-        if segment not in self._code:
-            pending = self._backward.pending.get(segment)
-            self._code[segment] = build_code(
-                self._plan, segment, self._parts.compiler, pending=pending
-            )
-        run = self._code[segment].run
+    def _code_key(self, instruction: Instruction) -> tuple[int, bool]:
+        """A segment, and whether its weight gradients are computed apart."""
+        segment, microbatch = instruction.operand, instruction.microbatch
+        return segment, (segment, microbatch) in self._apart
+
+    def _bind_forward(self, instruction: Instruction) -> Action:
+        segment, microbatch = instruction.operand, instruction.microbatch
+        key = self._code_key(instruction)
+        if key not in self._code:
+            pending = self._backward.pending[segment] if key[1] else None
+            self._code[key] = build_code(self._plan, segment, self._parts.compiler, pending=pending)
+        run = self._code[key].run
         if self._changing and self._is_microbatched:
             run = run_with_copies(run, self._changing)
         io = self._plan.io[segment]

@@ -3,8 +3,9 @@
 Every rule is a list scheduling of the same computations: a worker that is free runs, of what is
 ready, what the rule prefers. The named policies are among them, played as ever; the others are
 played on a clock of the costs, split and not, with more and fewer microbatches under way. All are
-lowered and simulated, and the fastest of those that keep within the memory is taken: so ``auto`` is
-never worse, by the simulator, than a named policy.
+lowered and simulated. Of those that keep within the memory the fastest is taken, or one that needs
+less memory and is as good as equally fast: ``auto`` is never worse, by the simulator, than a named
+policy.
 
 Nothing is random, and ties go to the rule that was tried first: equal costs give equal orders on
 every worker.
@@ -12,7 +13,7 @@ every worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphsplit.errors import ScheduleError
@@ -21,7 +22,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import lower
 from graphsplit.schedule import gpipe, interleaved, one_forward_one_backward, zero_bubble
-from graphsplit.schedule.clock import Clock, CostClock, UnitClock
+from graphsplit.schedule.clock import CostClock
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.play import Rule, play
@@ -29,14 +30,20 @@ from graphsplit.schedule.simulate import simulate
 from graphsplit.schedule.warm_up import WarmUp
 
 Orders = tuple[Sequence[Instruction], ...]
-NAMED: Mapping[str, Rule] = {
+NAMED: Mapping[str, Callable[[PartitionPlan, int], Orders]] = {
+    "1f1b": one_forward_one_backward.one_forward_one_backward,
+    "zero_bubble": zero_bubble.zero_bubble,
+    "interleaved_1f1b": interleaved.interleaved_1f1b,
+    "gpipe": gpipe.gpipe,
+}
+_RULES: Mapping[str, Rule] = {
     "1f1b": one_forward_one_backward.RULE,
     "zero_bubble": zero_bubble.RULE,
     "interleaved_1f1b": interleaved.RULE,
-    "gpipe": gpipe.RULE,
 }
 _MANY = 200_000  # computations of a step beyond which only the named policies are tried
 _STEPS = 2  # simulated: the second begins as those in the middle of an epoch do
+_AS_GOOD = 1.005  # a step that takes this much longer saves memory at no price that could be seen
 
 
 @dataclass(frozen=True)
@@ -88,19 +95,13 @@ def choose(
     memory_limit: int | Mapping[int, int] | None = None,
 ) -> Choice:
     """As ``auto``, with what is known of the schedule that was chosen."""
-    found = tried(plan, num_microbatches, costs)
+    found = list(tried(plan, num_microbatches, costs))
     if isinstance(memory_limit, int):
         memory_limit = dict.fromkeys(range(plan.num_workers), memory_limit)
     limits = memory_limit or {}
-    best: Choice | None = None
-    least: Choice | None = None
-    for choice in found:
-        if choice.fits(limits) and (best is None or choice.step_s < best.step_s):
-            best = choice
-        if least is None or _excess(choice, limits) < _excess(least, limits):
-            least = choice
-    if best is None:
-        assert least is not None
+    fitting = [choice for choice in found if choice.fits(limits)]
+    if not fitting:
+        least = min(found, key=lambda choice: _excess(choice, limits))
         worker = max(limits, key=lambda w: least.peak_bytes[w] - limits[w])
         raise ScheduleError(
             f"no schedule keeps worker {worker} within {human_bytes(limits[worker])}: the one that "
@@ -109,7 +110,10 @@ def choose(
             f"  Fix: raise memory_limit, split the batch into more microbatches, or place some of "
             f"what worker {worker} runs elsewhere."
         )
-    return best
+    longest_s = min(choice.step_s for choice in fitting) * _AS_GOOD
+    longest_s = min([longest_s, *(c.step_s for c in fitting if c.name in NAMED)])
+    as_good = [choice for choice in fitting if choice.step_s <= longest_s]
+    return min(as_good, key=lambda choice: (max(choice.peak_bytes), choice.step_s))
 
 
 def tried(
@@ -118,8 +122,7 @@ def tried(
     """All schedules that ``auto`` chooses from, each different one once."""
     known = estimated_costs(plan) if costs is None else with_weights_apart(plan, costs)
     seen: set[tuple[tuple[Instruction, ...], ...]] = set()
-    for name, rule, clock in _candidates(plan, num_microbatches, known):
-        orders = play(plan, num_microbatches, rule, clock)
+    for name, orders in _candidates(plan, num_microbatches, known):
         key = tuple(map(tuple, orders))
         if key in seen:
             continue
@@ -138,18 +141,27 @@ def tried(
 
 def _candidates(
     plan: PartitionPlan, num_microbatches: int, costs: Costs
-) -> Iterator[tuple[str, Rule, Clock]]:
-    for name, rule in NAMED.items():
-        yield name, rule, UnitClock()
+) -> Iterator[tuple[str, Orders]]:
+    for name, policy in NAMED.items():
+        yield name, policy(plan, num_microbatches)
     if len(plan.segments) * num_microbatches > _MANY:
         return
     clock = CostClock.of(plan, costs)
+    for name, rule in _rules(plan, num_microbatches):
+        yield f"{name}, by costs", play(plan, num_microbatches, rule, clock)
+
+
+def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Rule]]:
     for more in (0, 1, 2, 4, -1, -num_microbatches):
-        if more < num_microbatches:
-            for name in ("1f1b", "zero_bubble", "interleaved_1f1b"):
-                rule = replace(NAMED[name], more=more)
-                yield f"{name}, by costs, {more:+} under way", rule, clock
-    yield "all under way, by costs", Rule(warm_up=WarmUp.NONE, splits=True), clock
+        if more >= num_microbatches:
+            continue
+        for name, rule in _RULES.items():
+            named, changed = f"{name}, {more:+} under way", replace(rule, more=more)
+            yield named, changed
+            if rule.splits and plan.splits and 0 <= more <= 2:
+                for ends in (n for n in (1, 2, 4) if 2 * n < num_microbatches):
+                    yield f"{named}, whole but {ends} at each end", replace(changed, ends=ends)
+    yield "all under way", Rule(warm_up=WarmUp.NONE, splits=True)
 
 
 def _excess(choice: Choice, limits: Mapping[int, int]) -> int:

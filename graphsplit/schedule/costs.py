@@ -61,6 +61,8 @@ class Costs:
         hosts: Who shares cores with whom; a worker that is not in it has a core for itself.
         num_threads: How many cores a computation keeps busy, at the most.
         source: Where these numbers come from, in words: ``"measured over 3 steps"``.
+        backward_whole: Seconds of a segment's backward in one piece, where they are known to be
+            other than those of its two parts.
     """
 
     forward: Mapping[int, float]
@@ -76,6 +78,7 @@ class Costs:
     hosts: tuple[Host, ...] = ()
     num_threads: int = 1
     source: str = ""
+    backward_whole: Mapping[int, float] = field(default_factory=dict)
 
     def seconds(self, instruction: Instruction, worker: int) -> float:
         """How long an instruction keeps its worker busy; 0 where that is not known."""
@@ -83,8 +86,8 @@ class Costs:
         if opcode is Opcode.FORWARD:
             return self.forward.get(operand, 0.0)
         if opcode is Opcode.BACKWARD:
-            weight = self.backward_weight.get(operand, 0.0)
-            return self.backward_input.get(operand, 0.0) + weight
+            parts = self.backward_input.get(operand, 0.0) + self.backward_weight.get(operand, 0.0)
+            return self.backward_whole.get(operand, parts)
         if opcode is Opcode.BACKWARD_INPUT:
             return self.backward_input.get(operand, 0.0)
         if opcode is Opcode.BACKWARD_WEIGHT:

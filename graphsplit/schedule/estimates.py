@@ -17,6 +17,7 @@ from graphsplit.schedule.memory import activation_bytes
 _WORK_PER_S = 3e10  # multiplications and additions of a core
 _BYTES_PER_S = 8e9  # that operations read and write
 _PER_OPERATION_S = 5e-6
+_APART_S = 100e-6  # what computing an operation's weight gradients apart takes in addition
 LINK = Link(latency_s=30e-6, bytes_per_s=2e9)
 
 
@@ -42,22 +43,30 @@ def estimated_costs(plan: PartitionPlan) -> Costs:
 
 
 def with_weights_apart(plan: PartitionPlan, costs: Costs) -> Costs:
-    """Say what the weight gradients that can be computed apart cost, where that is not known.
+    """Say what both parts of a backward cost, and the whole, wherever it can be run in two parts.
 
-    Their share of a backward that was measured as a whole is estimated.
+    What was not measured is estimated: the share of the weight gradients, and what it takes to
+    compute them apart. Where a few microbatches were all that was run in two parts, the whole is
+    known better: the parts take no less than it and that.
     """
-    backward_input, backward_weight = dict(costs.backward_input), dict(costs.backward_weight)
+    first, second = dict(costs.backward_input), dict(costs.backward_weight)
+    whole = dict(costs.backward_whole)
     nodes = plan.placed.graph.nodes
     for index, split in plan.splits.items():
-        if backward_weight.get(index, 0.0) > 0.0 or index not in backward_input:
+        if index not in first:
             continue
-        operations = (nodes[p] for p in plan.segments[index].nodes)
-        whole = sum(2 * _seconds(nodes, node) for node in operations if node.requires_grad)
-        share = sum(use.work for use in split.uses) / _WORK_PER_S / max(whole, 1e-9)
-        both = backward_input[index]
-        backward_weight[index] = both * min(share, 0.9)
-        backward_input[index] = both - backward_weight[index]
-    return replace(costs, backward_input=backward_input, backward_weight=backward_weight)
+        parts, apart = first[index] + second.get(index, 0.0), len(split.uses) * _APART_S
+        if second.get(index, 0.0) > 0.0:
+            share = second[index] / parts
+            whole.setdefault(index, max(parts - apart, 0.9 * parts))
+        else:
+            operations = (nodes[p] for p in plan.segments[index].nodes)
+            work = sum(2 * _seconds(nodes, node) for node in operations if node.requires_grad)
+            share = min(sum(u.work for u in split.uses) / _WORK_PER_S / max(work, 1e-9), 0.9)
+            whole.setdefault(index, parts)
+        both = max(parts, whole[index] + min(apart, 0.1 * whole[index]))
+        first[index], second[index] = both * (1 - share), both * share
+    return replace(costs, backward_input=first, backward_weight=second, backward_whole=whole)
 
 
 def _seconds(nodes: tuple[Node, ...], node: Node) -> float:

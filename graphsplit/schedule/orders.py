@@ -6,7 +6,9 @@ for ``schedule.verify`` to prove. What comes from the worker itself must have be
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
@@ -71,11 +73,18 @@ def _split(plan: PartitionPlan, orders: Iterable[Iterable[Instruction]]) -> set[
     return found
 
 
+def _parts(tasks: Tasks, instruction: Instruction) -> tuple[Instruction, ...]:
+    """A whole backward is both its parts, where that of other microbatches is split."""
+    if instruction.opcode is not Opcode.BACKWARD or instruction.operand not in tasks.split:
+        return (instruction,)
+    return tuple(replace(instruction, opcode=part) for part in _PARTS)
+
+
 def _check_order(
     tasks: Tasks, worker: int, order: Sequence[Instruction], expected: set[Instruction]
 ) -> None:
     done: set[Instruction] = set()
-    for instruction in order:
+    for instruction in itertools.chain.from_iterable(_parts(tasks, i) for i in order):
         task = (instruction.opcode, instruction.operand)
         if instruction in done:
             raise ScheduleError(f"worker {worker} runs '{instruction}' twice")

@@ -37,6 +37,8 @@ class Rule:
         warm_up: How much may be under way before backward must catch up: more would not keep
             anybody busy, but hold memory.
         splits: Whether the backward of segments that can be split runs in two parts.
+        ends: Of how many microbatches at the begin of a step, and of how many at its end, it does
+            so; None: of all. Between them nobody waits for long, and a whole backward is quicker.
         in_groups: Whether microbatches go in groups of as many as there are workers, one level
             after the other, so that a worker of several levels begins with all of them early.
         more: How many more than ``warm_up`` says may be under way; fewer if negative.
@@ -46,6 +48,7 @@ class Rule:
     backward_first: bool = False
     warm_up: WarmUp = WarmUp.BY_LEVEL
     splits: bool = False
+    ends: int | None = None
     in_groups: bool = False
     more: int = 0
 
@@ -74,6 +77,9 @@ class _Play:
         self.rule = rule
         self.clock = clock
         self.num_microbatches = num_microbatches
+        self.now: float = 0
+        ends = num_microbatches if rule.ends is None else rule.ends
+        self.whole = range(ends, num_microbatches - ends)  # microbatches with a whole backward
         self.tasks = Tasks(plan, plan.splits if rule.splits else ())
         self.followers = self.tasks.followers()
         self.worker_of = {task: self.tasks.worker_of(task) for task in self.tasks.waits}
@@ -111,22 +117,21 @@ class _Play:
             if number == 0:
                 self._push(instruction)
         events, busy = self.events, set[int]()
-        now: float = 0
         while True:
             while self.stirred:
                 worker = self.stirred.popleft()
-                if worker not in busy and self._start(worker, now):
+                if worker not in busy and self._start(worker):
                     busy.add(worker)
             if events:
-                now = events[0][0]
-                while events and events[0][0] == now:
+                self.now = events[0][0]
+                while events and events[0][0] == self.now:
                     _, worker, kind, _, instruction = heapq.heappop(events)
                     if kind == _THERE:
                         self._arrive(instruction)
                         continue
                     busy.remove(worker)
                     self.stirred.append(worker)
-                    self._finish(worker, instruction, now)
+                    self._finish(worker, instruction)
             elif any(self.forward):
                 self._allow_one_more()
             else:
@@ -138,6 +143,9 @@ class _Play:
         if instruction.opcode is Opcode.FORWARD:
             ready = self.forward
         elif instruction.opcode is Opcode.BACKWARD_WEIGHT:
+            if instruction.microbatch in self.whole:  # it was a part of the backward
+                self._finish(worker, instruction)
+                return
             ready = self.fillers
         heapq.heappush(ready[worker], (*self._place(instruction), instruction))
         self.stirred.append(worker)
@@ -155,18 +163,31 @@ class _Play:
     def _note(self, when: float, worker: int, kind: int, instruction: Instruction) -> None:
         heapq.heappush(self.events, (when, worker, kind, next(self.numbers), instruction))
 
-    def _start(self, worker: int, now: float) -> bool:
+    def _start(self, worker: int) -> bool:
         ready = self._preferred(worker)
         if not ready:
             return False
+        if self._has_earlier_weights(ready[0][-1]):
+            ready = self.fillers[worker]
         instruction = heapq.heappop(ready)[-1]
-        self.orders[worker].append(instruction)
+        as_run = instruction
+        if instruction.opcode is Opcode.BACKWARD_INPUT and instruction.microbatch in self.whole:
+            as_run = Instruction(Opcode.BACKWARD, instruction.operand, instruction.microbatch)
+        self.orders[worker].append(as_run)
         self.begun[worker] = max(self.begun[worker], instruction.microbatch + 1)
         if instruction.opcode is Opcode.FORWARD:
             self.open[worker] += self.tasks.backward(instruction.operand) in self.worker_of
-        seconds = self.clock.seconds(instruction, worker)
-        self._note(now + seconds, worker, _DONE, instruction)
+        seconds = self.clock.seconds(as_run, worker)
+        self._note(self.now + seconds, worker, _DONE, instruction)
         return True
+
+    def _has_earlier_weights(self, instruction: Instruction) -> bool:
+        """Whether a backward must be run whole, and weight gradients of the one before wait."""
+        if instruction.opcode is not Opcode.BACKWARD_INPUT:
+            return False
+        operand, microbatch = instruction.operand, instruction.microbatch
+        later = Instruction(Opcode.BACKWARD_WEIGHT, operand, microbatch)
+        return microbatch in self.whole and self.missing[later] > 1
 
     def _preferred(self, worker: int) -> list[_Ready]:
         """Where to take the next computation of a worker from; empty if it has to wait."""
@@ -198,7 +219,7 @@ class _Play:
         self.limits[behind[1]] += 1
         self.stirred.append(behind[1])
 
-    def _finish(self, worker: int, instruction: Instruction, now: float) -> None:
+    def _finish(self, worker: int, instruction: Instruction) -> None:
         opcode, microbatch = instruction.opcode, instruction.microbatch
         self.left[worker][microbatch] -= 1
         self.left_urgent[worker][microbatch] -= opcode is not Opcode.BACKWARD_WEIGHT
@@ -213,7 +234,7 @@ class _Play:
             if destination != worker:
                 delay = self.clock.delay(instruction, worker, destination)
             if delay:
-                self._note(now + delay, destination, _THERE, later)
+                self._note(self.now + delay, destination, _THERE, later)
             else:
                 self._arrive(later)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +27,8 @@ from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.step_state import StepState
+from graphsplit.schedule import zero_bubble
+from graphsplit.schedule.play import play
 from graphsplit.schedule.policies import POLICIES
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
@@ -77,9 +81,33 @@ def test_everything_wherever_placed(schedule: str) -> None:
     )
 
 
+def whole_in_the_middle(plan: PartitionPlan, number: int) -> Sequence[Sequence[Instruction]]:
+    """Of one microbatch at each end backward runs in two parts."""
+    return play(plan, number, replace(zero_bubble.RULE, ends=1))
+
+
+def test_lenet_with_backwards_whole_and_in_parts() -> None:
+    cluster = lenet(4, whole_in_the_middle)
+    planned = cluster.latest(Mode.TRAIN)
+    assert planned is not None
+    kinds = Counter(i.opcode for p in planned.programs for i in p.instructions)
+    assert kinds[Opcode.BACKWARD_WEIGHT] == 4 * 2
+    assert kinds[Opcode.BACKWARD] == 4 * 2 + 4  # that of the first layer is never split
+
+
+def test_everything_with_backwards_whole_and_in_parts() -> None:
+    assert_same_wherever_placed(
+        Everything,
+        batches_of(10, 6, 6),
+        microbatches=4,
+        placements=range(1, 4),
+        schedule=whole_in_the_middle,
+    )
+
+
 @pytest.mark.parametrize("owner", [0, 3])
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble"])
-def test_tied_weights(schedule: str, owner: int) -> None:
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble", whole_in_the_middle])
+def test_tied_weights(schedule: Any, owner: int) -> None:
     """The head's gradient is sent to, or added by, the owner once it is computed."""
     assert_same_bits(
         Tied,
@@ -138,8 +166,10 @@ def ids_and_targets(rows: int, num: int = 2) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_many_kinds_of_operations(microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("microbatches", "schedule"), [(1, "zero_bubble"), (3, "zero_bubble"), (3, whole_in_the_middle)]
+)
+def test_many_kinds_of_operations(microbatches: int, schedule: Any) -> None:
     for ranks in ((0, 1, 1, 1, 1, 1), (1, 0, 1, 0, 1, 0), (0, 0, 1, 1, 2, 2)):
         names = ("embedding", "conv", "turned", "grouped", "linear", "plain")
         assert_same_bits(
@@ -150,7 +180,7 @@ def test_many_kinds_of_operations(microbatches: int) -> None:
             place=placed(**dict(zip(names, ranks, strict=True)), twice=2),
             make_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.01),
             microbatches=microbatches,
-            schedule="zero_bubble",
+            schedule=schedule,
         )
 
 

@@ -19,11 +19,13 @@ from graphsplit.partition.splitting import with_splits
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import lower
+from graphsplit.schedule import zero_bubble
 from graphsplit.schedule.auto import NAMED, auto, choose, tried
 from graphsplit.schedule.costs import Costs, Link
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.orders import check_orders
+from graphsplit.schedule.play import play
 from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
 from graphsplit.schedule.simulate import simulate
 from graphsplit.schedule.verify import verify_programs
@@ -109,6 +111,33 @@ def proven(plan: PartitionPlan, orders: Sequence[Sequence[Instruction]], number:
     verify_programs(plan, programs, depths=channel_depths(programs))
 
 
+def test_backward_in_the_middle_of_a_step_can_be_whole() -> None:
+    plan = chain(0, 1)
+    orders = play(plan, 6, replace(zero_bubble.RULE, ends=1))
+    assert " ".join(_LETTERS[i.opcode] + str(i.microbatch) for i in orders[1]) == (
+        "F0 I0 F1 W0 B1 F2 B2 F3 B3 F4 B4 F5 I5 W5"
+    )
+    proven(plan, orders, 6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    placed=placed_graphs(),
+    number=st.sampled_from([2, 3, 5, 8]),
+    ends=st.integers(0, 3),
+    more=st.integers(0, 2),
+)
+def test_any_graph_is_scheduled_with_backwards_whole_and_in_parts(
+    placed: PlacedGraph, number: int, ends: int, more: int
+) -> None:
+    plan = split_wherever_possible(partition(placed, is_microbatched=True))
+    orders = play(plan, number, replace(zero_bubble.RULE, ends=ends, more=more))
+    proven(plan, orders, number)
+    parts = [i for order in orders for i in order if i.opcode is Opcode.BACKWARD_INPUT]
+    microbatches = set(range(number)) - set(range(ends, number - ends))
+    assert {i.microbatch for i in parts} == (microbatches if plan.splits else set())
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     placed=placed_graphs(),
@@ -182,6 +211,61 @@ def test_auto_is_faster_than_every_named_policy_where_messages_are_slow() -> Non
     found = {choice.name: choice.step_s for choice in tried(plan, 12, costs)}
     named = [seconds for name, seconds in found.items() if name in ("1f1b", "zero_bubble")]
     assert min(found.values()) < 0.9 * min(named)
+
+
+def test_auto_holds_no_memory_for_nothing() -> None:
+    plan = chain(0, 1)
+    plan = replace(plan, splits={1: plan.splits[1]})
+    costs = costs_of(plan, (1.0, 1.0, 0.0, 0.0))
+    parts = {1: 1.0}
+    costs = replace(costs, backward_input={0: 2.0, **parts}, backward_weight=parts, links={})
+    found = list(tried(plan, 32, costs))
+    fastest = min(choice.step_s for choice in found)
+    quick = [choice for choice in found if choice.step_s < 1.005 * fastest]
+    chosen = choose(plan, 32, costs)
+    assert max(chosen.peak_bytes) < 2500
+    assert max(max(choice.peak_bytes) for choice in quick) > 6000
+    assert chosen.step_s < 1.005 * fastest
+
+
+def test_auto_runs_backward_whole_where_parts_take_longer_and_nobody_waits() -> None:
+    plan = chain(0, 1)
+    plan = replace(plan, splits={1: plan.splits[1]})
+    costs = replace(
+        costs_of(plan, (1.0, 1.0, 0.0, 0.0)),
+        backward_input={0: 2.0, 1: 1.1},
+        backward_weight={1: 1.1},
+        backward_whole={1: 2.0},
+        links={},
+    )
+    chosen = choose(plan, 32, costs)
+    kinds = Counter(i.opcode for i in chosen.orders[1])
+    assert 0 < kinds[Opcode.BACKWARD_INPUT] <= 8
+    assert kinds[Opcode.BACKWARD] + kinds[Opcode.BACKWARD_INPUT] == 32
+    free = {1: 1.0}
+    costs = replace(costs, backward_input={0: 2.0, **free}, backward_weight=free)
+    chosen = choose(plan, 32, costs)
+    assert Counter(i.opcode for i in chosen.orders[1])[Opcode.BACKWARD_INPUT] == 32
+
+
+def test_a_whole_backward_beside_its_parts_is_refused() -> None:
+    plan = chain(0, 1)
+    given = [list(order) for order in POLICIES["zero_bubble"](plan, 2)]
+    given[1].append(Instruction(Opcode.BACKWARD, 1, 1))
+    with pytest.raises(ScheduleError, match="worker 1 runs 'BACKWARD_INPUT mb1 seg1' twice"):
+        check_orders(plan, given, 2)
+
+
+def test_a_whole_backward_before_weight_gradients_of_an_earlier_microbatch_is_refused() -> None:
+    plan = chain(0, 1)
+    parts = (Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+    given = [list(order) for order in POLICIES["zero_bubble"](plan, 2)]
+    given[1] = [i for i in given[1] if i.opcode not in parts or i.microbatch == 0]
+    weight = next(i for i in given[1] if i.opcode is Opcode.BACKWARD_WEIGHT)
+    given[1].remove(weight)
+    given[1] += [Instruction(Opcode.BACKWARD, 1, 1), weight]
+    with pytest.raises(ScheduleError, match="'BACKWARD_WEIGHT mb1 seg1' before 'BACKWARD_WEIGHT"):
+        check_orders(plan, given, 2)
 
 
 def test_equal_plans_and_costs_give_equal_orders() -> None:
