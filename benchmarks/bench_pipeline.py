@@ -1,11 +1,14 @@
 """A step of a GPT-like model on two workers, against torch.distributed.pipelining on Gloo.
 
-    python benchmarks/bench_pipeline.py [--rounds 5] [--microbatches 4 8 32]
+    python benchmarks/bench_pipeline.py [--rounds 5] [--launches 3] [--microbatches 4 8 32]
         [--schedule 1f1b zero_bubble auto] [--json FILE]
 
 8 blocks of width 256, 128 tokens, 32 rows, SGD with momentum; four blocks on each worker. The same
 two processes hold both models, made from one seed, and train them on the same batches in turn.
 After the last round every parameter and its gradient are compared byte by byte, and the loss.
+
+Where memory comes to lie differs from launch to launch, and with it the time of the same matrix
+products, on either side: by several percent. So rounds of several launches are put together.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from common import Row, compared, environment, equal_conditions, parser, write
+from common import Row, Samples, compared, environment, equal_conditions, parser, write
 from common_cluster import (
+    Report,
     agreed,
     breakdown,
     breakdowns,
@@ -140,21 +145,44 @@ def work(arguments: argparse.Namespace) -> None:
     report({"turns": turns, "bits": same, "breakdown": breakdown(model, batches)})
 
 
+def joined(samples: Sequence[Samples]) -> Samples:
+    """The rounds of all launches."""
+    return Samples(
+        [seconds for one in samples for seconds in one.seconds],
+        [faults for one in samples for faults in one.faults],
+    )
+
+
+def by_launch(launches: Sequence[Sequence[Report]]) -> str:
+    """The ratio of every launch by itself."""
+    ratios = [
+        slowest(reports, "graphsplit").median_s / slowest(reports, "torch 1F1B").median_s
+        for reports in launches
+    ]
+    return "launch by launch: " + ", ".join(f"{ratio:.3f}" for ratio in ratios)
+
+
 def rows(arguments: argparse.Namespace) -> list[Row]:
     """One row for each number of microbatches and schedule."""
     found = []
     for number, schedule in itertools.product(arguments.microbatches, arguments.schedule):
         options = ["--rounds", str(arguments.rounds), "--microbatches", str(number)]
-        options += ["--schedule", schedule, "--port", str(free_port())]
-        reports = launch(os.path.abspath(__file__), 2, options)
+        options += ["--schedule", schedule]
+        launches = [
+            launch(os.path.abspath(__file__), 2, [*options, "--port", str(free_port())])
+            for _ in range(arguments.launches)
+        ]
         found.append(
             compared(
                 f"GPT-like, 8 blocks, 2 workers, {number} microbatches, {schedule}",
-                ("graphsplit", slowest(reports, "graphsplit")),
-                ("torch 1F1B", slowest(reports, "torch 1F1B")),
+                *(
+                    (side, joined([slowest(reports, side) for reports in launches]))
+                    for side in ("graphsplit", "torch 1F1B")
+                ),
                 reach=REACH.get(number) if schedule == "auto" else None,
-                bits=agreed([report["bits"] for report in reports]),
-                breakdown=breakdowns(reports),
+                bits=agreed([report["bits"] for reports in launches for report in reports]),
+                breakdown=breakdowns(launches[-1]),
+                notes=by_launch(launches),
             )
         )
     return found
@@ -163,6 +191,7 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
 def main() -> None:
     """Read the command line."""
     made_parser = parser(__doc__)
+    made_parser.add_argument("--launches", type=int, default=3)
     made_parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 32])
     made_parser.add_argument("--schedule", nargs="+", default=["1f1b", "zero_bubble", "auto"])
     made_parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

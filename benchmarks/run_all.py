@@ -22,8 +22,8 @@ DEFAULT = HERE / "results" / "local" / "all.json"
 # In the order of the table; those below the line have figures of their own kind.
 TABLE = (
     *("bench_pipeline", "bench_towers", "bench_skips", "bench_lenet_step", "bench_one_worker"),
-    *("bench_hop", "bench_ring", "bench_peak_memory", "bench_planning", "bench_prediction"),
-    *("bench_startup", "bench_memory"),
+    *("bench_hop", "bench_ring", "bench_transports", "bench_peak_memory", "bench_planning"),
+    *("bench_prediction", "bench_startup", "bench_memory"),
 )
 NO_ROUNDS = ("bench_memory",)
 # Growth with size, and memory, hardly differ from round to round, and take their time.
