@@ -2,6 +2,7 @@
 
     python benchmarks/run_all.py [--rounds 5] [--only NAME ...] [--json FILE] [--notes TEXT]
 
+The file is written after each of them, so that a run that is stopped keeps what it found.
 Each is also a script of its own. `python benchmarks/compare.py A.json B.json` compares two files.
 """
 
@@ -54,18 +55,18 @@ def main() -> None:
     content = environment() | {"rounds": arguments.rounds, "notes": arguments.notes}
     rows: list[Any] = []
     others: dict[str, Any] = {}  # what they wrote besides, in forms of their own
-    failed = []
+    failed: list[str] = []
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
             found = run(name, arguments.rounds, Path(folder))
             if found is None:
                 failed.append(name)
-                continue
-            rows += [{"benchmark": name, **row} for row in found.pop("rows", ())]
-            others[name] = {key: value for key, value in found.items() if key not in content}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**content, "rows": rows, "others": others, "failed": failed}, indent=1)
-    path.write_text(text + "\n")
+            else:
+                rows += [{"benchmark": name, **row} for row in found.pop("rows", ())]
+                others[name] = {key: value for key, value in found.items() if key not in content}
+            whole = {**content, "rows": rows, "others": others, "failed": failed}
+            path.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{len(rows)} rows in {path}" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
     raise SystemExit(bool(failed))
 
