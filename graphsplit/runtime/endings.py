@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from graphsplit import logs
-from graphsplit.cluster.identity import failure_of
+from graphsplit.cluster.identity import bounded, failure_of
 from graphsplit.cluster.rules import EX_TEMPFAIL
 from graphsplit.errors import JobFailedError
 from graphsplit.frames import line_of, users_traceback, without_own_frames
@@ -59,12 +59,15 @@ class LastWords:
         if job is not None:
             job.is_ending = True
         cause = self._cause(error)
-        if self._previous is not sys.__excepthook__ and not isinstance(error, JobFailedError):
+        first = self._told_elsewhere(cause)
+        if first is not None:
+            tell_echo(job, first)
+        elif self._previous is not sys.__excepthook__ and not isinstance(error, JobFailedError):
             self._previous(kind, error, trace)
         else:
             self._tell(error, cause)
         sys.stderr.flush()
-        if cause is not None:
+        if cause is not None and first is None:
             write_report(os.environ, cause)
         if job is not None and not job.is_closed:
             if cause is not None:
@@ -75,6 +78,17 @@ class LastWords:
         if self.job is not None:
             return self.job.member.failure_of(error)
         return failure_of(error, rank=-1, host="", pid=0, position="")
+
+    def _told_elsewhere(self, cause: FailureCause | None) -> FailureCause | None:
+        """The root cause, if it is the very same error of another worker, which was first.
+
+        What is wrong with a script is wrong on every worker, and several may find it at once.
+        """
+        first = self.job.abort.cause if self.job is not None else None
+        if cause is None or first is None or self.job is None or first.rank == self.job.rank:
+            return None
+        mine = bounded(cause)
+        return first if (first.kind, first.message) == (mine.kind, mine.message) else None
 
     def _tell(self, error: BaseException, cause: FailureCause | None) -> None:
         if isinstance(error, JobFailedError):

@@ -1,0 +1,72 @@
+"""What a worker prints when an error leaves its script, and another worker had the same one."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphsplit.cluster.identity import failure_of
+from graphsplit.root_cause import FailureCause
+from graphsplit.runtime.endings import LastWords
+
+
+def cause_of(error: BaseException, rank: int) -> FailureCause:
+    cause = failure_of(error, rank=rank, host="h", pid=10 + rank, position="before step 0")
+    assert cause is not None
+    return cause
+
+
+def told(
+    error: Exception, first: FailureCause | None, capsys: pytest.CaptureFixture[str]
+) -> tuple[str, list[FailureCause]]:
+    """What worker 1 prints and reports, where the job has ended because of ``first``."""
+    reported: list[FailureCause] = []
+    member = SimpleNamespace(
+        failure_of=lambda found: cause_of(found, 1), report_failure=reported.append
+    )
+    job: Any = SimpleNamespace(
+        rank=1,
+        member=member,
+        abort=SimpleNamespace(cause=first),
+        is_closed=False,
+        close=lambda: None,
+    )
+    words = LastWords(sys.__excepthook__)
+    words.job = job
+    try:
+        raise error
+    except Exception as raised:
+        words(type(raised), raised, raised.__traceback__)
+    return capsys.readouterr().err, reported
+
+
+def test_the_same_error_of_two_workers_is_told_whole_once(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("ERROR", logger="graphsplit"):
+        text, reported = told(ValueError("bad"), cause_of(ValueError("bad"), 0), capsys)
+    assert "Traceback" not in text
+    said = text + caplog.text  # pytest may catch it before it is printed
+    assert "worker 1 ended because worker 0" in said
+    assert "ValueError: bad" in said
+    assert [cause.rank for cause in reported] == [1]
+
+
+@pytest.mark.parametrize("first", [None, ValueError("worse"), KeyError("bad")])
+def test_an_error_of_its_own_is_told_whole(
+    first: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cause = None if first is None else cause_of(first, 0)
+    text, _ = told(ValueError("bad"), cause, capsys)
+    assert text.count("Traceback (most recent call last)") == 1
+    assert "ValueError: bad" in text
+
+
+def test_its_own_error_that_ended_the_job_is_told_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, _ = told(ValueError("bad"), cause_of(ValueError("bad"), 1), capsys)
+    assert "Traceback (most recent call last)" in text
