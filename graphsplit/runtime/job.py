@@ -205,7 +205,6 @@ class Job:
         """
         if self.abort.cause is None:
             self._report_own(error)
-            self.member.await_verdict()
         verdict = self.abort.cause
         if verdict is None or (not self.abort.recovers and self.member.is_own(verdict)):
             return None
@@ -213,10 +212,14 @@ class Job:
         return self.abort.error()
 
     def _report_own(self, error: BaseException) -> None:
-        """What the script itself did wrong ends the job, even one that recovers."""
+        """What the script itself did wrong ends the job, even one that recovers.
+
+        Others may have found the same at once: whose error ended the job, the verdict says.
+        """
         cause = self.member.failure_of(error)
         if cause is not None:
             self.member.report_failure(cause)
+            self.member.await_verdict()
 
     def interrupt_main_thread(self) -> None:
         """Called by another thread when the job ends: the main thread may be in user code."""
