@@ -1,11 +1,14 @@
 """Where ``graphsplit run`` keeps the token of a job that it has started, for ``graphsplit status``.
 
-A file of this user's own, in a folder of this user's own, which goes when the job does.
+A file of this user's own, in a folder of this user's own, which goes when the job does. The
+launcher holds a lock on it: what a killed launcher left is nobody's token, though another job has
+its port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
@@ -53,45 +56,72 @@ def kept_token(variables: Mapping[str, str], host: str, port: int) -> Iterator[N
         port: Its port.
     """
     token, path = variables.get("GS_JOB_TOKEN", ""), _path(host, port)
-    if not token or not _write(path, token):
+    number = _write(path, token) if token else None
+    if number is None:
         yield
         return
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # tokens of other jobs may be in it
-            path.parent.rmdir()
+        _take_away(path, number)
 
 
-def _write(path: Path, token: str) -> bool:
-    """Whether the token could be kept. Where not, ``graphsplit status`` must be given it."""
+def _write(path: Path, token: str) -> int | None:
+    """The locked file that has the token; None where ``graphsplit status`` must be given it."""
     for _ in range(_TRIES):
         try:
             return _try_to_write(path, token)
         except (FileNotFoundError, FileExistsError):
             continue  # another job was the last one there, and took the folder with it
         except OSError:
-            return False
+            return None
+    return None
+
+
+def _try_to_write(path: Path, token: str) -> int | None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(path.parent):
+        return None
+    path.unlink(missing_ok=True)  # of a launcher that was killed
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        os.write(number, token.encode())
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _take_away(path: Path, number: int) -> None:
+    """Remove a job's token, unless another job has put its own in its place by now."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(number), path.lstat()):
+            path.unlink()
+    os.close(number)
+    with contextlib.suppress(OSError):  # tokens of other jobs may be in it
+        path.parent.rmdir()
+
+
+def _is_held(path: Path) -> bool:
+    """Whether the launcher that wrote a token still runs: its lock goes when it does.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
-def _try_to_write(path: Path, token: str) -> bool:
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(path.parent):
-        return False
-    path.unlink(missing_ok=True)  # of a launcher that was killed
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(number, "w") as file:
-        file.write(token)
-    return True
-
-
 def find_token(host: str, port: int) -> str:
-    """The token of a job that this user has started at this address; empty if there is none."""
+    """The token of a job that this user's launcher runs at this address; empty if there is none."""
     path = _path(host, port)
     try:
-        if not _is_private(path.parent):
+        if not _is_private(path.parent) or not _is_held(path):
             return ""
         return read_private_file("GS_JOB_TOKEN_FILE", str(path)).decode("ascii", errors="replace")
     except (ConfigurationError, OSError):

@@ -161,13 +161,14 @@ def test_under_tls_any_certificate_of_the_job_may_ask_and_no_other(start_cluster
     finish(cluster, cluster.join_all("0"))
 
 
-def test_the_command_prints_a_table_or_an_object(start_cluster, monkeypatch):
+def test_the_command_prints_a_table_or_an_object(start_cluster, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # no job of another test lends its token
     for name in ("GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
     cluster = start_cluster(1)
     address = f"127.0.0.1:{cluster.port}"
     shown = CliRunner().invoke(main, ["status", address])
-    assert shown.exit_code == 0
+    assert shown.exit_code == 0, shown.output
     assert "forming, generation 1, 0 of 1 workers" in shown.output
     monkeypatch.setenv("MS_SCHED_PORT", str(cluster.port))
     shown = CliRunner().invoke(main, ["status", "--json"])

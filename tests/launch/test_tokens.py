@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,11 +55,40 @@ def test_jobs_that_come_and_go_find_their_tokens(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_what_a_killed_launcher_left_is_replaced(folder: Path) -> None:
+def test_what_a_killed_launcher_left_is_nobodys_and_is_replaced(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     (folder / "127.0.0.1_8118.token").write_text("old")
+    (folder / "127.0.0.1_8118.token").chmod(0o600)
+    assert find_token("127.0.0.1", 8118) == ""
     with kept_token(TOKEN, "127.0.0.1", 8118):
         assert find_token("127.0.0.1", 8118) == TOKEN["GS_JOB_TOKEN"]
+
+
+def test_a_launcher_that_is_killed_takes_its_token_with_it(folder: Path) -> None:
+    text = (
+        "import sys\nfrom graphsplit.cli.tokens import kept_token\n"
+        f"with kept_token({TOKEN!r}, '127.0.0.1', 8118):\n"
+        "    print('kept', flush=True)\n    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"kept\n"
+        assert find_token("127.0.0.1", 8118) == TOKEN["GS_JOB_TOKEN"]
+        launcher.kill()
+        launcher.wait(60)
+    assert [path.name for path in folder.iterdir()] == ["127.0.0.1_8118.token"]
+    assert find_token("127.0.0.1", 8118) == ""
+
+
+def test_a_job_that_ends_leaves_the_token_of_the_next_at_its_port(folder: Path) -> None:
+    following = {"GS_JOB_TOKEN": "the token of the job after it"}
+    with contextlib.ExitStack() as next_job:
+        with kept_token(TOKEN, "127.0.0.1", 8118):
+            next_job.enter_context(kept_token(following, "127.0.0.1", 8118))
+        assert find_token("127.0.0.1", 8118) == following["GS_JOB_TOKEN"]
+    assert not folder.exists()
 
 
 def test_a_folder_that_others_can_read_is_not_used(folder: Path) -> None:
