@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
+import pytest
+
+from graphsplit.cli import environment
 from graphsplit.cli.environment import find_free_port, job_children
 
 
@@ -28,7 +32,38 @@ def test_what_the_user_set_is_kept_but_not_a_rank_for_everybody() -> None:
     assert "MS_NODE_ID" not in scheduler.variables
 
 
-def test_a_free_port_can_be_bound() -> None:
+def test_a_free_port_can_be_bound_and_is_given_to_nobody_else() -> None:
     port = find_free_port("127.0.0.1")
-    with socket.socket() as taken:
+    with socket.socket() as taken, socket.socket() as any_port:
         taken.bind(("127.0.0.1", port))
+        any_port.bind(("127.0.0.1", 0))
+        low, high = environment._given_ports()
+        assert low <= any_port.getsockname()[1] <= high
+        assert not low <= port <= high
+
+
+def test_any_port_is_taken_where_all_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", find_free_port("127.0.0.1")))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(environment, "_FIRST_PORT", port)
+        monkeypatch.setattr(environment, "_given_ports", lambda: (port + 1, 65_535))
+        assert find_free_port("127.0.0.1") not in (0, port)
+    monkeypatch.setattr(environment, "_given_ports", lambda: (1, 65_535))
+    assert find_free_port("127.0.0.1") > 0
+
+
+@pytest.mark.parametrize("text", [None, "", "32768", "a b"])
+def test_a_system_that_does_not_tell_its_ports(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "range"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(environment, "_GIVEN_PORTS", path)
+    assert environment._given_ports() == (32_768, 65_535)
+
+
+def test_a_host_that_is_not_this_one_is_said() -> None:
+    with pytest.raises(OSError):
+        find_free_port("192.0.2.1")
