@@ -31,7 +31,7 @@ from graphsplit.cluster.messages import (
     WorkerMessage,
 )
 from graphsplit.cluster.rpc import METHOD, PURPOSE, SERVICE, channel_options, format_address
-from graphsplit.security.grpc_ports import is_refused_by_tls, open_channel
+from graphsplit.security.grpc_ports import first_metadata, is_refused_by_tls, open_channel
 from graphsplit.security.handshake import PROOF_KEY, Dialer, entry_of
 from graphsplit.security.names import SCHEDULER, CertifiedName
 from graphsplit.security.protection import Protection
@@ -167,7 +167,7 @@ class Session:
         """
         if self._dialer is None:
             return
-        metadata = self._call.initial_metadata() or ()
+        metadata = first_metadata(self._call)
         answer = self._dialer.answer(metadata)
         if answer is None and entry_of(metadata, PROOF_KEY):
             raise _UnprovedError

@@ -17,7 +17,7 @@ from graphsplit.cluster.rpc import (
 from graphsplit.cluster.status import JobStatus
 from graphsplit.cluster.status_codec import decode_status, encode_request
 from graphsplit.errors import ClusterError
-from graphsplit.security.grpc_ports import open_channel, tls_hint
+from graphsplit.security.grpc_ports import first_metadata, open_channel, tls_hint
 from graphsplit.security.handshake import Dialer
 from graphsplit.security.names import SCHEDULER, CertifiedName
 from graphsplit.security.protection import Protection
@@ -65,7 +65,7 @@ def _ask(channel: Any, protection: Protection, timeout_s: float) -> bytes:
     call = ask(iter(requests.get, None), metadata=metadata, timeout=timeout_s)
     try:
         if dialer is not None:
-            answer = dialer.answer(call.initial_metadata() or ())
+            answer = dialer.answer(first_metadata(call))
             if answer is not None:
                 requests.put(answer)
             elif call.is_active():

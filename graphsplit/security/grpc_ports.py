@@ -5,7 +5,9 @@ Imports no gRPC before it is used: pure modules above import this one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from graphsplit.security.names import CertifiedName, holder_of
@@ -108,6 +110,26 @@ def open_channel(address: str, protection: Protection, *, expected: str, options
     credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.chain)
     override = ("grpc.ssl_target_name_override", expected)
     return grpc.secure_channel(address, credentials, options=[*options, override])
+
+
+def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
+    """What the other end said first on a stream that this end has opened; waits for it.
+
+    A call that ended before has none. It is not enough to ask the call: of one whose connection was
+    refused, gRPC 1.85 at times never tells that its metadata will not come, and asking never ends.
+
+    Args:
+        call: A call of ``grpc``'s that has begun.
+    """
+    found: SimpleQueue[Sequence[tuple[str, str | bytes]]] = SimpleQueue()
+
+    def ask() -> None:
+        found.put(tuple(call.initial_metadata() or ()))
+
+    threading.Thread(target=ask, name="graphsplit-grpc-metadata", daemon=True).start()
+    if not call.add_callback(lambda: found.put(())):
+        found.put(())
+    return found.get()
 
 
 def caller_of(context: Any) -> CertifiedName | None:

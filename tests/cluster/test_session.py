@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,6 +40,9 @@ class SlowScheduler:
     def initial_metadata(self) -> Any:
         assert self.may_prove.wait(10)
         return self.listener.metadata()
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        return True
 
     def __iter__(self) -> Iterator[bytes]:
         assert self.is_over.wait(10)
