@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections import deque
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ class CreditedSender(Sender):
         self.granted = 0
         self._outgoing = outgoing
         self._watch = watch
+        self._what = describe(spec)
         self._encoder = FrameEncoder(spec, generation=generation)
         self._num_sent = 0
 
@@ -64,7 +66,7 @@ class CreditedSender(Sender):
     def _next_header(self, frame: Frame, step: int, microbatch: int) -> bytes:
         """Wait for credit, and spend it on a message with this header."""
         if self.closed or not self.has_credit() or self._outgoing.broken is not None:
-            self._outgoing.wait(self._watch, describe(self.spec), self)
+            self._outgoing.wait(self._watch, self._what, self)
         header = MESSAGE.pack(self._num_sent, step, microbatch) + frame.raw
         self._num_sent += 1
         return header
@@ -92,6 +94,7 @@ class Outgoing(Generic[_S]):
         self.peer = peer
         self.broken: str | None = None
         self._changed = threading.Condition()
+        self._num_waiting = 0
         self._senders: dict[Key, _S] = {}
         # Credits of channels that this worker has not opened yet.
         self._early: dict[Key, int] = {}
@@ -132,9 +135,13 @@ class Outgoing(Generic[_S]):
         self.flush()
         wait = Wait(watch.policy, peer=self.peer, what=what)
         with self._changed:
-            while not (sender.closed or sender.has_credit() or self.broken is not None):
-                wait.check()
-                self._changed.wait(TICK_S)
+            self._num_waiting += 1
+            try:
+                while not (sender.closed or sender.has_credit() or self.broken is not None):
+                    wait.check()
+                    self._changed.wait(TICK_S)
+            finally:
+                self._num_waiting -= 1
         if sender.closed:
             raise TransportError(f"{what}: the channel was closed")
         if self.broken is not None:
@@ -155,7 +162,8 @@ class Outgoing(Generic[_S]):
             else:
                 sender.credited(messages)
                 sender.granted += messages
-                self._changed.notify_all()
+                if self._num_waiting:
+                    self._changed.notify_all()
             if len(self._early) > _MAX_EARLY or not (sender is None or sender.is_within_depth()):
                 raise FrameError(f"worker {self.peer} gives more credit than agreed")
 
@@ -185,9 +193,13 @@ class CreditedReceiver(Receiver):
         self.closed = False
         self._incoming = incoming
         self._watch = watch
+        self._what = describe(spec)
         self._decoder = FrameDecoder(spec, generation=generation)
-        self._arrived: deque[Arrived] = deque()
-        self._num_arrived = 0
+        # None stands for: look around.
+        self._arrived: SimpleQueue[Arrived | None] = SimpleQueue()
+        self._first: Arrived | None = None  # out of the queue, and not taken yet
+        self._num_arrived = 0  # that have begun to
+        self._num_filed = 0
         self._num_taken = 0
         self.num_owed = 0
         self.is_wanted = False
@@ -199,45 +211,84 @@ class CreditedReceiver(Receiver):
             FrameError: It is not what the plan, or the credits given, allow.
         """
         if self._num_arrived - self._num_taken >= self.spec.depth:
-            raise FrameError(
-                f"{describe(self.spec)}: expected at most {self.spec.depth} messages under way"
-            )
+            raise FrameError(f"{self._what}: expected at most {self.spec.depth} messages under way")
         frame = self._decoder.frame_of(header)
         self._decoder.check_sequence(header, self._num_arrived)
         self._num_arrived += 1
         return frame
 
+    def begin_alike(self, header: bytes) -> bool:
+        """Begin the next message if its header, whose layout is right, is that of the next one.
+
+        Whoever is told no lets ``begin`` say what is wrong.
+        """
+        is_next = MESSAGE.unpack_from(header)[0] == self._num_arrived
+        if not is_next or self._num_arrived - self._num_taken >= self.spec.depth:
+            return False
+        self._num_arrived += 1
+        return True
+
     def file(self, message: Arrived) -> None:
         """Keep a message that has arrived until it is taken."""
-        self._arrived.append(message)
-        self._incoming.notify()
+        self._num_filed += 1
+        self._arrived.put(message)
 
     def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
         """See ``Receiver.receive``."""
-        if not self._arrived:
-            self._incoming.wait(self._watch, describe(self.spec), self)
-        message = self._arrived[0]
+        message = self._first = self._first or self._next()
         self._decoder.check_message(
             message.header, sequence=self._num_taken, step=step, microbatch=microbatch
         )
         value = message.value()
-        self._arrived.popleft()
+        self._first = None
         self._num_taken += 1
         self._incoming.owe(self)
         return value
 
+    def _next(self) -> Arrived:
+        """Wait for the next message.
+
+        Most come soon. What is done before the first sleep keeps the thread that sends what this
+        worker has just sent from running, so the wait begins, for everybody else, after it.
+        """
+        wait = None
+        while not self.closed and (self.has_message() or self._incoming.broken is None):
+            try:
+                message = self._arrived.get(timeout=TICK_S)
+            except Empty:
+                message = None
+            if message is not None:
+                return message
+            if wait is None:
+                wait = Wait(self._watch.policy, peer=self.spec.source, what=self._what)
+            wait.check()
+        if self.closed:
+            raise TransportError(f"{self._what}: the channel was closed")
+        error = self._incoming.broken
+        if isinstance(error, FrameError):
+            raise FrameError(str(error)) from error
+        self._watch.raise_broken(f"{self._what}: worker {self.spec.source}: {error}")
+
     def has_message(self) -> bool:
         """True if ``receive`` would return at once."""
-        return bool(self._arrived)
+        return self._num_filed > self._num_taken
 
     def is_ready(self) -> bool:
         """See ``Receiver.is_ready``."""
         return self.has_message() or self.closed or self._incoming.broken is not None
 
+    def wake(self) -> None:
+        """Make the thread that waits for a message look around."""
+        self._arrived.put(None)
+
     def close(self) -> None:
         """Let go of what arrived."""
         self.closed = True
-        self._arrived.clear()
+        self._first = None
+        while not self._arrived.empty():
+            with suppress(Empty):  # the thread that receives may be quicker
+                self._arrived.get_nowait()
+        self.wake()
 
 
 _R = TypeVar("_R", bound=CreditedReceiver)
@@ -254,7 +305,7 @@ class Incoming(Generic[_R]):
     def __init__(self, source: int) -> None:
         self.source = source
         self.broken: Exception | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._receivers: dict[Key, _R] = {}
         self._debtors: dict[Key, _R] = {}
         # What was under way when a plan was closed is dropped.
@@ -266,7 +317,7 @@ class Incoming(Generic[_R]):
 
     def owe(self, receiver: _R) -> None:
         """Owe a credit for a message that was taken; see [Note: lazy credit]."""
-        with self._changed:
+        with self._lock:
             receiver.num_owed += 1
             if receiver.num_owed < receiver.spec.depth and not receiver.is_wanted:
                 self._debtors[receiver.spec.plan, receiver.spec.edge] = receiver
@@ -276,7 +327,7 @@ class Incoming(Generic[_R]):
 
     def wanted(self, plan: int, edge: int) -> None:
         """A sender waits for credit: give it what is owed, or the next one at once."""
-        with self._changed:
+        with self._lock:
             receiver = self._receivers.get((plan, edge))
             if receiver is None:
                 return
@@ -290,7 +341,7 @@ class Incoming(Generic[_R]):
         """All credits that are owed, to ride along with a value; they count as given."""
         if not self._debtors:
             return []
-        with self._changed:
+        with self._lock:
             return [(one.spec, self._settle(one)) for one in list(self._debtors.values())]
 
     def _settle(self, receiver: _R) -> int:
@@ -300,19 +351,18 @@ class Incoming(Generic[_R]):
 
     def add(self, receiver: _R) -> None:
         """Open a channel: from now on the source may send."""
-        with self._changed:
+        with self._lock:
             self._receivers[receiver.spec.plan, receiver.spec.edge] = receiver
         self.grant(receiver.spec, receiver.spec.depth)
 
     def remove_plan(self, plan: int | None) -> None:
         """Close the channels of a plan; of all plans for None."""
-        with self._changed:
+        with self._lock:
             if plan is not None:
                 self._closed_plans.add(plan)
             for key in [key for key in self._receivers if plan is None or key[0] == plan]:
                 self._receivers.pop(key).close()
                 self._debtors.pop(key, None)
-            self._changed.notify_all()
 
     def find(self, plan: int, edge: int) -> _R | None:
         """The receiver of a channel; None if its plan was closed.
@@ -329,26 +379,13 @@ class Incoming(Generic[_R]):
 
     def notify(self) -> None:
         """Make every thread that waits for this source look around."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait(self, watch: AbortWatch, what: str, receiver: CreditedReceiver) -> None:
-        """Wait until a receiver has a message."""
-        wait = Wait(watch.policy, peer=self.source, what=what)
-        with self._changed:
-            while not receiver.has_message() and self.broken is None:
-                if receiver.closed:
-                    raise TransportError(f"{what}: the channel was closed")
-                wait.check()
-                self._changed.wait(TICK_S)
-        if receiver.has_message():
-            return
-        if isinstance(self.broken, FrameError):
-            raise FrameError(str(self.broken)) from self.broken
-        watch.raise_broken(f"{what}: worker {self.source}: {self.broken}")
+        with self._lock:
+            receivers = list(self._receivers.values())
+        for receiver in receivers:
+            receiver.wake()
 
     def end(self, error: Exception) -> None:
         """Nothing more will come; the first reason given is the one that counts."""
-        with self._changed:
+        with self._lock:
             self.broken = self.broken or error
-            self._changed.notify_all()
+        self.notify()

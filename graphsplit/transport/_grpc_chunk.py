@@ -8,25 +8,27 @@ not pay for objects that live for microseconds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
-from graphsplit.transport.base import ChannelSpec
 
 CHUNK_BYTES = 1 << 20
 
 _PLAN, _EDGE, _WAITS = 0x08, 0x10, 0x38  # tags: field number << 3, a varint
 _HEADER, _PAYLOAD, _PROOF = 0x1A, 0x22, 0x2A  # tags: field number << 3 | 2, bytes
 _CREDIT, _COMPANION = 0x32, 0x42
-_PAYLOAD_TAG, _COMPANION_TAG = bytes([_PAYLOAD]), bytes([_COMPANION])
+_HEADER_TAG, _PAYLOAD_TAG = bytes([_HEADER]), bytes([_PAYLOAD])
 _MAX_VARINT_BYTES = 10
+_MAX_CREDIT_BYTES = 28
 _SMALL_BYTES = 128 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One ``Chunk``, with its payload where it arrived.
 
     Attributes:
@@ -54,6 +56,7 @@ class Piece:
     companions: tuple[bytes, ...] = ()
 
 
+@lru_cache(maxsize=1024)
 def _varint(number: int) -> bytes:
     out = bytearray()
     while number > 0x7F:
@@ -63,19 +66,41 @@ def _varint(number: int) -> bytes:
     return bytes(out)
 
 
-def write_credit(spec: ChannelSpec, messages: int) -> bytes:
+@lru_cache(maxsize=1024)
+def write_credit(plan: int, edge: int, messages: int) -> bytes:
     """A ``Credit``."""
-    return pb.Credit(plan=spec.plan, edge=spec.edge, messages=messages).SerializeToString()
+    return pb.Credit(plan=plan, edge=edge, messages=messages).SerializeToString()
 
 
-def riding(credit: bytes) -> bytes:
+@lru_cache(maxsize=1024)
+def read_credit(data: bytes) -> tuple[int, int, int]:
+    """Plan, edge and messages of a ``Credit``.
+
+    Raises:
+        FrameError: It is none.
+    """
+    if len(data) > _MAX_CREDIT_BYTES:  # what is remembered must be small
+        raise FrameError(f"a credit of {len(data)} bytes")
+    try:
+        credit = pb.Credit.FromString(data)
+    except DecodeError as error:
+        raise FrameError(f"a credit of {len(data)} bytes that is none") from error
+    return credit.plan, credit.edge, credit.messages
+
+
+@lru_cache(maxsize=1024)
+def riding(plan: int, edge: int, messages: int) -> bytes:
     """A ``Credit`` as a field of a ``Chunk``."""
-    return bytes((_CREDIT, len(credit))) + credit  # a credit has at most 28 bytes
+    return _field(_CREDIT, write_credit(plan, edge, messages))
 
 
 def accompanying(chunk: bytes) -> bytes:
     """A ``Chunk`` as a field of another one."""
-    return b"".join((_COMPANION_TAG, _varint(len(chunk)), chunk))
+    return _field(_COMPANION, chunk)
+
+
+def _field(tag: int, content: bytes) -> bytes:
+    return b"".join((bytes((tag,)), _varint(len(content)), content))
 
 
 def waiting(prefix: bytes) -> bytes:
@@ -83,22 +108,55 @@ def waiting(prefix: bytes) -> bytes:
     return prefix + bytes((_WAITS, 1))
 
 
-def write_chunks(
-    first_prefix: bytes, prefix: bytes, header: bytes, address: int, size_bytes: int
-) -> Iterator[bytes]:
-    """The ``Chunk`` messages of one value, copied out of its memory once.
+def first_prefix(prefix: bytes, header_bytes: int) -> bytes:
+    """What stands before the header in the first chunk of each of a channel's values.
+
+    Args:
+        prefix: The channel's fields.
+        header_bytes: Size of its headers.
+    """
+    return b"".join((prefix, _HEADER_TAG, _varint(header_bytes)))
+
+
+def write_chunk(
+    first: bytes,
+    header: bytes,
+    address: int,
+    size_bytes: int,
+    *,
+    before: Iterable[bytes] = (),
+    after: Iterable[bytes] = (),
+) -> bytes:
+    """A value in one ``Chunk``, copied out of its memory once.
 
     A protobuf message may be written field by field, so the payload needs no message of its own.
-    ``prefix`` holds the channel's fields, ``first_prefix`` also what rides along.
+
+    Args:
+        first: What ``first_prefix`` gave for its channel.
+        header: The value's header.
+        address: Where its payload is.
+        size_bytes: Size of the payload.
+        before: Fields of what travels along, before the value.
+        after: Fields of what travels along, after it.
     """
-    first = first_prefix + pb.Chunk(header=header).SerializeToString()
     if size_bytes == 0:
-        yield first
+        return b"".join((*before, first, header, *after))
+    piece = (ctypes.c_char * size_bytes).from_address(address)
+    return b"".join((*before, first, header, _PAYLOAD_TAG, _varint(size_bytes), piece, *after))
+
+
+def write_more(prefix: bytes, address: int, size_bytes: int) -> Iterator[bytes]:
+    """The ``Chunk`` messages of what follows the first ``CHUNK_BYTES`` of a value's payload.
+
+    Args:
+        prefix: The channel's fields.
+        address: Where the rest of its payload is.
+        size_bytes: Size of that.
+    """
     for start in range(0, size_bytes, CHUNK_BYTES):
         size = min(CHUNK_BYTES, size_bytes - start)
         piece = (ctypes.c_char * size).from_address(address + start)
-        fields = first if start == 0 else prefix
-        yield b"".join((fields, _PAYLOAD_TAG, _varint(size), piece))
+        yield b"".join((prefix, _PAYLOAD_TAG, _varint(size), piece))
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
@@ -123,48 +181,119 @@ def read_chunk(data: bytes) -> Piece:
     Raises:
         FrameError: It is no ``Chunk``.
     """
-    numbers = {_PLAN: 0, _EDGE: 0, _WAITS: 0}
+    plan = edge = waits = start = size = at = 0
+    header = proof = b""
     repeated: dict[int, list[bytes]] = {_CREDIT: [], _COMPANION: []}
-    spans = {_HEADER: (0, 0), _PAYLOAD: (0, 0), _PROOF: (0, 0)}
-    at, end = 0, len(data)
+    end = len(data)
     while at < end:
         tag = data[at]
-        number, at = _read_varint(data, at + 1)
-        if tag in numbers:
-            numbers[tag] = number
-        elif tag in spans and number <= end - at:
-            spans[tag] = at, at + number
-            at += number
-        elif tag in repeated and number <= end - at:
-            repeated[tag].append(data[at : at + number])
-            at += number
+        at += 1
+        if at < end and data[at] < 0x80:  # most numbers have one octet
+            number = data[at]
+            at += 1
         else:
-            raise FrameError(f"a chunk with {end} bytes and a field of tag {tag} that is none")
-    header, payload, proof = spans[_HEADER], spans[_PAYLOAD], spans[_PROOF]
+            number, at = _read_varint(data, at)
+        if tag == _PLAN:
+            plan = number
+        elif tag == _EDGE:
+            edge = number
+        elif tag == _WAITS:
+            waits = number
+        elif number > end - at:
+            raise _no_chunk(end, tag)
+        else:
+            first, at = at, at + number
+            if tag == _PAYLOAD:
+                start, size = first, number
+            elif tag == _HEADER:
+                header = data[first:at]
+            elif tag == _PROOF:
+                proof = data[first:at]
+            elif tag in repeated:
+                repeated[tag].append(data[first:at])
+            else:
+                raise _no_chunk(end, tag)
+    credits, companions = map(tuple, repeated.values())
     return Piece(
-        _signed(numbers[_PLAN]),
-        _signed(numbers[_EDGE]),
-        data[header[0] : header[1]],
-        data[proof[0] : proof[1]],
-        data,
-        payload[0],
-        payload[1] - payload[0],
-        tuple(repeated[_CREDIT]),
-        numbers[_WAITS] != 0,
-        tuple(repeated[_COMPANION]),
+        *(_signed(plan), _signed(edge), header, proof, data, start, size),
+        *(credits, waits != 0, companions),
     )
 
 
-def copy_payload(piece: Piece, address: int) -> None:
-    """Copy a piece's payload to where it belongs.
+def _no_chunk(size: int, tag: int) -> FrameError:
+    return FrameError(f"a chunk with {size} bytes and a field of tag {tag} that is none")
+
+
+class Outline(NamedTuple):
+    """What the messages of a channel have in common whose values have one layout.
+
+    They differ in the first numbers of their headers, in their payloads, and in the credits that
+    follow. So a message with these bytes in these places says what the first one said, and need
+    not be read field by field.
+
+    Attributes:
+        lead: How they begin, up to the header.
+        fixed_at: Where, after the header's own numbers, they are alike again.
+        fixed: What stands there, up to the payload.
+        header_end: Where the header ends.
+        start: Where the payload begins.
+        end: Where it ends.
+    """
+
+    lead: bytes
+    fixed_at: int
+    fixed: bytes
+    header_end: int
+    start: int
+    end: int
+
+    def fits(self, data: bytes) -> bool:
+        """Whether a message that begins with ``lead`` has this outline."""
+        return data[self.fixed_at : self.start] == self.fixed and len(data) >= self.end
+
+    def header(self, data: bytes) -> bytes:
+        """The header of a message that has this outline."""
+        return data[len(self.lead) : self.header_end]
+
+
+def outline_of(piece: Piece, num_bytes: int) -> Outline | None:
+    """The outline of a value that came in one piece; None if its fields have another order.
+
+    Args:
+        piece: The message.
+        num_bytes: How many bytes of a header are numbers of its own.
+    """
+    prefix = pb.Chunk(plan=piece.plan, edge=piece.edge).SerializeToString()
+    lead = first_prefix(prefix, len(piece.header))
+    before = b"".join((lead, piece.header, _PAYLOAD_TAG, _varint(piece.size)))
+    if piece.data[: piece.start] != before:
+        return None
+    fixed_at, end = len(lead) + num_bytes, piece.start + piece.size
+    header_end = len(lead) + len(piece.header)
+    return Outline(lead, fixed_at, before[fixed_at:], header_end, piece.start, end)
+
+
+@lru_cache(maxsize=256)
+def credits_in(data: bytes) -> tuple[tuple[int, int, int], ...] | None:
+    """Plan, edge and messages of the credits after a value; None if anything else stands there."""
+    try:
+        found = read_chunk(data).credits
+        if b"".join(_field(_CREDIT, credit) for credit in found) != data:
+            return None
+        return tuple(map(read_credit, found))
+    except FrameError:
+        return None
+
+
+def copy_payload(data: bytes, start: int, size: int, address: int) -> None:
+    """Copy a part of a message to where it belongs.
 
     A small copy keeps the interpreter's lock: with other threads waiting for it, getting it back
     takes longer than the copy.
     """
-    if piece.size <= _SMALL_BYTES:
-        target = (ctypes.c_ubyte * piece.size).from_address(address)
-        source = memoryview(piece.data)[piece.start : piece.start + piece.size]
-        memoryview(target).cast("B")[:] = source
+    if size <= _SMALL_BYTES:
+        target = (ctypes.c_ubyte * size).from_address(address)
+        memoryview(target).cast("B")[:] = memoryview(data)[start : start + size]
     else:
-        start = ctypes.cast(ctypes.c_char_p(piece.data), ctypes.c_void_p).value or 0
-        ctypes.memmove(address, start + piece.start, piece.size)
+        begin = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+        ctypes.memmove(address, begin + start, size)

@@ -15,11 +15,19 @@ import torch
 
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport._credit import CreditedReceiver, Incoming
-from graphsplit.transport._grpc_chunk import Piece, copy_payload, read_chunk, write_credit
+from graphsplit.transport._grpc_chunk import (
+    Outline,
+    Piece,
+    copy_payload,
+    credits_in,
+    outline_of,
+    read_chunk,
+    read_credit,
+    write_credit,
+)
 from graphsplit.transport._grpc_ends import BROKEN, CLOSED
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import Frame, describe
-from graphsplit.transport.layout import unpack
+from graphsplit.transport.frame import MESSAGE, Frame, describe
 from graphsplit.transport.session import AbortWatch
 
 TAKEN = b"taken"
@@ -31,37 +39,39 @@ _MAX_REST_BYTES = 4096  # channel, credits
 class _Whole:
     """A message in one piece. It stays one until it is taken: the polling thread has other work."""
 
-    def __init__(self, header: bytes, frame: Frame, piece: Piece) -> None:
+    __slots__ = ("_data", "_frame", "_start", "header")
+
+    def __init__(self, header: bytes, data: bytes, start: int, frame: Frame) -> None:
         self.header = header
+        self._data = data
+        self._start = start
         self._frame = frame
-        self._piece = piece
 
     def value(self) -> torch.Tensor | None:
         """See ``Arrived.value``."""
-        message = _Arriving(self.header, self._frame)
-        message.fill(self._piece)
-        return message.value()
+        frame = self._frame
+        memory = frame.empty_payload()
+        if memory is not None and frame.payload_bytes:
+            copy_payload(self._data, self._start, frame.payload_bytes, memory.data_ptr())
+        return frame.value_in(memory)
 
 
 class _Arriving:
     """A message whose pieces are still coming."""
 
-    def __init__(self, header: bytes, frame: Frame) -> None:
+    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
         self.header = header
         self.frame = frame
         self.filled = 0
-        self._memory: torch.Tensor | None = None
-        if frame.layout is not None:
-            is_dense = frame.layout.is_dense
-            size = frame.payload_bytes
-            self._memory = frame.empty() if is_dense else torch.empty(size, dtype=torch.uint8)
+        self._memory = memory
 
     def fill(self, piece: Piece) -> bool:
         """Write the next piece where it belongs; False if it does not fit."""
         if self.filled + piece.size > self.frame.payload_bytes:
             return False
         if piece.size and self._memory is not None:
-            copy_payload(piece, self._memory.data_ptr() + self.filled)
+            address = self._memory.data_ptr() + self.filled
+            copy_payload(piece.data, piece.start, piece.size, address)
             self.filled += piece.size
         return True
 
@@ -72,10 +82,7 @@ class _Arriving:
 
     def value(self) -> torch.Tensor | None:
         """The value; its memory is this message's own."""
-        layout = self.frame.layout
-        if layout is None or self._memory is None or layout.is_dense:
-            return self._memory
-        return unpack(self._memory, layout, self.frame.dtype, self.frame.offset)
+        return self.frame.value_in(self._memory)
 
 
 class GrpcReceiver(CreditedReceiver):
@@ -87,8 +94,25 @@ class GrpcReceiver(CreditedReceiver):
         super().__init__(spec, inbound, watch, generation)
         self._arriving: _Arriving | None = None
 
-    def put(self, piece: Piece) -> None:
+    def put_alike(self, header: bytes, data: bytes, start: int, frame: Frame) -> bool:
+        """Take a message in one piece that has the outline of one before; False if it is not due.
+
+        Args:
+            header: Its header, whose layout is ``frame``.
+            data: The message.
+            start: Where its payload begins.
+            frame: As ``put`` returned it.
+        """
+        if self.closed or self._arriving is not None or not self.begin_alike(header):
+            return False
+        self.file(_Whole(header, data, start, frame))
+        return True
+
+    def put(self, piece: Piece) -> Frame | None:
         """Take a piece from the stream.
+
+        Returns:
+            The frame of a value that came in one piece.
 
         Raises:
             FrameError: It is not what the plan, or the credits given, allow.
@@ -102,9 +126,9 @@ class GrpcReceiver(CreditedReceiver):
             # What is kept as it came is bounded by the channel, whatever else the message holds.
             rest = len(piece.data) - piece.size - len(piece.header)
             if piece.size == frame.payload_bytes and rest <= _MAX_REST_BYTES:
-                self.file(_Whole(piece.header, frame, piece))
-                return
-            self._arriving = _Arriving(piece.header, frame)
+                self.file(_Whole(piece.header, piece.data, piece.start, frame))
+                return frame
+            self._arriving = _Arriving(piece.header, frame, frame.empty_payload())
         message = self._arriving
         if message is None or not message.fill(piece):
             raise FrameError(
@@ -113,6 +137,7 @@ class GrpcReceiver(CreditedReceiver):
         if message.is_complete:
             self._arriving = None
             self.file(message)
+        return None
 
     def close(self) -> None:
         """Let go of what arrived."""
@@ -120,39 +145,64 @@ class GrpcReceiver(CreditedReceiver):
         self._arriving = None
 
 
+_Known = tuple[GrpcReceiver, Outline, Frame]
+
+
 class Inbound(Incoming[GrpcReceiver]):
     """The stream from one source, before, while and after it is open. Thread-safe.
 
     Args:
         source: Rank of the source.
-        on_credit: Told of serialized credits for channels to the source, which rode along.
+        on_credit: Told of credits for channels to the source, which rode along: plan, edge, and
+            messages.
     """
 
-    def __init__(self, source: int, on_credit: Callable[[bytes], None]) -> None:
+    def __init__(self, source: int, on_credit: Callable[[int, int, int], None]) -> None:
         super().__init__(source)
         self.is_connected = False
         self._on_credit = on_credit
+        # Values that came in one piece, by how their messages begin; and the sizes of that.
+        self._known: dict[bytes, _Known] = {}
+        self._lead_sizes: tuple[int, ...] = ()
         # Credits for a stream that is not open yet wait here.
         self._credits: SimpleQueue[bytes | None] = SimpleQueue()
 
     def grant(self, spec: ChannelSpec, messages: int) -> None:
         """See ``Incoming.grant``."""
-        self._credits.put(write_credit(spec, messages))
+        self._credits.put(write_credit(spec.plan, spec.edge, messages))
 
     def connect(self) -> bool:
         """Claim the stream; False if it was claimed before."""
-        with self._changed:
+        with self._lock:
             first, self.is_connected = not self.is_connected, True
         return first
 
     def take(self, data: bytes) -> bytes:
         """Take a message of the source; see [Note: taken where they arrive]."""
         try:
-            if self.broken is None:
+            if self.broken is None and not self._take_alike(data):
                 self._take_piece(read_chunk(data))
         except FrameError as error:
             self.end(error)
         return TAKEN
+
+    def _take_alike(self, data: bytes) -> bool:
+        """Take a value that is like the one before it in its channel; see ``Outline``."""
+        for size in self._lead_sizes:
+            known = self._known.get(data[:size])
+            if known is None:
+                continue
+            receiver, outline, frame = known
+            rest = data[outline.end :]
+            credits = credits_in(rest) if len(rest) <= _MAX_REST_BYTES else None
+            if credits is None or not outline.fits(data):
+                return False
+            if not receiver.put_alike(outline.header(data), data, outline.start, frame):
+                return False
+            for credit in credits:
+                self._on_credit(*credit)
+            return True
+        return False
 
     def _take_piece(self, piece: Piece) -> None:
         for chunk in piece.companions:
@@ -163,13 +213,23 @@ class Inbound(Incoming[GrpcReceiver]):
         if piece.companions and not piece.header:
             return
         for credit in piece.credits:
-            self._on_credit(credit)
+            self._on_credit(*read_credit(credit))
         if piece.waits:
             self.wanted(piece.plan, piece.edge)
             return
         receiver = self.find(piece.plan, piece.edge)
-        if receiver is not None:
-            receiver.put(piece)
+        if receiver is None:
+            return
+        frame = receiver.put(piece)
+        outline = None if frame is None else outline_of(piece, MESSAGE.size)
+        if frame is not None and outline is not None:
+            self._known[outline.lead] = receiver, outline, frame
+            self._lead_sizes = tuple(sorted({*self._lead_sizes, len(outline.lead)}))
+
+    def remove_plan(self, plan: int | None) -> None:
+        """See ``Incoming.remove_plan``."""
+        super().remove_plan(plan)
+        self._known = {}
 
     def read(self, messages: Iterator[object], is_broken: Callable[[], bool]) -> None:
         """Ask for everything that the source sends. Runs on a thread of its own.

@@ -4,32 +4,40 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Any
 
 import grpc
 import torch
-from google.protobuf.message import DecodeError
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
-from graphsplit.security.grpc_ports import is_refused_by_tls, keepalive, open_channel
+from graphsplit.security.grpc_ports import (
+    first_metadata,
+    is_refused_by_tls,
+    keepalive,
+    open_channel,
+)
 from graphsplit.security.handshake import PROOF_KEY, entry_of
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.settings import NODE_TIMEOUT_S
 from graphsplit.transport._credit import CreditedSender, Outgoing
 from graphsplit.transport._grpc_chunk import (
+    CHUNK_BYTES,
     accompanying,
+    first_prefix,
+    read_credit,
     riding,
     waiting,
-    write_chunks,
-    write_credit,
+    write_chunk,
+    write_more,
 )
 from graphsplit.transport._grpc_ends import CLOSED, Patience, StreamEnd, end_of, out_of_reach
 from graphsplit.transport._grpc_inbound import TAKEN
 from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE
 from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.frame import header_bytes
 from graphsplit.transport.layout import pack
 from graphsplit.transport.session import AbortWatch, Session
 
@@ -62,6 +70,7 @@ class GrpcSender(CreditedSender):
         super().__init__(spec, outbound, watch, generation)
         self._outbound = outbound
         self._prefix = pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()
+        self._first = first_prefix(self._prefix, header_bytes(spec))
         self._holds = False
 
     def hold(self) -> None:
@@ -81,7 +90,12 @@ class GrpcSender(CreditedSender):
             if not frame.layout.is_dense or value.is_conj() or value.is_neg():
                 value, _ = pack(value.detach())
             address = value.data_ptr()
-        self._outbound.put(self._prefix, header, address, frame.payload_bytes, hold=hold)
+        size_bytes = frame.payload_bytes
+        if size_bytes <= CHUNK_BYTES:
+            self._outbound.put(self._first, header, address, size_bytes, hold=hold)
+            return
+        more = write_more(self._prefix, address + CHUNK_BYTES, size_bytes - CHUNK_BYTES)
+        self._outbound.put(self._first, header, address, CHUNK_BYTES, more=more)
 
 
 class Outbound(Outgoing[GrpcSender]):
@@ -128,44 +142,42 @@ class Outbound(Outgoing[GrpcSender]):
         """See ``Outgoing.want``. A channel without any credit yet gets all of it by itself."""
         self._queue.put(waiting(pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()))
 
-    def take_credit(self, data: bytes) -> None:
-        """Take a serialized credit.
-
-        Raises:
-            FrameError: It is none, or too much.
-        """
-        try:
-            credit = pb.Credit.FromString(data)
-        except DecodeError as error:
-            raise FrameError(f"worker {self.peer} sent something that is no credit") from error
-        self.granted(credit.plan, credit.edge, credit.messages)
-
     def put(
-        self, prefix: bytes, header: bytes, address: int, size_bytes: int, *, hold: bool
+        self,
+        first: bytes,
+        header: bytes,
+        address: int,
+        size_bytes: int,
+        *,
+        hold: bool = False,
+        more: Iterable[bytes] = (),
     ) -> None:
         """Write a value to the stream, without waiting.
 
         Args:
-            prefix: The channel, as fields of a chunk.
+            first: What stands before the header.
             header: The value's header.
             address: Where its payload is.
-            size_bytes: Size of the payload.
+            size_bytes: Size of the payload in the first chunk.
             hold: It may wait for the next value, to travel together.
+            more: The other chunks.
         """
         with self._writing:
             if hold and size_bytes <= min(COMPANION_BYTES, _MAX_HELD_BYTES - self._num_held_bytes):
-                (chunk,) = write_chunks(prefix, prefix, header, address, size_bytes)
+                chunk = write_chunk(first, header, address, size_bytes)
                 self._held.append(accompanying(chunk))
                 self._num_held_bytes += len(chunk)
                 return
-            first = b"".join((*self._held, *self._riding(), prefix))
-            self._held, self._num_held_bytes = [], 0
-            for chunk in write_chunks(first, prefix, header, address, size_bytes):
+            before: Iterable[bytes] = ()
+            if self._held:
+                before, self._held, self._num_held_bytes = self._held, [], 0
+            # Credits that are owed to the peer ride along.
+            after = [riding(spec.plan, spec.edge, count) for spec, count in self._owed()]
+            self._queue.put(
+                write_chunk(first, header, address, size_bytes, before=before, after=after)
+            )
+            for chunk in more:
                 self._queue.put(chunk)
-
-    def _riding(self) -> Iterator[bytes]:
-        """Credits owed to the peer, as fields of the next chunk."""
-        return (riding(write_credit(spec, count)) for spec, count in self._owed())
 
     def flush(self) -> None:
         """See ``Outgoing.flush``."""
@@ -181,7 +193,7 @@ class Outbound(Outgoing[GrpcSender]):
             self._closing = True
             self._queue.put(None)
             self._changed.notify_all()
-        if flush:
+        if flush and self._is_proved:  # else nothing was sent: nobody has given credit
             self._thread.join(FLUSH_S)
         with self._changed:
             if self._call is not None:
@@ -194,7 +206,7 @@ class Outbound(Outgoing[GrpcSender]):
         try:
             if not self._is_proved:
                 raise FrameError(_UNPROVED)
-            self.take_credit(data)
+            self.granted(*read_credit(data))
         except FrameError as error:
             self._refusal = str(error)
         return TAKEN
@@ -227,7 +239,7 @@ class Outbound(Outgoing[GrpcSender]):
             call = self._call = self._carry(iter(self._queue.get, None), metadata=metadata)
         answer = None
         try:
-            theirs = call.initial_metadata() or ()
+            theirs = first_metadata(call)
             answer = dialer.answer(theirs)
             if answer is None and entry_of(theirs, PROOF_KEY):
                 call.cancel()

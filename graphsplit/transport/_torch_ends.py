@@ -18,7 +18,7 @@ from graphsplit.transport._torch_wire import (
 )
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import Frame, describe, header_bytes
-from graphsplit.transport.layout import pack, unpack
+from graphsplit.transport.layout import pack
 from graphsplit.transport.session import AbortWatch
 
 if TYPE_CHECKING:
@@ -35,19 +35,7 @@ class HostMessage:
 
     def value(self) -> torch.Tensor | None:
         """See ``Arrived.value``."""
-        layout = self._frame.layout
-        if layout is None or layout.is_dense or self._memory is None:
-            return self._memory
-        return unpack(self._memory, layout, self._frame.dtype, self._frame.offset)
-
-
-def memory_for(frame: Frame) -> torch.Tensor | None:
-    """Memory to receive a payload in: the value itself if its memory has no gaps."""
-    if frame.layout is None:
-        return None
-    if frame.layout.is_dense:
-        return frame.empty()
-    return torch.empty(frame.payload_bytes, dtype=torch.uint8, device=frame.device)
+        return self._frame.value_in(self._memory)
 
 
 def is_plain(value: torch.Tensor, frame: Frame) -> bool:

@@ -33,7 +33,7 @@ import torch
 
 from graphsplit.errors import FrameError, GraphsplitError, TransportError
 from graphsplit.transport._credit import Arrived, Incoming, Outgoing
-from graphsplit.transport._torch_ends import HostMessage, TorchReceiver, TorchSender, memory_for
+from graphsplit.transport._torch_ends import HostMessage, TorchReceiver, TorchSender
 from graphsplit.transport._torch_wire import (
     ABORT_TAG,
     FOREVER,
@@ -318,7 +318,7 @@ class TorchLink:
 
     def _message(self, group: Group, record: Record, frame: Frame, address: int) -> Arrived:
         """Receive the payload of a checked header."""
-        memory = memory_for(frame)
+        memory = frame.empty_payload()
         is_on_device = memory is not None and not memory.is_cpu
         if is_on_device != (record.kind is Kind.DEVICE):
             raise FrameError(f"worker {self.peer} sent to host memory what is on a device")

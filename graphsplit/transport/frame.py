@@ -32,6 +32,7 @@ from graphsplit.transport.layout import (
     empty_value,
     layout_of,
     payload_view,
+    unpack,
     wire_view,
 )
 
@@ -124,6 +125,20 @@ class Frame:
         """Fresh memory for a value of this layout."""
         assert self.layout is not None
         return empty_value(self.layout, self.dtype, self.offset, device=self.device)
+
+    def empty_payload(self) -> torch.Tensor | None:
+        """Memory to receive a payload in: the value itself if its memory has no gaps."""
+        if self.layout is None:
+            return None
+        if self.layout.is_dense:
+            return self.empty()
+        return torch.empty(self.payload_bytes, dtype=torch.uint8, device=self.device)
+
+    def value_in(self, memory: torch.Tensor | None) -> torch.Tensor | None:
+        """The value whose payload was received in what ``empty_payload`` gave."""
+        if self.layout is None or memory is None or self.layout.is_dense:
+            return memory
+        return unpack(memory, self.layout, self.dtype, self.offset)
 
 
 def _frame(raw: bytes, layout: Layout | None, spec: ChannelSpec, misalignment: int) -> Frame:
@@ -236,7 +251,11 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """Checks the headers of one channel against its spec, before any memory is taken."""
+    """Checks the headers of one channel against its spec, before any memory is taken.
+
+    Attributes:
+        last: The frame of the last header; None before the first one.
+    """
 
     def __init__(self, spec: ChannelSpec, *, generation: int) -> None:
         self._spec = spec
@@ -244,7 +263,7 @@ class FrameDecoder:
         self._size = header_bytes(spec)
         self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
         self._known: Recent[bytes, Frame] = Recent(_MAX_KNOWN)
-        self._last: Frame | None = None
+        self.last: Frame | None = None
 
     def frame_of(self, header: bytes) -> Frame:
         """The checked frame of a whole header, both parts.
@@ -255,9 +274,9 @@ class FrameDecoder:
         if len(header) != self._size:
             self._refuse("header bytes", self._size, len(header))
         raw = header[MESSAGE.size :]
-        if self._last is None or raw != self._last.raw:
-            self._last = self._known.get(raw) or self._known.keep(raw, self._checked(raw))
-        return self._last
+        if self.last is None or raw != self.last.raw:
+            self.last = self._known.get(raw) or self._known.keep(raw, self._checked(raw))
+        return self.last
 
     def frame_of_message(
         self, header: bytes, *, sequence: int, step: int, microbatch: int
@@ -267,7 +286,7 @@ class FrameDecoder:
         Raises:
             FrameError: As ``frame_of`` and ``check_message``.
         """
-        last = self._last
+        last = self.last
         if last is not None and header == MESSAGE.pack(sequence, step, microbatch) + last.raw:
             return last
         frame = self.frame_of(header)

@@ -180,7 +180,7 @@ class GrpcTransport(Transport):
             inbound.end(TransportError("the transport was closed"))
         self._listener.close()
         for reader in list(self._readers):
-            if reader.ident is not None:  # else it is about to start, on a stream that was broken
+            if reader.is_alive():  # else it is about to start, on a stream that was broken
                 reader.join()
 
     def _end_both(self, peer: int, end: StreamEnd) -> None:
@@ -191,12 +191,12 @@ class GrpcTransport(Transport):
         for tell in list(self.on_silence):
             tell(peer, end.reason)
 
-    def _credit_from(self, peer: int) -> Callable[[bytes], None]:
-        def take(credit: bytes) -> None:
+    def _credit_from(self, peer: int) -> Callable[[int, int, int], None]:
+        def take(plan: int, edge: int, messages: int) -> None:
             outbound = self._outbound.get(peer)
             if outbound is None:
                 raise FrameError(f"worker {peer} gives credit for channels that are not open")
-            outbound.take_credit(credit)
+            outbound.granted(plan, edge, messages)
 
         return take
 

@@ -238,7 +238,7 @@ class Target:
                 break
             tally.accepted += 1
             # A header that was cut to nothing only goes on with the message before it.
-            held = len(receiver._arrived) + (receiver._arriving is not None)
+            held = receiver._arrived.qsize() + (receiver._arriving is not None)
             assert held <= spec.depth, "more messages than the channel's depth were taken"
         receiver.close()
 

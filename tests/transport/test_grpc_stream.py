@@ -212,7 +212,7 @@ def test_a_stream_that_raises_is_told_as_a_connection_that_broke(said: str, reas
         raise RuntimeError(said)
         yield
 
-    inbound = Inbound(0, lambda credit: None)
+    inbound = Inbound(0, lambda plan, edge, messages: None)
     inbound.read(messages(), lambda: False)
     assert str(inbound.broken) == f"the connection to it broke{reason}"
 
