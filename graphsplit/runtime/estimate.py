@@ -178,7 +178,7 @@ def _cpu_seconds(measured: _Measured) -> dict[_Key, float]:
     return {key: statistics.fmean(found) for key, found in typical.items()}
 
 
-def _middle_mean(samples: Sequence[int]) -> float:
+def _middle_mean(samples: Sequence[float]) -> float:
     """The mean of the middle half.
 
     Medians of the parts add up to less than the median of the whole, as times have long tails.
@@ -212,10 +212,10 @@ def _moving(
         else:
             lag = max(0, moment.end_ns - end) * _NS
             waited.setdefault(edge, []).append((lag, moment.cpu_ns * _NS))
-    receives = {edge: statistics.median(found) for edge, found in early.items()}
+    receives = {edge: _middle_mean(found) for edge, found in early.items()}
     for edge, found in waited.items():
         # A receiver that looks for its value burns CPU before it comes; the lag is the most.
-        receives.setdefault(edge, statistics.median(min(pair) for pair in found))
+        receives.setdefault(edge, _middle_mean([min(pair) for pair in found]))
     return receives, _links(plan, measured.measured, sends, waited)
 
 
@@ -239,7 +239,7 @@ def _links(
         samples[pair] += [max(0.0, busy + lag - on_the_wire) for lag, _ in found]
     for pair, found_latencies in samples.items():
         if found_latencies:
-            latency = statistics.median(found_latencies)
+            latency = _middle_mean(found_latencies)
             links[pair] = Link(latency, links[pair].bytes_per_s)
     return links
 
@@ -249,7 +249,7 @@ def _between(measured: _Measured, worker: int, *, is_leader: bool) -> float:
     runs = [run for run in measured.runs[worker].values() if run.before_ns >= 0]
     if not runs:
         return 0.0
-    cpu = statistics.median(run.begin_cpu_ns - run.before_cpu_ns for run in runs) * _NS
+    cpu = _middle_mean([run.begin_cpu_ns - run.before_cpu_ns for run in runs]) * _NS
     if not is_leader:
         return cpu
     return max(cpu, min(run.begin_ns - run.before_ns for run in runs) * _NS)
