@@ -305,7 +305,7 @@ class Incoming(Generic[_R]):
     def __init__(self, source: int) -> None:
         self.source = source
         self.broken: Exception | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may notify while its thread holds it
         self._receivers: dict[Key, _R] = {}
         self._debtors: dict[Key, _R] = {}
         # What was under way when a plan was closed is dropped.
