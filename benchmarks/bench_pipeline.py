@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from common import Row, Samples, compared, environment, equal_conditions, parser, write
@@ -162,9 +162,8 @@ def by_launch(launches: Sequence[Sequence[Report]]) -> str:
     return "launch by launch: " + ", ".join(f"{ratio:.3f}" for ratio in ratios)
 
 
-def rows(arguments: argparse.Namespace) -> list[Row]:
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """One row for each number of microbatches and schedule."""
-    found = []
     for number, schedule in itertools.product(arguments.microbatches, arguments.schedule):
         options = ["--rounds", str(arguments.rounds), "--microbatches", str(number)]
         options += ["--schedule", schedule]
@@ -172,20 +171,17 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
             launch(os.path.abspath(__file__), 2, [*options, "--port", str(free_port())])
             for _ in range(arguments.launches)
         ]
-        found.append(
-            compared(
-                f"GPT-like, 8 blocks, 2 workers, {number} microbatches, {schedule}",
-                *(
-                    (side, joined([slowest(reports, side) for reports in launches]))
-                    for side in ("graphsplit", "torch 1F1B")
-                ),
-                reach=REACH.get(number) if schedule == "auto" else None,
-                bits=agreed([report["bits"] for reports in launches for report in reports]),
-                breakdown=breakdowns(launches[-1]),
-                notes=by_launch(launches),
-            )
+        yield compared(
+            f"GPT-like, 8 blocks, 2 workers, {number} microbatches, {schedule}",
+            *(
+                (side, joined([slowest(reports, side) for reports in launches]))
+                for side in ("graphsplit", "torch 1F1B")
+            ),
+            reach=REACH.get(number) if schedule == "auto" else None,
+            bits=agreed([report["bits"] for reports in launches for report in reports]),
+            breakdown=breakdowns(launches[-1]),
+            notes=by_launch(launches),
         )
-    return found
 
 
 def main() -> None:

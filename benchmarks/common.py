@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -239,20 +239,30 @@ def parser(description: str | None, *, rounds: int = 5) -> argparse.ArgumentPars
     return made
 
 
-def write(arguments: argparse.Namespace, rows: Sequence[Row], conditions: dict[str, Any]) -> None:
-    """Print the rows, and write them where that was asked for."""
+def write(arguments: argparse.Namespace, rows: Iterable[Row], conditions: dict[str, Any]) -> None:
+    """Print each row as it comes, and write all so far to where that was asked for."""
+    done: list[Row] = []
+    _write_json(arguments, done, conditions)
     for row in rows:
         print("\n".join(row.lines()), flush=True)
-    if arguments.json:
-        content = {
-            **conditions,
-            "rounds": arguments.rounds,
-            "notes": arguments.notes,
-            "rows": [asdict(row) for row in rows],
-        }
-        path = Path(arguments.json)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        done.append(row)
+        _write_json(arguments, done, conditions)
+
+
+def _write_json(
+    arguments: argparse.Namespace, rows: Sequence[Row], conditions: dict[str, Any]
+) -> None:
+    if not arguments.json:
+        return
+    content = {
+        **conditions,
+        "rounds": arguments.rounds,
+        "notes": arguments.notes,
+        "rows": [asdict(row) for row in rows],
+    }
+    path = Path(arguments.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def checked(command: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:

@@ -29,21 +29,23 @@ TABLE = (
 NO_ROUNDS = ("bench_memory",)
 # Growth with size, and memory, hardly differ from round to round, and take their time.
 FEWER_ROUNDS = {"bench_planning": 1, "bench_peak_memory": 3}
+MORE = {"bench_pipeline": ("--schedule", "auto")}  # the others have no place in the table
 
 
-def run(name: str, rounds: int, folder: Path) -> dict[str, Any] | None:
-    """Run one benchmark, whose output is shown; what it wrote, or None if it failed."""
+def run(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Run one benchmark, whose output is shown; what it wrote, and whether it got to its end."""
     written = folder / f"{name}.json"
     command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(written)]
+    command += MORE.get(name, ())
     if name not in NO_ROUNDS:
         command += ["--rounds", str(min(rounds, FEWER_ROUNDS.get(name, rounds)))]
     print(f"== {name}", flush=True)
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if done.returncode or not written.exists():
+    found = json.loads(written.read_text()) if written.exists() else {}
+    is_whole = done.returncode == 0 and written.exists()
+    if not is_whole:
         print(f"{name} FAILED with status {done.returncode}", flush=True)
-        return None
-    found = json.loads(written.read_text())
-    return found if isinstance(found, dict) else {"other": found}
+    return (found if isinstance(found, dict) else {"other": found}), is_whole
 
 
 def main() -> None:
@@ -59,12 +61,11 @@ def main() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only:
-            found = run(name, arguments.rounds, Path(folder))
-            if found is None:
+            found, is_whole = run(name, arguments.rounds, Path(folder))
+            if not is_whole:
                 failed.append(name)
-            else:
-                rows += [{"benchmark": name, **row} for row in found.pop("rows", ())]
-                others[name] = {key: value for key, value in found.items() if key not in content}
+            rows += [{"benchmark": name, **row} for row in found.pop("rows", ())]
+            others[name] = {key: value for key, value in found.items() if key not in content}
             whole = {**content, "rows": rows, "others": others, "failed": failed}
             path.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{len(rows)} rows in {path}" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
