@@ -117,6 +117,7 @@ def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
 
     A call that ended before has none. It is not enough to ask the call: of one whose connection was
     refused, gRPC 1.85 at times never tells that its metadata will not come, and asking never ends.
+    So a thread of its own asks, which such a call leaves behind.
 
     Args:
         call: A call of ``grpc``'s that has begun.

@@ -251,11 +251,7 @@ class FrameEncoder:
 
 
 class FrameDecoder:
-    """Checks the headers of one channel against its spec, before any memory is taken.
-
-    Attributes:
-        last: The frame of the last header; None before the first one.
-    """
+    """Checks the headers of one channel against its spec, before any memory is taken."""
 
     def __init__(self, spec: ChannelSpec, *, generation: int) -> None:
         self._spec = spec
@@ -263,7 +259,7 @@ class FrameDecoder:
         self._size = header_bytes(spec)
         self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
         self._known: Recent[bytes, Frame] = Recent(_MAX_KNOWN)
-        self.last: Frame | None = None
+        self._last: Frame | None = None
 
     def frame_of(self, header: bytes) -> Frame:
         """The checked frame of a whole header, both parts.
@@ -274,9 +270,9 @@ class FrameDecoder:
         if len(header) != self._size:
             self._refuse("header bytes", self._size, len(header))
         raw = header[MESSAGE.size :]
-        if self.last is None or raw != self.last.raw:
-            self.last = self._known.get(raw) or self._known.keep(raw, self._checked(raw))
-        return self.last
+        if self._last is None or raw != self._last.raw:
+            self._last = self._known.get(raw) or self._known.keep(raw, self._checked(raw))
+        return self._last
 
     def frame_of_message(
         self, header: bytes, *, sequence: int, step: int, microbatch: int
@@ -286,7 +282,7 @@ class FrameDecoder:
         Raises:
             FrameError: As ``frame_of`` and ``check_message``.
         """
-        last = self.last
+        last = self._last
         if last is not None and header == MESSAGE.pack(sequence, step, microbatch) + last.raw:
             return last
         frame = self.frame_of(header)
