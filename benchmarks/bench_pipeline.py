@@ -1,11 +1,13 @@
 """A step of a GPT-like model on two workers, against torch.distributed.pipelining on Gloo.
 
-    python benchmarks/bench_pipeline.py [--rounds 5] [--launches 3] [--microbatches 4 8 32]
-        [--schedule 1f1b zero_bubble auto] [--json FILE]
+    python benchmarks/bench_pipeline.py [--rounds 5] [--steps 5] [--launches 3]
+        [--microbatches 4 8 32] [--schedule 1f1b zero_bubble auto] [--json FILE]
 
 8 blocks of width 256, 128 tokens, 32 rows, SGD with momentum; four blocks on each worker. The same
 two processes hold both models, made from one seed, and train them on the same batches in turn.
 After the last round every parameter and its gradient are compared byte by byte, and the loss.
+Steps follow each other as they do in an epoch; there is a barrier before each side's round, and
+none inside one. With ``--steps 1`` no worker can begin a step while another ends the one before.
 
 Where memory comes to lie differs from launch to launch, and with it the time of the same matrix
 products, on either side: by several percent. So rounds of several launches are put together.
@@ -38,8 +40,8 @@ from torch.nn import functional as F
 
 # By number of microbatches.
 REACH = {4: 0.88, 8: 0.90, 32: 0.98}
-STEPS = 1
-SETTLE = 8  # steps after which "auto" has measured its costs and chosen
+STEPS = 5
+SETTLE = 10  # steps after which "auto" has measured its costs and chosen
 
 
 def place(net: Any) -> None:
@@ -119,7 +121,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     gs.init()
     rank = gs.get_rank()
-    batches = token_batches(STEPS)
+    batches = token_batches(arguments.steps)
     net, optimizer = made(GPT)
     place(net)
     (number,) = arguments.microbatches
@@ -127,7 +129,7 @@ def work(arguments: argparse.Namespace) -> None:
     model = gs.Model(net, F.cross_entropy, optimizer, microbatches=number, schedule=schedule)
     theirs = TorchPipeline(rank, arguments.port, number)
     keep = LastLoss()
-    for _ in range(SETTLE):
+    for _ in range(-(-SETTLE // arguments.steps)):
         model.train(1, batches)
         theirs.train(batches)
     turns = take_turns(
@@ -136,7 +138,7 @@ def work(arguments: argparse.Namespace) -> None:
             "torch 1F1B": lambda: theirs.train(batches),
         },
         rounds=arguments.rounds,
-        steps=STEPS,
+        steps=arguments.steps,
     )
     same = same_parameters(net, theirs.net)
     if rank == 1 and float(keep.loss) != theirs.loss:
@@ -166,13 +168,14 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """One row for each number of microbatches and schedule."""
     for number, schedule in itertools.product(arguments.microbatches, arguments.schedule):
         options = ["--rounds", str(arguments.rounds), "--microbatches", str(number)]
-        options += ["--schedule", schedule]
+        options += ["--schedule", schedule, "--steps", str(arguments.steps)]
         launches = [
             launch(os.path.abspath(__file__), 2, [*options, "--port", str(free_port())])
             for _ in range(arguments.launches)
         ]
         yield compared(
-            f"GPT-like, 8 blocks, 2 workers, {number} microbatches, {schedule}",
+            f"GPT-like, 8 blocks, 2 workers, {number} microbatches, {schedule}, {arguments.steps} "
+            "steps in a row",
             *(
                 (side, joined([slowest(reports, side) for reports in launches]))
                 for side in ("graphsplit", "torch 1F1B")
@@ -186,7 +189,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def main() -> None:
     """Read the command line."""
-    made_parser = parser(__doc__)
+    made_parser = parser(__doc__, steps=STEPS)
     made_parser.add_argument("--launches", type=int, default=3)
     made_parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 32])
     made_parser.add_argument("--schedule", nargs="+", default=["1f1b", "zero_bubble", "auto"])

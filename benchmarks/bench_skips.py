@@ -1,6 +1,6 @@
 """Models that no pipeline of stages takes: long skips, and an encoder that feeds every layer.
 
-    python benchmarks/bench_skips.py [--rounds 5] [--only U-Net-2] [--json FILE]
+    python benchmarks/bench_skips.py [--rounds 5] [--steps 5] [--only U-Net-2] [--json FILE]
 
 The bound is the simulator's ideal: the same programs with the costs that the profiler measures in
 the same job, if moving values took no time. Beside it stands what the busiest worker computes, with
@@ -43,7 +43,7 @@ from common_models import (
 )
 from torch.nn import functional as F
 
-STEPS, MICROBATCHES = 1, 8
+STEPS, MICROBATCHES = 5, 8
 REACH = 0.8
 
 
@@ -106,7 +106,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     gs.init()
     rank, case = gs.get_rank(), CASES[arguments.only[0]]
-    batches = case.batches(STEPS)
+    batches = case.batches(arguments.steps)
     whole, whole_optimizer = made(case.build)
     net, optimizer = made(case.build)
     case.place(net)
@@ -123,14 +123,14 @@ def work(arguments: argparse.Namespace) -> None:
     def one_process() -> None:
         losses[:] = [plain_loop(whole, whole_optimizer, batches, microbatches=MICROBATCHES)]
 
-    clock = ComputeClock(model, STEPS)
+    clock = ComputeClock(model, arguments.steps)
     turns = take_turns(
         {
             "one process": one_process if rank == 0 else None,
             "graphsplit": lambda: clock.run(lambda: model.train(1, batches, callbacks=[keep])),
         },
         rounds=arguments.rounds,
-        steps=STEPS,
+        steps=arguments.steps,
     )
     same = "equal"
     if rank == 0:
@@ -138,7 +138,7 @@ def work(arguments: argparse.Namespace) -> None:
         if losses != [float(keep.loss)]:
             same = f"losses differ: {float(keep.loss)!r} and {losses}"
     found: Report = {"turns": turns, "bits": same, "compute": clock.seconds}
-    found["ideal_s"] = simulated_ideal_s(model, batches * 4)
+    found["ideal_s"] = simulated_ideal_s(model, batches)
     report({**found, "breakdown": breakdown(model, batches)})
 
 
@@ -147,14 +147,14 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
     found = []
     for name in arguments.only:
         options = ["--rounds", str(arguments.rounds), "--only", name]
-        options += ["--schedule", arguments.schedule]
+        options += ["--schedule", arguments.schedule, "--steps", str(arguments.steps)]
         reports = launch(os.path.abspath(__file__), CASES[name].num_workers, options)
         ours, one = slowest(reports, "graphsplit"), slowest(reports, "one process")
         ideal = Samples([reports[0]["ideal_s"]] * len(ours.seconds))
         found.append(
             compared(
                 f"{name.replace('-', ' ')} workers, {MICROBATCHES} microbatches, "
-                f"{arguments.schedule}",
+                f"{arguments.schedule}, {arguments.steps} steps in a row",
                 ("graphsplit", ours),
                 ("ideal", ideal),
                 reach=REACH,
@@ -173,7 +173,7 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Read the command line."""
-    made_parser = parser(__doc__)
+    made_parser = parser(__doc__, steps=STEPS)
     made_parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     made_parser.add_argument("--schedule", default="1f1b")
     arguments = made_parser.parse_args()

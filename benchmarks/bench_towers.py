@@ -1,6 +1,7 @@
 """Two towers of four blocks on two workers, against one process and two independent processes.
 
-    python benchmarks/bench_towers.py [--rounds 5] [--microbatches 1 8] [--json FILE]
+    python benchmarks/bench_towers.py [--rounds 5] [--steps 5] [--microbatches 1 8]
+        [--schedule auto] [--json FILE]
 
 What two workers can reach is what two processes reach that know nothing of each other and train
 one tower each: they share the memory's bandwidth, and nothing else. So three sides take turns in
@@ -28,7 +29,8 @@ from common_cluster import (
 from common_models import LastLoss, Towers, made, plain_loop, token_batches
 from torch.nn import functional as F
 
-STEPS, ROWS = 1, 16
+STEPS, ROWS = 5, 16
+SETTLE = 10  # steps after which "auto" has measured its costs and chosen
 REACH = 0.95
 
 
@@ -39,20 +41,25 @@ def work(arguments: argparse.Namespace) -> None:
 
     gs.init()
     rank, number = gs.get_rank(), arguments.microbatches[0]
-    batches = token_batches(STEPS, ROWS)
+    batches = token_batches(arguments.steps, ROWS)
     whole, whole_optimizer = made(Towers)
     single, single_optimizer = made(lambda: Towers(1))
     net, optimizer = made(Towers)
     for index, tower in enumerate(net.towers):
         tower.place("MS_WORKER", index)
     net.head.place("MS_WORKER", 0)
-    model = gs.Model(net, F.cross_entropy, optimizer, microbatches=number)
+    schedule = arguments.schedule
+    model = gs.Model(net, F.cross_entropy, optimizer, microbatches=number, schedule=schedule)
     keep = LastLoss()
     losses = []
 
     def one_process() -> None:
         losses[:] = [plain_loop(whole, whole_optimizer, batches, microbatches=number)]
 
+    for _ in range(-(-SETTLE // arguments.steps)):
+        model.train(1, batches)
+        if rank == 0:
+            one_process()
     turns = take_turns(
         {
             "one process": one_process if rank == 0 else None,
@@ -63,7 +70,7 @@ def work(arguments: argparse.Namespace) -> None:
             )[1],
         },
         rounds=arguments.rounds,
-        steps=STEPS,
+        steps=arguments.steps,
     )
     same = "equal"
     if rank == 0:
@@ -78,6 +85,7 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
     found = []
     for number in arguments.microbatches:
         options = ["--rounds", str(arguments.rounds), "--microbatches", str(number)]
+        options += ["--schedule", arguments.schedule, "--steps", str(arguments.steps)]
         reports = launch(os.path.abspath(__file__), 2, options)
         ours, one = slowest(reports, "graphsplit"), slowest(reports, "one process")
         two = slowest(reports, "two processes")
@@ -85,7 +93,8 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
         speedups = f"{one.median_s / ours.median_s:.2f} times one process; two processes reach "
         found.append(
             compared(
-                f"two towers, 2 workers, {number} microbatches",
+                f"two towers, 2 workers, {number} microbatches, {arguments.schedule}, "
+                f"{arguments.steps} steps in a row",
                 ("graphsplit", ours),
                 ("two processes", two),
                 reach=REACH,
@@ -101,8 +110,9 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Read the command line."""
-    made_parser = parser(__doc__)
+    made_parser = parser(__doc__, steps=STEPS)
     made_parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8])
+    made_parser.add_argument("--schedule", default="auto")
     arguments = made_parser.parse_args()
     if is_worker():
         work(arguments)

@@ -230,10 +230,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def parser(description: str | None, *, rounds: int = 5) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+def parser(
+    description: str | None, *, rounds: int = 5, steps: int | None = None
+) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; ``--steps`` where a number is given for it."""
     made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     made.add_argument("--rounds", type=int, default=rounds, help="rounds after the warm-up")
+    if steps is not None:
+        made.add_argument("--steps", type=int, default=steps, help="steps between two barriers")
     made.add_argument("--json", help="where to write the results")
     made.add_argument("--notes", default="", help="what a reader of the JSON file must know")
     return made

@@ -117,6 +117,7 @@ class _Lowering:
         # By message: edge * microbatches + microbatch. Integers: there may be millions.
         self.done: set[int] = set()  # received or sent
         self.contributed: Counter[int] = Counter()  # how many contributions there are
+        self.late: list[list[Edge]] = [[] for _ in self.microbatches]  # made, and not yet sent
         self.incoming = traffic.incoming[worker]
         self.outgoing = traffic.outgoing[worker]
         self.is_training = plan.placed.graph.mode is Mode.TRAIN
@@ -163,7 +164,9 @@ class _Lowering:
             self._move(edge, microbatch, Opcode.RECEIVE)
         self.out.append(instruction)
         for edge in self.traffic.made[segment]:
-            if not self._is_late(edge):
+            if self._is_late(edge):
+                self.late[microbatch].append(edge)
+            else:
                 self._move(edge, microbatch, Opcode.SEND)
         if microbatch + 1 in self.microbatches:
             for edge in self.traffic.modified[segment]:
@@ -172,7 +175,8 @@ class _Lowering:
     def _is_late(self, edge: Edge) -> bool:
         """Whether only the end of the step needs it: outputs and the generator's last state.
 
-        They go out after the gradients, which others wait for.
+        They go out right after the microbatch's next gradients, which others wait for. Not later:
+        who receives them could not begin its next step while this worker computes the rest.
         """
         return self.is_training and edge.index in self.common.late
 
@@ -191,6 +195,9 @@ class _Lowering:
             self.contributed[message] += 1
             if self.contributed[message] == len(edge.contributions):
                 self._move(edge, microbatch, Opcode.SEND)
+        for edge in self.late[microbatch]:
+            self._move(edge, microbatch, Opcode.SEND)
+        self.late[microbatch] = []
 
     def _finish(self) -> None:
         for microbatch in self.microbatches:

@@ -39,8 +39,10 @@ NAMED: Mapping[str, Callable[[PartitionPlan, int], Orders]] = {
 _RULES: Mapping[str, Rule] = {
     "1f1b": one_forward_one_backward.RULE,
     "zero_bubble": zero_bubble.RULE,
+    "zero_bubble, backward first": replace(zero_bubble.RULE, backward_first=True),
     "interleaved_1f1b": interleaved.RULE,
 }
+_ENDS = ((1, 1), (2, 2), (4, 4), (0, 1), (0, 2), (0, 3), (0, 4))  # see Rule.ends
 _MANY = 200_000  # computations of a step beyond which only the named policies are tried
 _STEPS = 2  # simulated: the second begins as those in the middle of an epoch do
 _AS_GOOD = 1.005  # a step that takes this much longer saves memory at no price that could be seen
@@ -158,9 +160,12 @@ def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Ru
         for name, rule in _RULES.items():
             named, changed = f"{name}, {more:+} under way", replace(rule, more=more)
             yield named, changed
-            if rule.splits and plan.splits and 0 <= more <= 2:
-                for ends in (n for n in (1, 2, 4) if 2 * n < num_microbatches):
-                    yield f"{named}, whole but {ends} at each end", replace(changed, ends=ends)
+            if not (rule.splits and plan.splits and 0 <= more <= 2):
+                continue
+            for first, last in _ENDS:
+                if first + last < num_microbatches:
+                    ends = f"{named}, whole but the first {first} and the last {last}"
+                    yield ends, replace(changed, ends=(first, last))
     yield "all under way", Rule(warm_up=WarmUp.NONE, splits=True)
 
 

@@ -39,6 +39,8 @@ class Rule:
         splits: Whether the backward of segments that can be split runs in two parts.
         ends: Of how many microbatches at the begin of a step, and of how many at its end, it does
             so; None: of all. Between them nobody waits for long, and a whole backward is quicker.
+            Steps follow each other: where a worker still has weight gradients to compute at the
+            end, those before it are on their way into the next step.
         in_groups: Whether microbatches go in groups of as many as there are workers, one level
             after the other, so that a worker of several levels begins with all of them early.
         more: How many more than ``warm_up`` says may be under way; fewer if negative.
@@ -48,7 +50,7 @@ class Rule:
     backward_first: bool = False
     warm_up: WarmUp = WarmUp.BY_LEVEL
     splits: bool = False
-    ends: int | None = None
+    ends: tuple[int, int] | None = None
     in_groups: bool = False
     more: int = 0
 
@@ -78,8 +80,8 @@ class _Play:
         self.clock = clock
         self.num_microbatches = num_microbatches
         self.now: float = 0
-        ends = num_microbatches if rule.ends is None else rule.ends
-        self.whole = range(ends, num_microbatches - ends)  # microbatches with a whole backward
+        first, last = rule.ends or (num_microbatches, 0)
+        self.whole = range(first, num_microbatches - last)  # microbatches with a whole backward
         self.tasks = Tasks(plan, plan.splits if rule.splits else ())
         self.followers = self.tasks.followers()
         self.worker_of = {task: self.tasks.worker_of(task) for task in self.tasks.waits}

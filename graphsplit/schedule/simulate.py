@@ -12,7 +12,8 @@ part. Messages of a link fly one after the other as far as bytes are concerned. 
 share its cores (``processors``).
 
 Steps follow each other: a worker begins the next one when it is done, and when the worker that
-reads the batches has announced it. The last of the simulated steps is the one that is shown.
+reads the batches has announced it. The last of the simulated steps is the one that is shown; where
+it is not the first, one more follows it, which workers that are done early begin meanwhile.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def simulate(
     found = depths if depths is not None else channel_depths(programs)
     play = _Play(plan, programs, costs, found, num_steps, leader)
     play.run()
-    before, end = play.ends[-2] if num_steps > 1 else 0.0, play.ends[-1]
+    before, end = ([0.0, *play.ends])[num_steps - 1 : num_steps + 1]
     workers = _from_zero(play.spans)
     return Timeline(workers, end - before, peak_bytes(plan, workers, costs))
 
@@ -118,12 +119,13 @@ class _Play:
     ) -> None:
         self.plan = plan
         self.costs = costs
-        self.num_steps = num_steps
+        self.shown = num_steps - 1
+        self.num_steps = num_steps + 1 if num_steps > 1 else 1
         self.leader = leader
         self.programs = [program.instructions for program in programs]
         self.workers = [_Worker() for _ in programs]
         self.spans: list[list[Span]] = [[] for _ in programs]
-        self.ends = [0.0] * num_steps
+        self.ends = [0.0] * self.num_steps
         self.announced: list[float] = []  # when the leader announced each step
         self.channels = [_Channel(depths.get(edge.index, _DEPTH)) for edge in plan.edges]
         self.link_free: dict[tuple[int, int], float] = {}
@@ -219,7 +221,7 @@ class _Play:
 
     def _note_span(self, worker: int, instruction: Instruction | None, now: float) -> None:
         state = self.workers[worker]
-        if state.step == self.num_steps - 1:
+        if state.step == self.shown:
             self.spans[worker].append(Span(instruction, state.begin, state.start, now))
 
     def _go_on(self, worker: int, now: float) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.plan import EdgeKind
+from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
@@ -252,7 +253,7 @@ def test_every_program_passes_the_proof_it_is_made_for() -> None:
     )
     planned = cluster.latest(Mode.TRAIN)
     assert planned is not None
-    verify_programs(planned.plan, planned.programs)
+    verify_programs(planned.plan, planned.programs, depths=channel_depths(planned.programs))
 
 
 # MindSpore

@@ -83,7 +83,7 @@ def test_everything_wherever_placed(schedule: str) -> None:
 
 def whole_in_the_middle(plan: PartitionPlan, number: int) -> Sequence[Sequence[Instruction]]:
     """Of one microbatch at each end backward runs in two parts."""
-    return play(plan, number, replace(zero_bubble.RULE, ends=1))
+    return play(plan, number, replace(zero_bubble.RULE, ends=(1, 1)))
 
 
 def test_lenet_with_backwards_whole_and_in_parts() -> None:

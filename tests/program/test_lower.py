@@ -148,11 +148,11 @@ def test_a_step_with_a_borrowed_parameter_in_full() -> None:
         "FORWARD mb0 seg2",
         "BACKWARD mb0 seg2",
         "SEND mb0 edge6",
+        "SEND mb0 edge3",  # the loss: behind the gradient, since no segment waits for it
         "RECEIVE mb0 edge5",
         "BACKWARD mb0 seg0",
         "RECEIVE mb0 edge4",
         "ACCUMULATE mb0 v1",
-        "SEND mb0 edge3",  # the loss: last, since no segment waits for it
         "OPTIMIZER",
     ]
     assert text(second) == [

@@ -14,18 +14,18 @@ from pass_helpers import Op, lenet_plan, placed_graph, placed_graphs
 
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.edges import partition
-from graphsplit.partition.plan import BackwardSplit, PartitionPlan, WeightUse
+from graphsplit.partition.plan import BackwardSplit, EdgeKind, PartitionPlan, WeightUse
 from graphsplit.partition.splitting import with_splits
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.lower import lower
+from graphsplit.program.lower import late_edges, lower
 from graphsplit.schedule import zero_bubble
 from graphsplit.schedule.auto import NAMED, auto, choose, tried
 from graphsplit.schedule.costs import Costs, Link
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.orders import check_orders
-from graphsplit.schedule.play import play
+from graphsplit.schedule.play import Rule, play
 from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
 from graphsplit.schedule.simulate import simulate
 from graphsplit.schedule.verify import verify_programs
@@ -94,8 +94,37 @@ def test_with_one_microbatch_weight_gradients_wait_until_nothing_else_can_run() 
     sent = lower(plan, POLICIES["zero_bubble"])[1].instructions
     lines = [str(i) for i in sent]
     first = lines.index("BACKWARD_INPUT mb0 seg3")
-    assert lines[first + 1].startswith("SEND")
-    assert lines[first + 2] == "BACKWARD_WEIGHT mb0 seg3"
+    gradient, loss = sent[first + 1], sent[first + 2]
+    assert (gradient.opcode, loss.opcode) == (Opcode.SEND, Opcode.SEND)
+    assert plan.edges[gradient.operand].kind is EdgeKind.GRADIENT
+    assert loss.operand in late_edges(plan)
+    assert lines[first + 3] == "BACKWARD_WEIGHT mb0 seg3"
+
+
+def test_a_worker_begins_the_next_step_while_another_computes_weight_gradients() -> None:
+    plan = chain(0, 1)
+    plan = replace(plan, splits={1: plan.splits[1]})
+    costs = costs_of(plan, (1.0, 1.0, 0.0, 0.0))
+    costs = replace(
+        costs,
+        backward_input={0: 2.0, 1: 1.0},
+        backward_weight={1: 1.0},
+        backward_whole={},
+        links={},
+    )
+    for number in (3, 4, 8):
+        chosen = choose(plan, number, costs)
+        programs = lower(plan, partial(_as_given, chosen.orders), num_microbatches=number)
+        steps = {num: simulate(plan, programs, costs, num_steps=num) for num in (1, 6)}
+        assert steps[1].step_s >= 3 * number + 1  # worker 1 has nothing to do at first
+        assert steps[6].step_s == pytest.approx(3 * number)  # both compute all the time
+        assert chosen.step_s == pytest.approx(steps[6].step_s)
+
+
+def _as_given(
+    orders: Sequence[Sequence[Instruction]], plan: PartitionPlan, number: int
+) -> Sequence[Sequence[Instruction]]:
+    return orders
 
 
 def test_interleaved_sends_groups_of_microbatches_through_every_chunk() -> None:
@@ -113,28 +142,30 @@ def proven(plan: PartitionPlan, orders: Sequence[Sequence[Instruction]], number:
 
 def test_backward_in_the_middle_of_a_step_can_be_whole() -> None:
     plan = chain(0, 1)
-    orders = play(plan, 6, replace(zero_bubble.RULE, ends=1))
-    assert " ".join(_LETTERS[i.opcode] + str(i.microbatch) for i in orders[1]) == (
-        "F0 I0 F1 W0 B1 F2 B2 F3 B3 F4 B4 F5 I5 W5"
-    )
-    proven(plan, orders, 6)
+    for ends, expected in {
+        (1, 1): "F0 I0 F1 W0 B1 F2 B2 F3 B3 F4 B4 F5 I5 W5",
+        (0, 2): "F0 B0 F1 B1 F2 B2 F3 B3 F4 I4 W4 F5 I5 W5",
+    }.items():
+        orders = play(plan, 6, replace(zero_bubble.RULE, ends=ends))
+        assert " ".join(_LETTERS[i.opcode] + str(i.microbatch) for i in orders[1]) == expected
+        proven(plan, orders, 6)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
     placed=placed_graphs(),
     number=st.sampled_from([2, 3, 5, 8]),
-    ends=st.integers(0, 3),
-    more=st.integers(0, 2),
+    ends=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    rule=st.builds(Rule, backward_first=st.booleans(), more=st.integers(0, 2)),
 )
 def test_any_graph_is_scheduled_with_backwards_whole_and_in_parts(
-    placed: PlacedGraph, number: int, ends: int, more: int
+    placed: PlacedGraph, number: int, ends: tuple[int, int], rule: Rule
 ) -> None:
     plan = split_wherever_possible(partition(placed, is_microbatched=True))
-    orders = play(plan, number, replace(zero_bubble.RULE, ends=ends, more=more))
+    orders = play(plan, number, replace(rule, splits=True, ends=ends))
     proven(plan, orders, number)
     parts = [i for order in orders for i in order if i.opcode is Opcode.BACKWARD_INPUT]
-    microbatches = set(range(number)) - set(range(ends, number - ends))
+    microbatches = set(range(number)) - set(range(ends[0], number - ends[1]))
     assert {i.microbatch for i in parts} == (microbatches if plan.splits else set())
 
 
@@ -223,8 +254,8 @@ def test_auto_holds_no_memory_for_nothing() -> None:
     fastest = min(choice.step_s for choice in found)
     quick = [choice for choice in found if choice.step_s < 1.005 * fastest]
     chosen = choose(plan, 32, costs)
-    assert max(chosen.peak_bytes) < 2500
-    assert max(max(choice.peak_bytes) for choice in quick) > 6000
+    assert max(chosen.peak_bytes) < 3500  # one more on worker 0: both compute all the time then
+    assert max(max(choice.peak_bytes) for choice in quick) > 4000
     assert chosen.step_s < 1.005 * fastest
 
 
