@@ -18,21 +18,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from common import Row, Samples, compared, environment, equal_conditions, parser, write
+from common import Row, compared, environment, equal_conditions, parser, write
 from common_cluster import (
-    Report,
     agreed,
     breakdown,
     breakdowns,
+    by_launch,
     free_port,
     is_worker,
     launch,
     report,
     same_parameters,
-    slowest,
+    slowest_of_all,
     take_turns,
 )
 from common_models import GPT, LastLoss, made, token_batches
@@ -147,23 +147,6 @@ def work(arguments: argparse.Namespace) -> None:
     report({"turns": turns, "bits": same, "breakdown": breakdown(model, batches)})
 
 
-def joined(samples: Sequence[Samples]) -> Samples:
-    """The rounds of all launches."""
-    return Samples(
-        [seconds for one in samples for seconds in one.seconds],
-        [faults for one in samples for faults in one.faults],
-    )
-
-
-def by_launch(launches: Sequence[Sequence[Report]]) -> str:
-    """The ratio of every launch by itself."""
-    ratios = [
-        slowest(reports, "graphsplit").median_s / slowest(reports, "torch 1F1B").median_s
-        for reports in launches
-    ]
-    return "launch by launch: " + ", ".join(f"{ratio:.3f}" for ratio in ratios)
-
-
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """One row for each number of microbatches and schedule."""
     for number, schedule in itertools.product(arguments.microbatches, arguments.schedule):
@@ -173,17 +156,15 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
             launch(os.path.abspath(__file__), 2, [*options, "--port", str(free_port())])
             for _ in range(arguments.launches)
         ]
+        sides = ("graphsplit", "torch 1F1B")
         yield compared(
             f"GPT-like, 8 blocks, 2 workers, {number} microbatches, {schedule}, {arguments.steps} "
             "steps in a row",
-            *(
-                (side, joined([slowest(reports, side) for reports in launches]))
-                for side in ("graphsplit", "torch 1F1B")
-            ),
+            *((side, slowest_of_all(launches, side)) for side in sides),
             reach=REACH.get(number) if schedule == "auto" else None,
             bits=agreed([report["bits"] for reports in launches for report in reports]),
             breakdown=breakdowns(launches[-1]),
-            notes=by_launch(launches),
+            notes=by_launch(launches, *sides),
         )
 
 

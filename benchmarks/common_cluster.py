@@ -90,6 +90,21 @@ def slowest(reports: Sequence[Report], side: str) -> Samples:
     )
 
 
+def slowest_of_all(launches: Sequence[Sequence[Report]], side: str) -> Samples:
+    """The rounds of all launches, one launch after the other; see ``slowest``."""
+    found = [slowest(reports, side) for reports in launches]
+    return Samples(
+        [seconds for one in found for seconds in one.seconds],
+        [faults for one in found for faults in one.faults],
+    )
+
+
+def by_launch(launches: Sequence[Sequence[Report]], upper: str, lower: str) -> str:
+    """The ratio of two sides in every launch by itself, in words."""
+    ratios = [slowest(r, upper).median_s / slowest(r, lower).median_s for r in launches]
+    return "launch by launch: " + ", ".join(f"{ratio:.3f}" for ratio in ratios)
+
+
 def breakdown(model: gs.Model, batches: Sequence[Any]) -> dict[str, float]:
     """Milliseconds a step of each kind of instruction, in a round of its own with timers in it.
 
