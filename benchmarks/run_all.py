@@ -29,7 +29,11 @@ TABLE = (
 NO_ROUNDS = ("bench_memory",)
 # Growth with size, and memory, hardly differ from round to round, and take their time.
 FEWER_ROUNDS = {"bench_planning": 1, "bench_peak_memory": 3}
-MORE = {"bench_pipeline": ("--schedule", "auto")}  # the others have no place in the table
+# Other schedules have no place in the table, and its time is short.
+MORE = {
+    "bench_pipeline": ("--schedule", "auto", "--launches", "2"),
+    "bench_towers": ("--launches", "2"),
+}
 
 
 def run(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], bool]:
