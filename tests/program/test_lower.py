@@ -14,8 +14,10 @@ from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.lower import WorkerProgram, late_edges, lower
+from graphsplit.program.lower import Policy, WorkerProgram, late_edges, lower
 from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
+from graphsplit.schedule.zero_bubble import zero_bubble
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 MICROBATCHES = st.integers(1, 3)
@@ -129,6 +131,37 @@ def test_nothing_runs_before_what_it_needs_is_there(
                 assert (plan.edges[i.operand].value, i.microbatch) in here
             elif i.opcode in (Opcode.BACKWARD, Opcode.ACCUMULATE):
                 assert {(edge, i.microbatch) for edge in needs(plan, i)} <= received
+
+
+@EXAMPLES
+@given(
+    placed_graphs(), MICROBATCHES, st.sampled_from([gpipe, one_forward_one_backward, zero_bubble])
+)
+def test_what_only_the_end_of_a_step_needs_goes_out_behind_the_next_gradients(
+    graph: PlacedGraph, num_microbatches: int, policy: Policy
+) -> None:
+    plan = partition(graph, is_microbatched=num_microbatches > 1)
+    segment_of = plan.segmentation.segment_of
+    late = {e for e in late_edges(plan) if segment_of[plan.edges[e].value] >= 0}
+    for program in lower(plan, policy, num_microbatches=num_microbatches):
+        instructions = program.instructions
+        for position, send in enumerate(instructions):
+            if send.opcode is not Opcode.SEND or send.operand not in late:
+                continue
+            before = [i for i in instructions[:position] if i.opcode is not Opcode.SEND]
+            after = [i.opcode for i in instructions[position:]]
+            segment = segment_of[plan.edges[send.operand].value]
+            made = before.index(Instruction(Opcode.FORWARD, segment, send.microbatch))
+            backward = [
+                i
+                for i in (*before[made:], *instructions[position:])
+                if i.opcode in (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
+                and i.microbatch == send.microbatch
+            ]
+            if backward:
+                assert before[-1] == backward[0]
+            else:
+                assert Opcode.FORWARD not in after and Opcode.BACKWARD not in after
 
 
 def two_workers() -> PlacedGraph:
