@@ -2,10 +2,11 @@
 
 Every rule is a list scheduling of the same computations: a worker that is free runs, of what is
 ready, what the rule prefers. The named policies are among them, played as ever; the others are
-played on a clock of the costs, split and not, with more and fewer microbatches under way. All are
-lowered and simulated. Of those that keep within the memory the fastest is taken, or one that needs
-less memory and is as good as equally fast: ``auto`` is never worse, by the simulator, than a named
-policy.
+played on a clock of the costs, split and not, with more and fewer microbatches under way. Where a
+step has many computations, only the most promising of these are. All are lowered and simulated, as
+steps that follow each other. Of those that keep within the memory the fastest is taken, or one that
+needs less memory and is as good as equally fast: ``auto`` is never worse, by the simulator, than a
+named policy.
 
 Nothing is random, and ties go to the rule that was tried first: equal costs give equal orders on
 every worker.
@@ -13,6 +14,7 @@ every worker.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,14 +38,16 @@ NAMED: Mapping[str, Callable[[PartitionPlan, int], Orders]] = {
     "interleaved_1f1b": interleaved.interleaved_1f1b,
     "gpipe": gpipe.gpipe,
 }
+_BACKWARD_FIRST = "zero_bubble, backward first"
 _RULES: Mapping[str, Rule] = {
-    "1f1b": one_forward_one_backward.RULE,
+    _BACKWARD_FIRST: replace(zero_bubble.RULE, backward_first=True),
     "zero_bubble": zero_bubble.RULE,
-    "zero_bubble, backward first": replace(zero_bubble.RULE, backward_first=True),
+    "1f1b": one_forward_one_backward.RULE,
     "interleaved_1f1b": interleaved.RULE,
 }
-_ENDS = ((1, 1), (2, 2), (4, 4), (0, 1), (0, 2), (0, 3), (0, 4))  # see Rule.ends
-_MANY = 200_000  # computations of a step beyond which only the named policies are tried
+# Of how many microbatches the backward runs in two parts, by rule; see Rule.ends.
+_ENDS = {_BACKWARD_FIRST: ((0, 3), (0, 4), (0, 2)), "zero_bubble": ((1, 1), (2, 2), (4, 4))}
+_BUDGET = 100_000  # segments times microbatches times rules: half a minute
 _STEPS = 2  # simulated: the second begins as those in the middle of an epoch do
 _AS_GOOD = 1.005  # a step that takes this much longer saves memory at no price that could be seen
 
@@ -146,23 +150,21 @@ def _candidates(
 ) -> Iterator[tuple[str, Orders]]:
     for name, policy in NAMED.items():
         yield name, policy(plan, num_microbatches)
-    if len(plan.segments) * num_microbatches > _MANY:
-        return
     clock = CostClock.of(plan, costs)
-    for name, rule in _rules(plan, num_microbatches):
+    num_rules = _BUDGET // (len(plan.segments) * num_microbatches)
+    for name, rule in itertools.islice(_rules(plan, num_microbatches), num_rules):
         yield f"{name}, by costs", play(plan, num_microbatches, rule, clock)
 
 
 def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Rule]]:
-    for more in (0, 1, 2, 4, -1, -num_microbatches):
+    """Rules to try, the most promising first."""
+    for more in (1, 2, 0, 4, -1, -num_microbatches):
         if more >= num_microbatches:
             continue
         for name, rule in _RULES.items():
             named, changed = f"{name}, {more:+} under way", replace(rule, more=more)
             yield named, changed
-            if not (rule.splits and plan.splits and 0 <= more <= 2):
-                continue
-            for first, last in _ENDS:
+            for first, last in _ENDS.get(name, ()) if plan.splits and 0 <= more <= 2 else ():
                 if first + last < num_microbatches:
                     ends = f"{named}, whole but the first {first} and the last {last}"
                     yield ends, replace(changed, ends=(first, last))

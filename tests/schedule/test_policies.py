@@ -244,6 +244,20 @@ def test_auto_is_faster_than_every_named_policy_where_messages_are_slow() -> Non
     assert min(found.values()) < 0.9 * min(named)
 
 
+def test_auto_tries_fewer_rules_where_a_step_has_many_computations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = chain(0, 1)
+    all_names = [choice.name for choice in tried(plan, 8)]
+    names = {}
+    for num_rules in (0, 3):
+        monkeypatch.setattr("graphsplit.schedule.auto._BUDGET", num_rules * 8 * len(plan.segments))
+        names[num_rules] = [choice.name for choice in tried(plan, 8)]
+    assert set(names[0]) <= set(NAMED)
+    assert len(names[0]) < len(names[3]) <= len(names[0]) + 3 < len(all_names)
+    assert names[3] == all_names[: len(names[3])]
+
+
 def test_auto_holds_no_memory_for_nothing() -> None:
     plan = chain(0, 1)
     plan = replace(plan, splits={1: plan.splits[1]})
