@@ -151,7 +151,7 @@ def _candidates(
     for name, policy in NAMED.items():
         yield name, policy(plan, num_microbatches)
     clock = CostClock.of(plan, costs)
-    num_rules = _BUDGET // (len(plan.segments) * num_microbatches)
+    num_rules = _BUDGET // max(1, len(plan.segments) * num_microbatches)
     for name, rule in itertools.islice(_rules(plan, num_microbatches), num_rules):
         yield f"{name}, by costs", play(plan, num_microbatches, rule, clock)
 

@@ -244,6 +244,17 @@ def test_auto_is_faster_than_every_named_policy_where_messages_are_slow() -> Non
     assert min(found.values()) < 0.9 * min(named)
 
 
+def test_auto_on_a_plan_without_operations() -> None:
+    placed = placed_graph({"op": Op(0, ("x", "w"))}, parameters={"w": 0})
+    graph = placed.graph  # the operation is its last node; the output is the parameter instead
+    output = replace(graph.outputs[0], node=1)
+    graph = replace(graph, nodes=graph.nodes[:2], outputs=(output,))
+    placed = replace(placed, graph=graph, workers=(-1, 0), reasons=placed.reasons[:2])
+    plan = partition(placed)
+    assert not plan.segments
+    assert choose(plan, 1).orders == ([],)
+
+
 def test_auto_tries_fewer_rules_where_a_step_has_many_computations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
