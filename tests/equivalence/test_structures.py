@@ -14,7 +14,8 @@ from torch import nn
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.scattered import Scattered
-from graphsplit.testing.simulate import Captures
+from graphsplit.testing.simulate import Captures, SimulatedCluster
+from graphsplit.train.task import Task
 
 
 @dataclasses.dataclass
@@ -176,6 +177,33 @@ def test_values_that_no_signature_can_tell_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="key of type NoneType; expected str or int"):
         assert_same_bits(Key, [({None: numbers(2, 4)},)], num_workers=2, place=on_two)
+
+
+@pytest.mark.parametrize(
+    ("is_detached", "message"),
+    [
+        (True, "the loss depends on no parameter that requires a gradient"),
+        # Its gradient got lost: no operation, so no segment, so no backward.
+        (False, r"the loss is weight itself, with no operation.*\n.*for example weight \* 1"),
+    ],
+)
+def test_a_loss_that_backward_cannot_begin_with_is_refused(is_detached: bool, message: str) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return (self.weight * x.sum()).detach() if is_detached else self.weight
+
+    def make_task() -> Task:
+        network = Bare()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        return Task(network, None, optimizer, "affinity", with_loss=False)
+
+    cluster = SimulatedCluster(make_task, 2)
+    with pytest.raises(ConfigurationError, match=message):
+        cluster.train_step(((numbers(2),), {}))
 
 
 def test_a_value_that_goes_back_and_forth_thirty_times() -> None:
