@@ -60,10 +60,11 @@ class Case:
     build: Callable[[], torch.nn.Module]
     batches: Callable[[], list[Any]]
     reach: float
+    turns: int = 1
 
 
 CASES = {
-    "LeNet": Case(lenet, lambda: digits(300), 1.05),
+    "LeNet": Case(lenet, lambda: digits(50), 1.05, turns=6),
     "GPT": Case(lambda: GPT(8), lambda: token_batches(2, 8), 1.01),
 }
 
@@ -88,6 +89,7 @@ def work(arguments: argparse.Namespace) -> None:
         },
         rounds=arguments.rounds,
         steps=len(batches),
+        turns=case.turns,
     )
     same = same_parameters(net, plain)
     if losses[-1] != float(keep.loss):

@@ -58,25 +58,30 @@ def report(found: Report) -> None:
 
 
 def take_turns(
-    sides: Mapping[str, Callable[[], None] | None], *, rounds: int, steps: int
+    sides: Mapping[str, Callable[[], None] | None], *, rounds: int, steps: int, turns: int = 1
 ) -> Report:
     """Every worker: A B A B, each behind a barrier; what a step took here, side by side.
 
     Args:
-        sides: What each side runs on this worker in a round; None where it only waits.
+        sides: What each side runs on this worker in a turn; None where it only waits.
         rounds: How many rounds to count, after one that warms up.
-        steps: How many steps a round has.
+        steps: How many steps a turn has.
+        turns: How many turns of each side make a round. With several short ones in place of a
+            long one, what the machine does besides hits both sides alike.
     """
     found: Report = {name: {"seconds": [], "faults": []} for name in sides}
     for number in range(rounds + 1):
         if number == 1 and gs.get_rank() == 0:
             tell_measuring(True)
-        for name, run in sides.items():
+        spent: Counter[tuple[str, str]] = Counter()
+        for name, run in list(sides.items()) * turns:
             gs.barrier()
             seconds, faults = timed(run) if run is not None else (0.0, 0)
-            if number:
-                found[name]["seconds"].append(seconds / steps)
-                found[name]["faults"].append(faults / steps)
+            spent[name, "seconds"] += seconds
+            spent[name, "faults"] += faults
+        if number:
+            for (name, what), total in spent.items():
+                found[name][what].append(total / (steps * turns))
     gs.barrier()
     return found
 
