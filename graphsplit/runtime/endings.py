@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FULL_TRACEBACK = "GS_FULL_TRACEBACK"
 # Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
 WAKE_SIGNAL = getattr(signal, "SIGURG", None)
+_AGAIN_S = 0.05  # a finalizer is over by then
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -145,6 +146,7 @@ def install_endings(job: Job, finalize: Callable[[], None]) -> None:
     atexit.register(_finalize_at_exit, job, finalize)
     if threading.current_thread() is threading.main_thread():
         _raise_on(job, WAKE_SIGNAL)
+        _raise_again_where_lost(job)
         _end_on_terminate(job)
     job.abort.add_waker(job.interrupt_main_thread)
 
@@ -165,6 +167,25 @@ def _raise_on(job: Job, number: signal.Signals | None) -> None:
             job.abort.raise_if_set()
 
     signal.signal(number, wake)
+
+
+def _raise_again_where_lost(job: Job) -> None:
+    """A signal may come while a finalizer runs, out of which nothing can be raised: try again.
+
+    Python would print what was raised there, and the script would go on as if nothing had been.
+    """
+    previous = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, JobFailedError):
+            previous(lost)
+        elif not job.is_ending:
+            job.abort.was_raised = False
+            again = threading.Timer(_AGAIN_S, job.interrupt_main_thread)
+            again.daemon = True
+            again.start()
+
+    sys.unraisablehook = hook
 
 
 def _end_on_terminate(job: Job) -> None:

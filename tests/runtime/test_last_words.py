@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from graphsplit.cluster.identity import failure_of
+from graphsplit.errors import JobFailedError
+from graphsplit.failure import AbortSignal
 from graphsplit.root_cause import FailureCause
+from graphsplit.runtime import endings
 from graphsplit.runtime.endings import LastWords
 
 
@@ -70,3 +76,35 @@ def test_its_own_error_that_ended_the_job_is_told_whole(
 ) -> None:
     text, _ = told(ValueError("bad"), cause_of(ValueError("bad"), 1), capsys)
     assert "Traceback (most recent call last)" in text
+
+
+def test_the_end_of_the_job_that_comes_while_a_finalizer_runs_is_raised_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    number = endings.WAKE_SIGNAL
+    assert number is not None
+    main = threading.get_ident()
+    abort, printed = AbortSignal(), []
+    job: Any = SimpleNamespace(
+        abort=abort,
+        is_ending=False,
+        interrupt_main_thread=lambda: signal.pthread_kill(main, number),
+    )
+    abort.set(cause_of(ValueError("bad"), 0))
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+            printed.append("unreachable: the signal was raised right here")
+
+    monkeypatch.setattr(sys, "unraisablehook", printed.append)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        endings._raise_on(job, number)
+        endings._raise_again_where_lost(job)
+        with pytest.raises(JobFailedError, match="bad"):
+            Dying()
+            time.sleep(30)
+    finally:
+        signal.signal(number, before)
+    assert not printed
