@@ -32,7 +32,7 @@ def assert_told_whole_once(job: Finished, worker: int, *texts: str) -> None:
     whole = "\n".join(job.lines_of(f"worker {worker}"))
     for text in texts:
         assert re.search(text, whole), f"worker {worker} does not say {text!r}:\n{job.output}"
-    assert job.output.count("Traceback (most recent call last)") == 1
+    assert job.output.count("Traceback (most recent call last)") == 1, job.output
     assert "graphsplit/runtime" not in job.output
     assert len(job.output.splitlines()) < 50, job.output
 
@@ -89,14 +89,14 @@ def test_a_rank_that_the_job_does_not_have_is_refused_with_the_users_line():
     job = run_job("failing.py", "out of range", workers=3)
     assert_named_everywhere(job, "PlacementError", r"failing\.py:\d+")
     assert re.search(r"MS_WORKER 7, .* workers 0 to 2", job.output)
-    assert job.output.count("Traceback (most recent call last)") == 1
+    assert job.output.count("Traceback (most recent call last)") == 1, job.output
     assert "Fix: " in job.output
 
 
 def test_a_model_that_cannot_be_captured_is_refused_with_the_users_line():
     job = run_job("failing.py", "branch", workers=3)
     assert_named_everywhere(job, "CaptureError", r"failing\.py:\d+")
-    assert job.output.count("Traceback (most recent call last)") == 1
+    assert job.output.count("Traceback (most recent call last)") == 1, job.output
     assert "torch.where" in job.output
 
 
