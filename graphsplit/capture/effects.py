@@ -194,6 +194,11 @@ def _may_share(node: Node, root: Node) -> bool:
     return not ours or not its or not ours.isdisjoint(its)
 
 
+def shares_memory(node: Node, other: Node) -> bool:
+    """Whether two values of a captured graph are known to lie in the same memory."""
+    return not _storages(node).isdisjoint(_storages(other))
+
+
 def _storages(node: Node) -> frozenset[int]:
     """The memories of a node's fake tensors; none where that is not known of all of them."""
     found: set[int] = set()

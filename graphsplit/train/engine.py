@@ -18,6 +18,7 @@ from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Division
 from graphsplit.train.step_plan import Progress, total_loss
 from graphsplit.train.task import Task, materialize_all
+from graphsplit.train.trainable import check_value
 
 
 class Engine(Holder):
@@ -163,6 +164,7 @@ class EagerEngine(Engine):
         run = batches.casting_to(self._task.autocast, batches.run_train)
         loss = run(self._network, self._task.loss_fn, *args, **kwargs)
         assert isinstance(loss, torch.Tensor)
+        check_value(loss)
         return loss
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:

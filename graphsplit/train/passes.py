@@ -11,7 +11,6 @@ from torch import nn
 
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
-from graphsplit.errors import ConfigurationError
 from graphsplit.partition.edges import partition
 from graphsplit.partition.in_place import keep_memory_together
 from graphsplit.partition.plan import PartitionPlan
@@ -41,6 +40,7 @@ from graphsplit.schedule.verify import verify_programs
 from graphsplit.train import batch as batches
 from graphsplit.train.batch import Signature
 from graphsplit.train.task import Task, module_annotations, stateful_modules
+from graphsplit.train.trainable import check_graph
 
 
 class OneByOneError(Exception):
@@ -130,7 +130,7 @@ def make_plan(
     )
     placed = keep_memory_together(resolve(graph, rules))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
-    _check_loss(graph)
+    check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)
     if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
         plan = with_splits(with_recomputation(plan, recompute))
@@ -141,25 +141,6 @@ def make_plan(
         plan = with_tally(plan, sizes) if sizes is not None else plan
     verify(plan)
     return plan, lower_plan(plan, part, schedule)
-
-
-def _check_loss(graph: CapturedGraph) -> None:
-    """Backward must have an operation to begin with, and a parameter to end at."""
-    if graph.mode is not Mode.TRAIN:
-        return
-    if not graph.has_gradients:
-        raise ConfigurationError(
-            "the loss depends on no parameter that requires a gradient, so there is nothing to "
-            "train\n  Fix: leave requires_grad on for some parameter, and do not detach the loss."
-        )
-    assert graph.loss_node is not None
-    node = graph.nodes[graph.loss_node]
-    if node.kind is not NodeKind.OPERATION:
-        # The optimizer would change what the loss's own memory holds, on its owner alone.
-        raise ConfigurationError(
-            f"the loss is {node.target} itself, with no operation in between\n"
-            f"  Fix: return a value of its own, for example {node.target} * 1."
-        )
 
 
 def lower_plan(

@@ -15,6 +15,7 @@ from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.scattered import Scattered
 from graphsplit.testing.simulate import Captures, SimulatedCluster
+from graphsplit.train.model import Model
 from graphsplit.train.task import Task
 
 
@@ -179,31 +180,51 @@ def test_values_that_no_signature_can_tell_are_refused() -> None:
         assert_same_bits(Key, [({None: numbers(2, 4)},)], num_workers=2, place=on_two)
 
 
-@pytest.mark.parametrize(
-    ("is_detached", "message"),
-    [
-        (True, "the loss depends on no parameter that requires a gradient"),
-        # Its gradient got lost: no operation, so no segment, so no backward.
-        (False, r"the loss is weight itself, with no operation.*\n.*for example weight \* 1"),
-    ],
-)
-def test_a_loss_that_backward_cannot_begin_with_is_refused(is_detached: bool, message: str) -> None:
+LOSSES = {
+    "detached": (lambda weight, x: (weight.sum() * x.sum()).detach(), "depends on no parameter"),
+    # Without an operation there is no backward; with a view of it, the optimizer changes the loss.
+    "itself": (lambda weight, x: weight, r"is (weight|a parameter) itself, or a view of it"),
+    "view": (lambda weight, x: weight.view(1)[0], r"is (weight|a parameter) itself, or a view"),
+    "reshaped": (lambda weight, x: weight.reshape(()), r"is (weight|a parameter) itself, or a v"),
+}
+
+
+def bare(kind: str) -> nn.Module:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(()))
 
         def forward(self, x):
-            return (self.weight * x.sum()).detach() if is_detached else self.weight
+            return LOSSES[kind][0](self.weight, x)
 
+    return Bare()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_that_nothing_can_be_trained_by_is_refused(kind: str) -> None:
     def make_task() -> Task:
-        network = Bare()
+        network = bare(kind)
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
         return Task(network, None, optimizer, "affinity", with_loss=False)
 
-    cluster = SimulatedCluster(make_task, 2)
-    with pytest.raises(ConfigurationError, match=message):
-        cluster.train_step(((numbers(2),), {}))
+    with pytest.raises(ConfigurationError, match=LOSSES[kind][1]):
+        SimulatedCluster(make_task, 2).train_step(((numbers(2),), {}))
+    network = bare(kind)
+    model = Model(network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match=LOSSES[kind][1]):
+        model.train_step(numbers(2))
+
+
+def test_a_loss_that_may_only_seem_to_be_a_parameter_is_trained_by() -> None:
+    class Branching(Network):
+        def forward(self, x):
+            def weights(v):
+                return self.first.weight.sum() * self.last.weight.sum()
+
+            return torch.cond(x.sum() > 0, lambda v: self.last(self.first(v)).sum(), weights, (x,))
+
+    same_over_two(Branching, (numbers(2, 4).abs(),))
 
 
 def test_a_value_that_goes_back_and_forth_thirty_times() -> None:
