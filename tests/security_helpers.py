@@ -44,6 +44,7 @@ def expired(name: CertifiedName) -> Protection:
         def now(cls, tz: tzinfo | None = None) -> datetime:
             return datetime.now(tz) - timedelta(days=9)
 
+    authority()  # of today, whichever test comes first
     with mock.patch.object(issue, "datetime", Earlier):
         old = protection(name)
     return old

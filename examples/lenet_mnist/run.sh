@@ -32,6 +32,12 @@ if [[ -n "$data_path" ]]; then
 fi
 export DATA_PATH="$data_path"
 
+if ! "$python" -c 'import importlib.util as u; raise SystemExit(not u.find_spec("torch"))'; then
+    echo "run.sh: $python has no torch, so no graphsplit." >&2
+    echo "  Fix: activate its environment (. .venv/bin/activate), or set PYTHON=..." >&2
+    exit 2
+fi
+
 free_port() {
     "$python" -c 'import socket, sys
 with socket.socket() as s:

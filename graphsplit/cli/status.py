@@ -56,12 +56,13 @@ def status(*, address: str | None, as_json: bool, timeout_s: float) -> None:
 
 def _address(given: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
     host = environ.get("MS_SCHED_HOST", "").strip() or "127.0.0.1"
-    text = given or f"{host}:{environ.get('MS_SCHED_PORT', '').strip()}"
+    port = environ.get("MS_SCHED_PORT", "").strip()
+    text = given or (f"{host}:{port}" if port else "")
     found = _ADDRESS.fullmatch(text)
     if found is None or not 1 <= int(found["port"]) <= 65535:
         raise click.BadParameter(
             f"expected an address such as 10.0.0.1:8118, or MS_SCHED_PORT in the environment; "
-            f"found {text!r}",
+            f"found {repr(text) if text else 'neither'}",
             param_hint="HOST:PORT",
         )
     return found["host"].removeprefix("[").removesuffix("]"), int(found["port"])

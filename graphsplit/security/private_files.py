@@ -9,6 +9,9 @@ from pathlib import Path
 from graphsplit.errors import ConfigurationError
 
 MAX_FILE_BYTES = 1 << 20
+_NEW_TOKEN = (
+    "(umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > job-token)"
+)
 
 
 def read_file(variable: str, path: str) -> bytes:
@@ -46,10 +49,13 @@ def _read(variable: str, path: str) -> tuple[bytes, os.stat_result]:
             # Of the open file, not of the path: they may differ by now.
             return file.read(MAX_FILE_BYTES), os.fstat(file.fileno())
     except OSError as error:
+        makes = "`graphsplit certs` makes certificates and keys"
+        if variable == "GS_JOB_TOKEN_FILE":
+            makes = f"a token is made by: {_NEW_TOKEN}"
         raise ConfigurationError(
             f"{variable}={path!r} cannot be read: {error.strerror}\n"
             f"    expected: a file that this process's user can read\n"
-            f"    Fix: mend the path; `graphsplit certs` makes certificates and keys"
+            f"    Fix: mend the path; {makes}"
         ) from None
 
 

@@ -188,3 +188,4 @@ def test_nobody_there_is_said_and_has_a_status(monkeypatch):
         shown = CliRunner().invoke(main, ["status", *wrong])
         assert shown.exit_code == 2
         assert "expected an address such as" in shown.output
+        assert ("found neither" in shown.output) == (not wrong)

@@ -101,3 +101,16 @@ def test_a_path_without_a_folder_is_refused_before_anything_starts(launch: Launc
     _, err = shell.communicate()
     assert shell.returncode == 2
     assert "'absent'" in err and "--download" in err
+
+
+def test_a_python_without_torch_is_refused_before_anything_starts(
+    launch: Launch, tmp_path: Path
+) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
+    other.chmod(0o755)
+    shell = launch("", PYTHON=str(other))
+    _, err = shell.communicate()
+    assert shell.returncode == 2
+    assert "Fix: activate its environment (. .venv/bin/activate), or set PYTHON=" in err
+    assert not (tmp_path / "run").exists()

@@ -167,6 +167,11 @@ def test_a_token_is_read_from_a_file_that_nobody_else_can_read(tmp_path: Path) -
     path.chmod(0o644)
     with pytest.raises(ConfigurationError, match=r"GS_JOB_TOKEN_FILE=.* mode is 0644"):
         load_protection(found, role=WORKER)
+    path.unlink()
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be read: .*\n.*\n.* a token is made by: "
+    ):
+        load_protection(found, role=WORKER)
     _write(path, b"short")
     with pytest.raises(ConfigurationError, match=r"holds no token \(what it holds is not shown\)"):
         load_protection(found, role=WORKER)
