@@ -69,30 +69,33 @@ def take_turns(
         turns: How many turns of each side make a round. With several short ones in place of a
             long one, what the machine does besides hits both sides alike.
     """
-    found: Report = {name: {"seconds": [], "faults": []} for name in sides}
+    found: Report = {name: {"seconds": [], "faults": [], "turns": turns} for name in sides}
     for number in range(rounds + 1):
         if number == 1 and gs.get_rank() == 0:
             tell_measuring(True)
-        spent: Counter[tuple[str, str]] = Counter()
         for name, run in list(sides.items()) * turns:
             gs.barrier()
             seconds, faults = timed(run) if run is not None else (0.0, 0)
-            spent[name, "seconds"] += seconds
-            spent[name, "faults"] += faults
-        if number:
-            for (name, what), total in spent.items():
-                found[name][what].append(total / (steps * turns))
+            if number:
+                found[name]["seconds"].append(seconds / steps)
+                found[name]["faults"].append(faults / steps)
     gs.barrier()
     return found
 
 
 def slowest(reports: Sequence[Report], side: str) -> Samples:
-    """Round by round, the worker that took longest: a side is done when all its workers are."""
+    """For each round, the mean of its turns; in each the worker that took longest counts.
+
+    A side is done when all its workers are.
+    """
     of_workers = [report["turns"][side] for report in reports]
-    return Samples(
-        [max(values) for values in zip(*(w["seconds"] for w in of_workers), strict=True)],
-        [max(values) for values in zip(*(w["faults"] for w in of_workers), strict=True)],
-    )
+    turns = of_workers[0]["turns"]
+
+    def by_round(what: str) -> list[float]:
+        longest = [max(values) for values in zip(*(w[what] for w in of_workers), strict=True)]
+        return [sum(longest[i : i + turns]) / turns for i in range(0, len(longest), turns)]
+
+    return Samples(by_round("seconds"), by_round("faults"))
 
 
 def slowest_of_all(launches: Sequence[Sequence[Report]], side: str) -> Samples:
