@@ -46,7 +46,7 @@ class NodeIdentity:
 
 
 def _nowhere() -> str:
-    return ""
+    return "before its first step"
 
 
 def _no_location() -> Location:

@@ -209,6 +209,8 @@ class Member:
                 if state.phase is MemberPhase.RUNNING:
                     arrival = state.arrive(place, name, digest)
                     number = arrival.number
+                    # So that something is known of a worker that is lost before its next one.
+                    self._connection.tell(membership.heartbeat())
                     self._connection.tell(arrival)
 
                 # In any other phase the abort is on its way.
