@@ -421,7 +421,7 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         """See ``Transport.close``."""
-        for end in self._ends.values():
+        ends, self._ends = self._ends, {}  # another thread may close it too
+        for end in ends.values():
             end.close()
-        self._ends.clear()
         self._links.close()
