@@ -28,7 +28,14 @@ import torch
 
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender
-from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder, describe
+from graphsplit.transport.frame import (
+    MESSAGE,
+    Frame,
+    FrameDecoder,
+    FrameEncoder,
+    Numbers,
+    describe,
+)
 from graphsplit.transport.session import TICK_S, AbortWatch
 from graphsplit.transport.wait import Wait
 
@@ -175,9 +182,13 @@ class Outgoing(Generic[_S]):
 
 
 class Arrived(Protocol):
-    """A message that has arrived, whole."""
+    """A message that has arrived, whole.
 
-    header: bytes
+    Attributes:
+        numbers: Sequence number, step and microbatch, as its header says.
+    """
+
+    numbers: Numbers
 
     def value(self) -> torch.Tensor | None:
         """Its value, whose memory is its own."""
@@ -190,6 +201,7 @@ class CreditedReceiver(Receiver):
         self, spec: ChannelSpec, incoming: Incoming[Any], watch: AbortWatch, generation: int
     ) -> None:
         self.spec = spec
+        self.key: Key = (spec.plan, spec.edge)
         self.closed = False
         self._incoming = incoming
         self._watch = watch
@@ -217,13 +229,13 @@ class CreditedReceiver(Receiver):
         self._num_arrived += 1
         return frame
 
-    def begin_alike(self, header: bytes) -> bool:
-        """Begin the next message if its header, whose layout is right, is that of the next one.
+    def begin_alike(self, sequence: int) -> bool:
+        """Begin the message with this number, whose layout is right, if it is the next one.
 
         Whoever is told no lets ``begin`` say what is wrong.
         """
-        is_next = MESSAGE.unpack_from(header)[0] == self._num_arrived
-        if not is_next or self._num_arrived - self._num_taken >= self.spec.depth:
+        number = self._num_arrived
+        if sequence != number or number - self._num_taken >= self.spec.depth:
             return False
         self._num_arrived += 1
         return True
@@ -235,10 +247,12 @@ class CreditedReceiver(Receiver):
 
     def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
         """See ``Receiver.receive``."""
-        message = self._first = self._first or self._next()
-        self._decoder.check_message(
-            message.header, sequence=self._num_taken, step=step, microbatch=microbatch
-        )
+        message = self._first
+        if message is None:
+            message = self._first = self._next()
+        expected = self._num_taken, step, microbatch
+        if message.numbers != expected:
+            self._decoder.check_numbers(message.numbers, expected)
         value = message.value()
         self._first = None
         self._num_taken += 1
@@ -320,7 +334,7 @@ class Incoming(Generic[_R]):
         with self._lock:
             receiver.num_owed += 1
             if receiver.num_owed < receiver.spec.depth and not receiver.is_wanted:
-                self._debtors[receiver.spec.plan, receiver.spec.edge] = receiver
+                self._debtors[receiver.key] = receiver
                 return
             messages = self._settle(receiver)
         self.grant(receiver.spec, messages)
@@ -346,13 +360,13 @@ class Incoming(Generic[_R]):
 
     def _settle(self, receiver: _R) -> int:
         messages, receiver.num_owed, receiver.is_wanted = receiver.num_owed, 0, False
-        self._debtors.pop((receiver.spec.plan, receiver.spec.edge), None)
+        self._debtors.pop(receiver.key, None)
         return messages
 
     def add(self, receiver: _R) -> None:
         """Open a channel: from now on the source may send."""
         with self._lock:
-            self._receivers[receiver.spec.plan, receiver.spec.edge] = receiver
+            self._receivers[receiver.key] = receiver
         self.grant(receiver.spec, receiver.spec.depth)
 
     def remove_plan(self, plan: int | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -64,6 +64,12 @@ def _varint(number: int) -> bytes:
         number >>= 7
     out.append(number)
     return bytes(out)
+
+
+@lru_cache(maxsize=1024)
+def _octets(size: int) -> Any:
+    """The type of so many bytes."""
+    return ctypes.c_char * size
 
 
 @lru_cache(maxsize=1024)
@@ -141,7 +147,7 @@ def write_chunk(
     """
     if size_bytes == 0:
         return b"".join((*before, first, header, *after))
-    piece = (ctypes.c_char * size_bytes).from_address(address)
+    piece = _octets(size_bytes).from_address(address)
     return b"".join((*before, first, header, _PAYLOAD_TAG, _varint(size_bytes), piece, *after))
 
 
@@ -155,7 +161,7 @@ def write_more(prefix: bytes, address: int, size_bytes: int) -> Iterator[bytes]:
     """
     for start in range(0, size_bytes, CHUNK_BYTES):
         size = min(CHUNK_BYTES, size_bytes - start)
-        piece = (ctypes.c_char * size).from_address(address + start)
+        piece = _octets(size).from_address(address + start)
         yield b"".join((prefix, _PAYLOAD_TAG, _varint(size), piece))
 
 
@@ -233,27 +239,23 @@ class Outline(NamedTuple):
 
     Attributes:
         lead: How they begin, up to the header.
-        fixed_at: Where, after the header's own numbers, they are alike again.
+        numbers_at: Where the header begins, with its own numbers.
+        fixed_at: Where, after those, they are alike again.
         fixed: What stands there, up to the payload.
-        header_end: Where the header ends.
         start: Where the payload begins.
         end: Where it ends.
     """
 
     lead: bytes
+    numbers_at: int
     fixed_at: int
     fixed: bytes
-    header_end: int
     start: int
     end: int
 
     def fits(self, data: bytes) -> bool:
         """Whether a message that begins with ``lead`` has this outline."""
         return data[self.fixed_at : self.start] == self.fixed and len(data) >= self.end
-
-    def header(self, data: bytes) -> bytes:
-        """The header of a message that has this outline."""
-        return data[len(self.lead) : self.header_end]
 
 
 def outline_of(piece: Piece, num_bytes: int) -> Outline | None:
@@ -269,8 +271,7 @@ def outline_of(piece: Piece, num_bytes: int) -> Outline | None:
     if piece.data[: piece.start] != before:
         return None
     fixed_at, end = len(lead) + num_bytes, piece.start + piece.size
-    header_end = len(lead) + len(piece.header)
-    return Outline(lead, fixed_at, before[fixed_at:], header_end, piece.start, end)
+    return Outline(lead, len(lead), fixed_at, before[fixed_at:], piece.start, end)
 
 
 @lru_cache(maxsize=256)
@@ -292,8 +293,7 @@ def copy_payload(data: bytes, start: int, size: int, address: int) -> None:
     takes longer than the copy.
     """
     if size <= _SMALL_BYTES:
-        target = (ctypes.c_ubyte * size).from_address(address)
-        memoryview(target).cast("B")[:] = memoryview(data)[start : start + size]
+        _octets(size).from_address(address).raw = memoryview(data)[start : start + size]
     else:
         begin = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
         ctypes.memmove(address, begin + start, size)

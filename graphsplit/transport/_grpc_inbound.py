@@ -27,7 +27,7 @@ from graphsplit.transport._grpc_chunk import (
 )
 from graphsplit.transport._grpc_ends import BROKEN, CLOSED
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import MESSAGE, Frame, describe
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe
 from graphsplit.transport.session import AbortWatch
 
 TAKEN = b"taken"
@@ -39,10 +39,10 @@ _MAX_REST_BYTES = 4096  # channel, credits
 class _Whole:
     """A message in one piece. It stays one until it is taken: the polling thread has other work."""
 
-    __slots__ = ("_data", "_frame", "_start", "header")
+    __slots__ = ("_data", "_frame", "_start", "numbers")
 
-    def __init__(self, header: bytes, data: bytes, start: int, frame: Frame) -> None:
-        self.header = header
+    def __init__(self, numbers: Numbers, data: bytes, start: int, frame: Frame) -> None:
+        self.numbers = numbers
         self._data = data
         self._start = start
         self._frame = frame
@@ -59,8 +59,8 @@ class _Whole:
 class _Arriving:
     """A message whose pieces are still coming."""
 
-    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
-        self.header = header
+    def __init__(self, numbers: Numbers, frame: Frame, memory: torch.Tensor | None) -> None:
+        self.numbers = numbers
         self.frame = frame
         self.filled = 0
         self._memory = memory
@@ -94,18 +94,18 @@ class GrpcReceiver(CreditedReceiver):
         super().__init__(spec, inbound, watch, generation)
         self._arriving: _Arriving | None = None
 
-    def put_alike(self, header: bytes, data: bytes, start: int, frame: Frame) -> bool:
+    def put_alike(self, data: bytes, outline: Outline, frame: Frame) -> bool:
         """Take a message in one piece that has the outline of one before; False if it is not due.
 
         Args:
-            header: Its header, whose layout is ``frame``.
             data: The message.
-            start: Where its payload begins.
-            frame: As ``put`` returned it.
+            outline: That of the one before.
+            frame: As ``put`` returned it for that one.
         """
-        if self.closed or self._arriving is not None or not self.begin_alike(header):
+        numbers = MESSAGE.unpack_from(data, outline.numbers_at)
+        if self.closed or self._arriving is not None or not self.begin_alike(numbers[0]):
             return False
-        self.file(_Whole(header, data, start, frame))
+        self.file(_Whole(numbers, data, outline.start, frame))
         return True
 
     def put(self, piece: Piece) -> Frame | None:
@@ -122,13 +122,13 @@ class GrpcReceiver(CreditedReceiver):
                 raise FrameError(
                     f"{describe(self.spec)}: a message began before the last one ended"
                 )
-            frame = self.begin(piece.header)
+            frame, numbers = self.begin(piece.header), MESSAGE.unpack_from(piece.header)
             # What is kept as it came is bounded by the channel, whatever else the message holds.
             rest = len(piece.data) - piece.size - len(piece.header)
             if piece.size == frame.payload_bytes and rest <= _MAX_REST_BYTES:
-                self.file(_Whole(piece.header, piece.data, piece.start, frame))
+                self.file(_Whole(numbers, piece.data, piece.start, frame))
                 return frame
-            self._arriving = _Arriving(piece.header, frame, frame.empty_payload())
+            self._arriving = _Arriving(numbers, frame, frame.empty_payload())
         message = self._arriving
         if message is None or not message.fill(piece):
             raise FrameError(
@@ -197,7 +197,7 @@ class Inbound(Incoming[GrpcReceiver]):
             credits = credits_in(rest) if len(rest) <= _MAX_REST_BYTES else None
             if credits is None or not outline.fits(data):
                 return False
-            if not receiver.put_alike(outline.header(data), data, outline.start, frame):
+            if not receiver.put_alike(data, outline, frame):
                 return False
             for credit in credits:
                 self._on_credit(*credit)

@@ -85,9 +85,9 @@ class GrpcSender(CreditedSender):
         frame = self._encoder.frame_of(value)
         header = self._next_header(frame, step, microbatch)
         address = 0
-        if value is not None and frame.layout is not None:
+        if value is not None:
             # Conjugation and negation may be pending in a value, and are not in its memory yet.
-            if not frame.layout.is_dense or value.is_conj() or value.is_neg():
+            if not frame.is_dense or value.is_conj() or value.is_neg():
                 value, _ = pack(value.detach())
             address = value.data_ptr()
         size_bytes = frame.payload_bytes

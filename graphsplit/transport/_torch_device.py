@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from graphsplit.transport._torch_meeting import Meeting
 from graphsplit.transport._torch_wire import FOREVER, octets
-from graphsplit.transport.frame import Frame
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers
 from graphsplit.transport.layout import unpack
 
 
@@ -30,7 +30,7 @@ class DeviceMessage:
     """A value whose payload arrives on the device, in the order of its stream."""
 
     def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor, ready: Any) -> None:
-        self.header = header
+        self.numbers: Numbers = MESSAGE.unpack_from(header)
         self._frame = frame
         self._memory = memory
         self._ready = ready

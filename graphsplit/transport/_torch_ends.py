@@ -17,7 +17,7 @@ from graphsplit.transport._torch_wire import (
     octets,
 )
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import Frame, describe, header_bytes
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe, header_bytes
 from graphsplit.transport.layout import pack
 from graphsplit.transport.session import AbortWatch
 
@@ -29,7 +29,7 @@ class HostMessage:
     """A value whose payload has arrived in host memory of its own."""
 
     def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
-        self.header = header
+        self.numbers: Numbers = MESSAGE.unpack_from(header)
         self._frame = frame
         self._memory = memory
 
@@ -41,8 +41,7 @@ class HostMessage:
 def is_plain(value: torch.Tensor, frame: Frame) -> bool:
     """Whether the bytes in a value's memory are its payload."""
     # Conjugation and negation may be pending in a value, and are not in its memory yet.
-    dense = frame.layout is not None and frame.layout.is_dense
-    return dense and not (value.is_conj() or value.is_neg())
+    return frame.is_dense and not (value.is_conj() or value.is_neg())
 
 
 class TorchSender(CreditedSender):

@@ -44,6 +44,8 @@ _STRIDED = torch.strided
 
 MESSAGE = struct.Struct("<Qqq")
 _FIXED = struct.Struct("<4sHHqqqQHH4x")
+Numbers = tuple[int, int, int]
+"""A header's own numbers: sequence number, step and microbatch."""
 
 
 def num_dims(spec: ChannelSpec) -> int:
@@ -94,6 +96,7 @@ class Frame:
         shape: Shape of the value; None if the value is None.
         strides: Strides of the value; None if the value is None.
         is_whole: True if values are copied as they are, not through a view of their memory.
+        is_dense: True if a payload is the value's memory byte by byte.
         device: Where values of this layout are.
     """
 
@@ -106,6 +109,7 @@ class Frame:
     shape: tuple[int, ...] | None = None
     strides: tuple[int, ...] | None = None
     is_whole: bool = True
+    is_dense: bool = False
     device: str = "cpu"
 
     def wire(self, value: torch.Tensor) -> torch.Tensor:
@@ -128,15 +132,15 @@ class Frame:
 
     def empty_payload(self) -> torch.Tensor | None:
         """Memory to receive a payload in: the value itself if its memory has no gaps."""
+        if self.is_dense:
+            return self.empty()
         if self.layout is None:
             return None
-        if self.layout.is_dense:
-            return self.empty()
         return torch.empty(self.payload_bytes, dtype=torch.uint8, device=self.device)
 
     def value_in(self, memory: torch.Tensor | None) -> torch.Tensor | None:
         """The value whose payload was received in what ``empty_payload`` gave."""
-        if self.layout is None or memory is None or self.layout.is_dense:
+        if self.is_dense or self.layout is None or memory is None:
             return memory
         return unpack(memory, self.layout, self.dtype, self.offset)
 
@@ -155,6 +159,7 @@ def _frame(raw: bytes, layout: Layout | None, spec: ChannelSpec, misalignment: i
         shape=layout.shape,
         strides=layout.strides,
         is_whole=layout.is_whole and carrier_of(spec.dtype) is spec.dtype,
+        is_dense=layout.is_dense,
         device=spec.device,
     )
 
@@ -291,18 +296,24 @@ class FrameDecoder:
 
     def check_sequence(self, header: bytes, sequence: int) -> None:
         """Raise ``FrameError`` unless the header is that of message number ``sequence``."""
-        actual = MESSAGE.unpack_from(header)[0]
-        if actual != sequence:
-            self._refuse("sequence number", sequence, actual)
+        self._expect("sequence number", sequence, MESSAGE.unpack_from(header)[0])
 
     def check_message(self, header: bytes, *, sequence: int, step: int, microbatch: int) -> None:
         """Raise ``FrameError`` unless the header is that of exactly this message."""
-        if MESSAGE.unpack_from(header) == (sequence, step, microbatch):
+        self.check_numbers(MESSAGE.unpack_from(header), (sequence, step, microbatch))
+
+    def check_numbers(self, actual: Numbers, expected: Numbers) -> None:
+        """Raise ``FrameError`` unless a header's own numbers are these.
+
+        Args:
+            actual: Sequence number, step and microbatch in the header.
+            expected: Those of the message that is due.
+        """
+        if actual == expected:
             return
-        self.check_sequence(header, sequence)
-        _, actual_step, actual_microbatch = MESSAGE.unpack_from(header)
-        actual = f"step {actual_step}, microbatch {actual_microbatch}"
-        self._refuse("message", f"step {step}, microbatch {microbatch}", actual)
+        self._expect("sequence number", expected[0], actual[0])
+        told, due = (f"step {step}, microbatch {batch}" for _, step, batch in (actual, expected))
+        self._refuse("message", due, told)
 
     def _checked(self, raw: bytes) -> Frame:
         spec = self._spec
