@@ -1,7 +1,7 @@
 """What all benchmarks have in common: equal conditions, page faults, figures, JSON.
 
 A benchmark gives *rows*. A row is one piece of work done by two *sides* in turn, A B A B, and its
-figure is the ratio of their medians; see docs/benchmarks/README.md.
+figure is the median of the rounds' ratios; see docs/benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Row:
         work: What was done.
         against: By whom else.
         figure: What the ratio is of, in words.
-        ratio: The figure.
-        spread: The smallest and the largest ratio of one round.
+        ratio: The figure: the median of the rounds' ratios.
+        spread: The smallest and the largest of them.
         reach: The bound that is wanted; None where there is none.
         at_most: Whether the bound is an upper one.
         sides: What each side took, by name.
@@ -140,6 +140,11 @@ class Row:
         return lines
 
 
+def ratios(upper: Samples, lower: Samples) -> list[float]:
+    """How many times as long one side took as the other, in each round."""
+    return [a / b for a, b in zip(upper.seconds, lower.seconds, strict=True)]
+
+
 def compared(
     work: str,
     ours: tuple[str, Samples],
@@ -151,6 +156,10 @@ def compared(
 ) -> Row:
     """A row from the rounds of two sides.
 
+    The two sides of a round ran in the same second, so they are compared with each other first. Two
+    launches may go at different paces, and the ratio of the medians of all their rounds can then
+    lie outside of both launches' own.
+
     Args:
         work: What was done.
         ours: Name and samples of the side that is judged.
@@ -159,8 +168,7 @@ def compared(
         inverse: The ratio is theirs ÷ ours (speed, at least), not ours ÷ theirs (time, at most).
         more: Further attributes of the row.
     """
-    upper, lower = (theirs[1], ours[1]) if inverse else (ours[1], theirs[1])
-    pairs = [a / b for a, b in zip(upper.seconds, lower.seconds, strict=True)]
+    pairs = ratios(*((theirs[1], ours[1]) if inverse else (ours[1], theirs[1])))
     more.setdefault(
         "figure", f"{theirs[0]} ÷ {ours[0]}, time" if inverse else f"{ours[0]} ÷ {theirs[0]}, time"
     )
@@ -169,7 +177,7 @@ def compared(
     return Row(
         work=work,
         against=theirs[0],
-        ratio=upper.median_s / lower.median_s,
+        ratio=statistics.median(pairs),
         spread=(min(pairs), max(pairs)),
         reach=reach,
         at_most=not inverse,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Samples, checked, tell_measuring, timed
+from common import Samples, checked, ratios, tell_measuring, timed
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
@@ -109,8 +110,8 @@ def slowest_of_all(launches: Sequence[Sequence[Report]], side: str) -> Samples:
 
 def by_launch(launches: Sequence[Sequence[Report]], upper: str, lower: str) -> str:
     """The ratio of two sides in every launch by itself, in words."""
-    ratios = [slowest(r, upper).median_s / slowest(r, lower).median_s for r in launches]
-    return "launch by launch: " + ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    found = [ratios(slowest(reports, upper), slowest(reports, lower)) for reports in launches]
+    return "launch by launch: " + ", ".join(f"{statistics.median(one):.3f}" for one in found)
 
 
 def breakdown(model: gs.Model, batches: Sequence[Any]) -> dict[str, float]:
