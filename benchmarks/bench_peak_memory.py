@@ -84,7 +84,7 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
             work=f"GPT-like, 2 workers, {arguments.microbatches} microbatches, 1f1b: peak memory",
             against=SIDES[1],
             figure="graphsplit ÷ torch 1F1B, peak memory of the larger worker",
-            ratio=statistics.median(ours) / statistics.median(theirs),
+            ratio=statistics.median(ratios),
             spread=(min(ratios), max(ratios)),
             reach=1.0,
             at_most=True,
