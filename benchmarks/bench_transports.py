@@ -2,8 +2,9 @@
 
     python benchmarks/bench_transports.py [--rounds 5] [--json FILE]
 
-Two processes play ping-pong, as in ``bench_hop.py``; all four sides alternate in every round. The
-plain sides move the same bytes between the same two threads, without headers, checks or credit.
+Two processes play ping-pong, as in ``bench_hop.py``; all five sides alternate six times in every
+round, as the machine changes its pace. The plain sides move the same bytes between the same two
+threads, without headers, checks or credit. Plain streams that are pulled are what ours stand on.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from common import (
     write,
 )
 from common_cluster import free_port
-from hop_peers import Ends, gloo_ends, plain_grpc_ends
+from hop_peers import Ends, gloo_ends, plain_grpc_ends, pulled_grpc_ends
 
 from graphsplit.transport import ChannelSpec, Hub, Mode, WaitPolicy
 
 NAMES = {1 << 10: "1 KiB", 64 << 10: "64 KiB", 16 << 20: "16 MiB"}
 GRPC_REACH = 1.15  # of a plain stream's time
-PAIRS = {"grpc": "plain grpcio", "gloo": "plain gloo"}
-SIDES = ("grpc", "plain grpcio", "gloo", "plain gloo")
+PAIRS = {"grpc": "plain grpcio", "pulled grpcio": "plain grpcio", "gloo": "plain gloo"}
+TURNS = 3
+SIDES = ("grpc", "plain grpcio", "pulled grpcio", "gloo", "plain gloo")
 
 
 def transport_ends(mode: Mode, rank: int, link: Connection) -> Ends:
@@ -69,6 +71,7 @@ def play(rank: int, link: Connection, port: int, rounds: int) -> dict[tuple[str,
     ends = {
         "grpc": transport_ends("grpc", rank, link),
         "plain grpcio": plain_grpc_ends(rank, link),
+        "pulled grpcio": pulled_grpc_ends(rank, link),
         "gloo": transport_ends("gloo", rank, link),
         "plain gloo": gloo_ends(rank, port),
     }
@@ -76,14 +79,18 @@ def play(rank: int, link: Connection, port: int, rounds: int) -> dict[tuple[str,
     first = dict.fromkeys(found, 0)
     for number in range(rounds + 1):
         for size in NAMES:
-            value, count = torch.zeros(size // 4), 6 if size > 1 << 20 else 100
-            for side in SIDES:
+            value, count = torch.zeros(size // 4), 3 if size > 1 << 20 else 100
+            times: dict[str, list[float]] = {side: [] for side in SIDES}
+            faults = dict.fromkeys(SIDES, 0)
+            # Back and forth: no side always comes after the same one.
+            for side in (SIDES + SIDES[::-1]) * TURNS:
                 key, before = (side, size), minor_faults()
-                times = ping_pong(ends[side], rank, value, first[key], count)
+                times[side] += ping_pong(ends[side], rank, value, first[key], count)
                 first[key] += count
-                if number:  # the first round warms up
-                    found[key].seconds.append(statistics.median(times))
-                    found[key].faults.append((minor_faults() - before) / count)
+                faults[side] += minor_faults() - before
+            for side in SIDES if number else ():  # the first round warms up
+                found[side, size].seconds.append(statistics.median(times[side]))
+                found[side, size].faults.append(faults[side] / count / TURNS / 2)
     for _, _, close in ends.values():
         close()
     return found

@@ -1,4 +1,4 @@
-"""What a hop is measured against: Gloo's own send and receive, and a plain gRPC stream.
+"""What a hop is measured against: Gloo's own send and receive, and plain gRPC streams.
 
 Each peer moves float32 tensors between the main threads of two processes, into fresh memory, as
 graphsplit does, and as far as that is possible without copies in Python: no headers, no checks, no
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import grpc
 import torch
 import torch.distributed as dist
+from grpc.experimental import ChannelOptions
 
 Send = Callable[[torch.Tensor, int], None]
 Receive = Callable[[torch.Tensor, int], torch.Tensor]
@@ -72,23 +74,25 @@ class _Server:
         self._server.stop(1.0).wait()
 
 
+def _into_fresh_memory(data: bytes) -> torch.Tensor:
+    """One copy: a message cannot be written to, and a received value can."""
+    return torch.frombuffer(bytearray(data), dtype=torch.float32)
+
+
+def _sending(queue: SimpleQueue[bytes | None]) -> Send:
+    return lambda value, step: queue.put(value.numpy().tobytes())
+
+
 def plain_grpc_ends(rank: int, link: Connection) -> Ends:
     """The same through one bidirectional stream of grpcio's, one message for a value."""
 
     def receiving(take: Callable[[], bytes]) -> Receive:
-        def receive(value: torch.Tensor, step: int) -> torch.Tensor:
-            # One copy: a message cannot be written to, and a received value can.
-            return torch.frombuffer(bytearray(take()), dtype=torch.float32)
-
-        return receive
-
-    def sending(queue: SimpleQueue[bytes | None]) -> Send:
-        return lambda value, step: queue.put(value.numpy().tobytes())
+        return lambda value, step: _into_fresh_memory(take())
 
     if rank == 0:
         server = _Server()
         link.send(server.port)
-        return sending(server.outgoing), receiving(server.receive), server.close
+        return _sending(server.outgoing), receiving(server.receive), server.close
     channel = grpc.insecure_channel(f"127.0.0.1:{link.recv()}", options=_UNLIMITED)
     outgoing: SimpleQueue[bytes | None] = SimpleQueue()
     call = channel.stream_stream(_METHOD)(iter(outgoing.get, None))
@@ -98,4 +102,49 @@ def plain_grpc_ends(rank: int, link: Connection) -> Ends:
         call.cancel()
         channel.close()
 
-    return sending(outgoing), receiving(lambda: next(call)), close
+    return _sending(outgoing), receiving(lambda: next(call)), close
+
+
+def pulled_grpc_ends(rank: int, link: Connection) -> Ends:
+    """The same, where each side asks the other one once for all that it will send.
+
+    The thread that reads the answers polls for them itself. In a bidirectional stream a thread of
+    grpc's polls, and wakes the one that reads.
+    """
+    outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+    arrived: SimpleQueue[bytes] = SimpleQueue()
+
+    def serve(request: bytes, context: Any) -> Iterator[bytes]:
+        return iter(outgoing.get, None)
+
+    def take(data: bytes) -> bytes:
+        arrived.put(data)
+        return b"taken"  # None would be a message that could not be read
+
+    server = grpc.server(ThreadPoolExecutor(2), options=_UNLIMITED)
+    handler = grpc.unary_stream_rpc_method_handler(serve)
+    service = grpc.method_handlers_generic_handler("hop", {"Stream": handler})
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    link.send(port)
+    options = (*_UNLIMITED, (ChannelOptions.SingleThreadedUnaryStream, 1))
+    channel = grpc.insecure_channel(f"127.0.0.1:{link.recv()}", options=options)
+    answers = channel.unary_stream(_METHOD, response_deserializer=take)(b"all")
+
+    def read() -> None:
+        with suppress(grpc.RpcError):  # it was cancelled
+            for _ in answers:
+                pass
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+
+    def close() -> None:
+        outgoing.put(None)
+        answers.cancel()
+        reader.join()
+        channel.close()
+        server.stop(1.0).wait()
+
+    return _sending(outgoing), lambda value, step: _into_fresh_memory(arrived.get()), close

@@ -6,6 +6,10 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PullRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Hello(_message.Message):
     __slots__ = ("job", "generation", "source", "destination")
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -12,6 +12,9 @@ A proof is HMAC-SHA256 under the secret, over who proves, what the connection is
 nonces, so it is worth nothing on another connection or in the other direction. The listener proves
 itself first, so a dialer shows nothing to somebody who only took over the address.
 
+Over the same two nonces both can prove themselves once more, for one call in the other direction:
+see ``Recall``.
+
 This keeps out who does not know the secret. It does not encrypt: who can change packets on their
 way can go on after the proofs. Against that there is TLS.
 """
@@ -48,6 +51,24 @@ def entry_of(metadata: Iterable[tuple[str, str | bytes]], key: str) -> bytes:
 
 
 @dataclass(frozen=True)
+class Recall:
+    """Proofs for one more call between two that have met: the listener dials, the dialer listens.
+
+    Attributes:
+        listener: What the one who listened before says first.
+        dialer: What the one who dialled before answers.
+    """
+
+    listener: bytes = field(repr=False)
+    dialer: bytes = field(repr=False)
+
+
+def _recall(secret: bytes, purpose: bytes, dialer: bytes, listener: bytes) -> Recall:
+    sides = b"listener, again", b"dialer, again"
+    return Recall(*(_proof(secret, side, purpose, dialer, listener) for side in sides))
+
+
+@dataclass(frozen=True)
 class Dialer:
     """The end that connects.
 
@@ -75,6 +96,11 @@ class Dialer:
         if not hmac.compare_digest(proof, expected):
             return None
         return _proof(self.secret, b"dialer", self.purpose, self.nonce, nonce)
+
+    def recall(self, metadata: Iterable[tuple[str, str | bytes]]) -> Recall:
+        """Proofs for a call of the listener's, given the metadata that proved it."""
+        nonce = entry_of(metadata, NONCE_KEY)
+        return _recall(self.secret, self.purpose, self.nonce, nonce)
 
 
 class Listener:
@@ -107,3 +133,7 @@ class Listener:
         """Whether the dialer's first message proves that it knows the secret."""
         expected = _proof(self._secret, b"dialer", self._purpose, self._theirs, self._mine)
         return self.is_asked and hmac.compare_digest(answer, expected)
+
+    def recall(self) -> Recall:
+        """Proofs for a call to the dialer, once it has proved itself."""
+        return _recall(self._secret, self._purpose, self._theirs, self._mine)

@@ -351,12 +351,16 @@ class Incoming(Generic[_R]):
             messages = self._settle(receiver)
         self.grant(receiver.spec, messages)
 
-    def owed(self) -> list[tuple[ChannelSpec, int]]:
-        """All credits that are owed, to ride along with a value; they count as given."""
+    def owed(self) -> list[tuple[int, int, int]]:
+        """All credits that are owed, to ride along with a value; they count as given.
+
+        Returns:
+            Plan, edge and messages of each.
+        """
         if not self._debtors:
             return []
         with self._lock:
-            return [(one.spec, self._settle(one)) for one in list(self._debtors.values())]
+            return [(*one.key, self._settle(one)) for one in list(self._debtors.values())]
 
     def _settle(self, receiver: _R) -> int:
         messages, receiver.num_owed, receiver.is_wanted = receiver.num_owed, 0, False

@@ -18,6 +18,7 @@ from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
 
 CHUNK_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = 2 * CHUNK_BYTES
 
 _PLAN, _EDGE, _WAITS = 0x08, 0x10, 0x38  # tags: field number << 3, a varint
 _HEADER, _PAYLOAD, _PROOF = 0x1A, 0x22, 0x2A  # tags: field number << 3 | 2, bytes
@@ -76,6 +77,10 @@ def _octets(size: int) -> Any:
 def write_credit(plan: int, edge: int, messages: int) -> bytes:
     """A ``Credit``."""
     return pb.Credit(plan=plan, edge=edge, messages=messages).SerializeToString()
+
+
+PULLS = write_credit(-1, -1, 0)
+"""What a destination says instead of a credit, and before any, once it pulls all values."""
 
 
 @lru_cache(maxsize=1024)

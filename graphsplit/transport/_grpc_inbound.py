@@ -3,18 +3,20 @@
 [Note: taken where they arrive] grpc hands a message from the thread that polls to the thread that
 reads the stream, and only then could it go to the program that waits for it: two wake-ups for one
 value. The polling thread passes each message through the stream's deserializer first, so that is
-where a message is taken; the reading thread only asks for the next one.
+where a message is taken; the reading thread only asks for the next one. (Where values are pulled,
+one thread is both.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport._credit import CreditedReceiver, Incoming
+from graphsplit.transport._credit import Arrived, CreditedReceiver, Incoming
 from graphsplit.transport._grpc_chunk import (
     Outline,
     Piece,
@@ -30,6 +32,9 @@ from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe
 from graphsplit.transport.session import AbortWatch
 
+if TYPE_CHECKING:
+    from graphsplit.transport._grpc_pull import Puller
+
 TAKEN = b"taken"
 """What the reading thread gets instead of a message."""
 
@@ -39,10 +44,13 @@ _MAX_REST_BYTES = 4096  # channel, credits
 class _Whole:
     """A message in one piece. It stays one until it is taken: the polling thread has other work."""
 
-    __slots__ = ("_data", "_frame", "_start", "numbers")
+    __slots__ = ("_data", "_frame", "_receiver", "_start", "numbers")
 
-    def __init__(self, numbers: Numbers, data: bytes, start: int, frame: Frame) -> None:
+    def __init__(
+        self, receiver: GrpcReceiver, numbers: Numbers, data: bytes, start: int, frame: Frame
+    ) -> None:
         self.numbers = numbers
+        self._receiver = receiver
         self._data = data
         self._start = start
         self._frame = frame
@@ -50,7 +58,7 @@ class _Whole:
     def value(self) -> torch.Tensor | None:
         """See ``Arrived.value``."""
         frame = self._frame
-        memory = frame.empty_payload()
+        memory = self._receiver.memory_for(frame)
         if memory is not None and frame.payload_bytes:
             copy_payload(self._data, self._start, frame.payload_bytes, memory.data_ptr())
         return frame.value_in(memory)
@@ -93,6 +101,21 @@ class GrpcReceiver(CreditedReceiver):
     ) -> None:
         super().__init__(spec, inbound, watch, generation)
         self._arriving: _Arriving | None = None
+        # How the last value lay that came in one piece, and memory for another one like it.
+        self._last: Frame | None = None
+        self._spare: torch.Tensor | None = None
+
+    def memory_for(self, frame: Frame) -> torch.Tensor | None:
+        """Memory for a value that came in one piece. Runs on the thread that receives it."""
+        last, spare = self._last, self._spare
+        self._last, self._spare = frame, None
+        return spare if spare is not None and frame is last else frame.empty_payload()
+
+    def _next(self) -> Arrived:
+        """See ``CreditedReceiver``. Memory for the value is taken while it is on its way."""
+        if self._last is not None and self._spare is None and not self.has_message():
+            self._spare = self._last.empty_payload()
+        return super()._next()
 
     def put_alike(self, data: bytes, outline: Outline, frame: Frame) -> bool:
         """Take a message in one piece that has the outline of one before; False if it is not due.
@@ -105,7 +128,7 @@ class GrpcReceiver(CreditedReceiver):
         numbers = MESSAGE.unpack_from(data, outline.numbers_at)
         if self.closed or self._arriving is not None or not self.begin_alike(numbers[0]):
             return False
-        self.file(_Whole(numbers, data, outline.start, frame))
+        self.file(_Whole(self, numbers, data, outline.start, frame))
         return True
 
     def put(self, piece: Piece) -> Frame | None:
@@ -126,7 +149,7 @@ class GrpcReceiver(CreditedReceiver):
             # What is kept as it came is bounded by the channel, whatever else the message holds.
             rest = len(piece.data) - piece.size - len(piece.header)
             if piece.size == frame.payload_bytes and rest <= _MAX_REST_BYTES:
-                self.file(_Whole(numbers, piece.data, piece.start, frame))
+                self.file(_Whole(self, numbers, piece.data, piece.start, frame))
                 return frame
             self._arriving = _Arriving(numbers, frame, frame.empty_payload())
         message = self._arriving
@@ -142,7 +165,7 @@ class GrpcReceiver(CreditedReceiver):
     def close(self) -> None:
         """Let go of what arrived."""
         super().close()
-        self._arriving = None
+        self._arriving = self._spare = None
 
 
 _Known = tuple[GrpcReceiver, Outline, Frame]
@@ -160,6 +183,7 @@ class Inbound(Incoming[GrpcReceiver]):
     def __init__(self, source: int, on_credit: Callable[[int, int, int], None]) -> None:
         super().__init__(source)
         self.is_connected = False
+        self.puller: Puller | None = None
         self._on_credit = on_credit
         # Values that came in one piece, by how their messages begin; and the sizes of that.
         self._known: dict[bytes, _Known] = {}
@@ -237,20 +261,25 @@ class Inbound(Incoming[GrpcReceiver]):
         Args:
             messages: What it sends.
             is_broken: Asked when nothing more comes: whether the source did not close its end.
+                What is pulled comes first.
         """
         try:
             for _ in messages:
                 if self.broken is not None:
                     return
+            if self.puller is not None:
+                self.puller.wait()
             self.end(TransportError((BROKEN if is_broken() else CLOSED).reason))
         except Exception as error:
             # Whatever grpc raises here (it has no base class for it) means that the stream ended.
             self.end(TransportError(f"{BROKEN.reason}: {error}" if str(error) else BROKEN.reason))
 
     def end(self, error: Exception) -> None:
-        """See ``Incoming.end``. Lets the stream end too."""
+        """See ``Incoming.end``. Lets the streams end too."""
         super().end(error)
         self._credits.put(None)
+        if self.puller is not None:
+            self.puller.stop()
 
     def credits(self) -> Iterator[bytes]:
         """Credits to return to the source, until the stream ends."""

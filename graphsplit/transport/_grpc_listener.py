@@ -13,11 +13,12 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.security.grpc_ports import add_port, keepalive, server_limits
 from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
 from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
-from graphsplit.transport._grpc_chunk import CHUNK_BYTES
+from graphsplit.transport._grpc_chunk import MAX_MESSAGE_BYTES
 
 SERVICE = "graphsplit.data_plane.DataPlane"
 GRACE_S = 1.0
 HELLO_KEY = "graphsplit-hello-bin"
+CARRY, PULL = f"/{SERVICE}/Carry", f"/{SERVICE}/Pull"
 PROVE_S = 10.0
 """How long a source may take to prove that it is a member of the job."""
 _MAX_METADATA_BYTES = 8 << 10
@@ -54,15 +55,22 @@ class Serving(Protocol):
         """The stream, on a thread of its own; what is sent back."""
 
 
+Answer = Callable[[bytes, Any], Iterator[bytes]]
+"""Serves a ``Pull``: given its request and its context, all that is sent to who has called."""
+
+
 class _EachStream(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Finds the handler of a call: a new one for each, because messages are taken by it."""
 
-    def __init__(self, accept: Callable[[], Serving]) -> None:
+    def __init__(self, accept: Callable[[], Serving], answer: Answer) -> None:
         self._accept = accept
+        self._answer = answer
 
     def service(self, handler_call_details: Any) -> Any:
         """See ``grpc.GenericRpcHandler``."""
-        if handler_call_details.method != f"/{SERVICE}/Carry":
+        if handler_call_details.method == PULL:
+            return grpc.unary_stream_rpc_method_handler(self._answer)
+        if handler_call_details.method != CARRY:
             return None
         serving = self._accept()
         return grpc.stream_stream_rpc_method_handler(
@@ -96,10 +104,10 @@ class GrpcListener:
         self.silence_s = silence_s
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._is_serving = False
-        max_streams = 2 * num_workers + 16
+        max_streams = 3 * num_workers + 16
         options = [
             *server_limits(max_connections=max_streams, max_metadata_bytes=_MAX_METADATA_BYTES),
-            ("grpc.max_receive_message_length", 2 * CHUNK_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             *keepalive(silence_s, patience=_PATIENCE),
         ]
         # Each stream has threads of its own, so their number is bounded before one is started.
@@ -115,9 +123,9 @@ class GrpcListener:
             )
         self.address = f"{host}:{port}"
 
-    def serve(self, accept: Callable[[], Serving]) -> None:
-        """Start to take streams; each is given to what ``accept`` makes for it."""
-        self._server.add_generic_rpc_handlers((_EachStream(accept),))
+    def serve(self, accept: Callable[[], Serving], answer: Answer) -> None:
+        """Start to take streams; each is given to what ``accept`` makes for it, or answered."""
+        self._server.add_generic_rpc_handlers((_EachStream(accept, answer),))
         self._server.start()
         self._is_serving = True
 

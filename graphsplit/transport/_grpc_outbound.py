@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
+import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,12 +21,13 @@ from graphsplit.security.grpc_ports import (
     keepalive,
     open_channel,
 )
-from graphsplit.security.handshake import PROOF_KEY, entry_of
+from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.settings import NODE_TIMEOUT_S
 from graphsplit.transport._credit import CreditedSender, Outgoing
 from graphsplit.transport._grpc_chunk import (
     CHUNK_BYTES,
+    PULLS,
     accompanying,
     first_prefix,
     read_credit,
@@ -35,11 +38,11 @@ from graphsplit.transport._grpc_chunk import (
 )
 from graphsplit.transport._grpc_ends import CLOSED, Patience, StreamEnd, end_of, out_of_reach
 from graphsplit.transport._grpc_inbound import TAKEN
-from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE
+from graphsplit.transport._grpc_listener import CARRY, HELLO_KEY
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import header_bytes
 from graphsplit.transport.layout import pack
-from graphsplit.transport.session import AbortWatch, Session
+from graphsplit.transport.session import AbortWatch, Hello, Session
 
 FLUSH_S = 5.0
 """How long ``close`` gives a healthy peer to take what was sent already."""
@@ -48,7 +51,7 @@ COMPANION_BYTES = 64 << 10
 """Values up to this size may wait for the next one, to travel together."""
 _MAX_HELD_BYTES = 256 << 10  # with a chunk it must fit into one message
 
-_OPTIONS = (
+OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # A connection of its own for each stream: a destination allows one stream on each.
     ("grpc.use_local_subchannel_pool", 1),
@@ -59,6 +62,16 @@ _OPTIONS = (
 _NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _RETRY_S = 0.05
 _UNPROVED = "it does not prove that it is this job's worker"
+
+
+def hello_bytes(hello: Hello) -> bytes:
+    """A hello as it travels. Its token does not: it is proved."""
+    return pb.Hello(
+        job=hello.job,
+        generation=hello.generation,
+        source=hello.source,
+        destination=hello.destination,
+    ).SerializeToString()
 
 
 class GrpcSender(CreditedSender):
@@ -107,7 +120,7 @@ class Outbound(Outgoing[GrpcSender]):
         target: str,
         session: Session,
         *,
-        owed: Callable[[], Iterable[tuple[ChannelSpec, int]]],
+        owed: Callable[[], Iterable[tuple[int, int, int]]],
         protection: Protection = UNPROTECTED,
         expected: str = "",
         silence_s: float = NODE_TIMEOUT_S,
@@ -119,6 +132,10 @@ class Outbound(Outgoing[GrpcSender]):
         self._patience = Patience(silence_s)
         self._on_end = on_end
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()
+        # Where values go: into the stream, or once the destination pulls, into its answer.
+        self._values = self._queue
+        self._offered: SimpleQueue[bytes | None] | None = None
+        self._recall: Recall | None = None
         # Values that wait for the next one. The lock keeps those of a channel in order, whoever
         # sends the next one.
         self._held: list[bytes] = []
@@ -129,18 +146,16 @@ class Outbound(Outgoing[GrpcSender]):
         self._session = session
         self._refusal: str | None = None
         self._is_proved = False
-        options = (*_OPTIONS, *keepalive(silence_s))
+        options = (*OPTIONS, *keepalive(silence_s))
         self._channel = open_channel(target, protection, expected=expected, options=options)
-        self._carry = self._channel.stream_stream(
-            f"/{SERVICE}/Carry", response_deserializer=self._take
-        )
+        self._carry = self._channel.stream_stream(CARRY, response_deserializer=self._take)
         name = f"graphsplit-grpc-credits-{peer}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def want(self, spec: ChannelSpec) -> None:
         """See ``Outgoing.want``. A channel without any credit yet gets all of it by itself."""
-        self._queue.put(waiting(pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()))
+        self._values.put(waiting(pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()))
 
     def put(
         self,
@@ -172,18 +187,18 @@ class Outbound(Outgoing[GrpcSender]):
             if self._held:
                 before, self._held, self._num_held_bytes = self._held, [], 0
             # Credits that are owed to the peer ride along.
-            after = [riding(spec.plan, spec.edge, count) for spec, count in self._owed()]
-            self._queue.put(
+            after = [riding(*credit) for credit in self._owed()]
+            self._values.put(
                 write_chunk(first, header, address, size_bytes, before=before, after=after)
             )
             for chunk in more:
-                self._queue.put(chunk)
+                self._values.put(chunk)
 
     def flush(self) -> None:
         """See ``Outgoing.flush``."""
         with self._writing:
             if self._held:
-                self._queue.put(b"".join(self._held))
+                self._values.put(b"".join(self._held))
             self._held, self._num_held_bytes = [], 0
 
     def close(self, *, flush: bool) -> None:
@@ -191,7 +206,7 @@ class Outbound(Outgoing[GrpcSender]):
         self.flush()
         with self._changed:
             self._closing = True
-            self._queue.put(None)
+            self._end_queues()
             self._changed.notify_all()
         if flush and self._is_proved:  # else nothing was sent: nobody has given credit
             self._thread.join(FLUSH_S)
@@ -206,10 +221,40 @@ class Outbound(Outgoing[GrpcSender]):
         try:
             if not self._is_proved:
                 raise FrameError(_UNPROVED)
-            self.granted(*read_credit(data))
+            if data == PULLS:
+                self._go_over()
+            else:
+                self.granted(*read_credit(data))
         except FrameError as error:
             self._refusal = str(error)
         return TAKEN
+
+    def pulled(self, proof: bytes) -> Iterator[bytes] | None:
+        """All values, for the destination; None if somebody else asks, or it asks again.
+
+        They go there once it has said that it gets them.
+        """
+        with self._changed:
+            recall = self._recall
+            is_due = recall is not None and self._offered is None and not self._closing
+            if recall is None or not is_due or not hmac.compare_digest(proof, recall.listener):
+                return None
+            offered = self._offered = SimpleQueue()
+        answer = pb.Chunk(proof=recall.dialer).SerializeToString()
+        return itertools.chain((answer,), iter(offered.get, None))
+
+    def _go_over(self) -> None:
+        """The destination pulls. Nobody has credit yet, so no value is under way."""
+        with self._changed:
+            if self._offered is None:
+                raise FrameError(f"worker {self.peer} pulls what it did not ask for")
+            self._values = self._offered
+
+    def _end_queues(self) -> None:
+        """Let grpc's own threads, which wait for the next chunk, end."""
+        self._queue.put(None)
+        if self._offered is not None:
+            self._offered.put(None)
 
     # Everything below runs on the thread.
 
@@ -217,25 +262,20 @@ class Outbound(Outgoing[GrpcSender]):
         while (end := self._attempt()) is None:
             pass
         self.fail(end.reason)
-        # Lets grpc's own thread, which waits for the next chunk, end.
-        self._queue.put(None)
+        with self._changed:
+            self._closing = True
+            self._end_queues()
         self._on_end(self.peer, end)
 
     def _attempt(self) -> StreamEnd | None:
         """One stream, until it ends. Returns why it is over, or None if another may do better."""
-        hello = self._session.hello_to(self.peer)
-        message = pb.Hello(
-            job=hello.job,
-            generation=hello.generation,
-            source=hello.source,
-            destination=hello.destination,
-        )
+        hello = hello_bytes(self._session.hello_to(self.peer))
         dialer = self._session.dialer_to(self.peer)
         began = time.monotonic()
         with self._changed:
             if self._closing:
                 return CLOSED
-            metadata = [(HELLO_KEY, message.SerializeToString()), *dialer.metadata()]
+            metadata = [(HELLO_KEY, hello), *dialer.metadata()]
             call = self._call = self._carry(iter(self._queue.get, None), metadata=metadata)
         answer = None
         try:
@@ -246,6 +286,7 @@ class Outbound(Outgoing[GrpcSender]):
                 return StreamEnd(_UNPROVED)
             if answer is not None:
                 self._is_proved = True
+                self._recall = dialer.recall(theirs)
                 self._queue.put(pb.Chunk(proof=answer).SerializeToString())
             for _ in call:
                 if self._refusal is not None:
@@ -267,5 +308,5 @@ class Outbound(Outgoing[GrpcSender]):
         with self._changed:
             # Nothing was in the queue but the end: without credit nobody sends.
             self._queue.put(None)
-            self._queue = SimpleQueue()
+            self._values = self._queue = SimpleQueue()
             self._changed.wait_for(lambda: self._closing, _RETRY_S)

@@ -170,8 +170,8 @@ class TorchLink:
 
     def put_owed(self) -> None:
         """Have credits that are owed ride along with what is written next."""
-        for spec, messages in self.incoming.owed():
-            self.writer.put(Record(Kind.CREDIT, spec.plan, spec.edge, messages), hold=True)
+        for plan, edge, messages in self.incoming.owed():
+            self.writer.put(Record(Kind.CREDIT, plan, edge, messages), hold=True)
 
     def put_device(self, record: Record, payload: torch.Tensor) -> None:
         """Write a record, and send its payload from device to device."""

@@ -7,9 +7,15 @@ other, because nothing is written that the receiver has no room for::
     Hello, nonce (metadata)                      ->  refused unless its place is right
                                                 <-  nonce, proof (metadata)
     Chunk proof                                  ->  refused unless it is a member of the job
+    refused unless it is this destination       <-  Pull: Hello, proof (metadata)
+    Chunk proof                                  ->
+                                                <-  Credit: pulls
                                                 <-  Credit: depth, when a channel is opened
     Chunk header and first piece, Chunk ...      ->  checked, then written into the new value
                                                 <-  Credit: 1, when the value was taken
+
+Chunks of values go as the answer to ``Pull``; see ``Puller``. Where the destination cannot call the
+source back, they go by the stream itself.
 
 Nothing here is a surprise to the receiver: a channel without credit, an unknown channel, or a
 header that differs from the plan breaks the stream before any memory is taken.
@@ -20,6 +26,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,13 +35,15 @@ import grpc
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import caller_of
+from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport._grpc_chunk import Piece, read_chunk
+from graphsplit.transport._grpc_chunk import PULLS, Piece, read_chunk
 from graphsplit.transport._grpc_ends import StreamEnd
 from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
 from graphsplit.transport._grpc_listener import HELLO_KEY, PROVE_S, GrpcListener
-from graphsplit.transport._grpc_outbound import GrpcSender, Outbound
+from graphsplit.transport._grpc_outbound import GrpcSender, Outbound, hello_bytes
+from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.session import AbortWatch, Hello, Session
 from graphsplit.transport.wait import WaitPolicy
@@ -127,7 +136,7 @@ class GrpcTransport(Transport):
                 alive._wake()
 
         policy.abort.add_waker(wake)
-        listener.serve(lambda: _Stream(self._carry))
+        listener.serve(lambda: _Stream(self._carry), self._answer)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
@@ -182,6 +191,9 @@ class GrpcTransport(Transport):
         for reader in list(self._readers):
             if reader.is_alive():  # else it is about to start, on a stream that was broken
                 reader.join()
+        for inbound in self._inbound:
+            if inbound.puller is not None:
+                inbound.puller.wait()
 
     def _end_both(self, peer: int, end: StreamEnd) -> None:
         """The stream to a peer has ended; if it is out of reach, nothing will come from it."""
@@ -199,6 +211,48 @@ class GrpcTransport(Transport):
             outbound.granted(plan, edge, messages)
 
         return take
+
+    def _pull(self, source: int, recall: Recall) -> None:
+        """Pull the values of a source that has proved itself; or let its stream carry them."""
+        inbound, target = self._inbound[source], self._targets[source]
+        if target is None:
+            return
+        hello = replace(self._session, rank=source).hello_to(self._session.rank)
+        puller = inbound.puller = Puller(
+            target,
+            (HELLO_KEY, hello_bytes(hello)),
+            recall,
+            inbound,
+            protection=self._protection,
+            expected=self._names[source] if self._names else "",
+            silence_s=self._listener.silence_s,
+            on_end=self._end_both,
+        )
+        # The transport may have been closed before there was anything to stop.
+        if inbound.broken is not None or not puller.is_answered():
+            puller.stop()
+            puller.wait()
+            inbound.puller = None
+
+    def _answer(self, request: bytes, context: Any) -> Iterator[bytes]:
+        """Serve a destination that pulls; runs on a thread of the server."""
+        hello = _hello_of(context)
+        values = None
+        if hello is not None and self._is_ours(hello, context):
+            outbound = self._outbound.get(hello.destination)
+            proof = entry_of(context.invocation_metadata(), PROOF_KEY)
+            values = None if outbound is None else outbound.pulled(proof)
+        if values is None:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "no stream of yours")
+        assert values is not None
+        return values
+
+    def _is_ours(self, hello: Hello, context: Any) -> bool:
+        """Whether a stream that somebody names is one of this worker's, to who has called."""
+        mine, tls = self._session, self._protection.tls
+        if (hello.job, hello.generation, hello.source) != (mine.job, mine.generation, mine.rank):
+            return False
+        return tls is None or why_not_worker(caller_of(context), hello.destination) is None
 
     def _wake(self) -> None:
         for inbound in self._inbound:
@@ -219,6 +273,8 @@ class GrpcTransport(Transport):
         if refusal is not None:
             context.abort(*refusal)
         inbound = self._inbound[hello.source]
+        if inbound.puller is not None:
+            yield PULLS
         yield from inbound.credits()
         if isinstance(inbound.broken, FrameError):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(inbound.broken))
@@ -253,6 +309,8 @@ class GrpcTransport(Transport):
                 refusal = examine()
             except Exception:  # grpc has no base class for a stream that ends while it is read
                 refusal = grpc.StatusCode.CANCELLED, "the stream ended"
+            if refusal is None:
+                self._pull(source, listener.recall())
             outcome.put(refusal)
             if refusal is None:
                 # A source that closes its end waits for ours; a stream that breaks is over.

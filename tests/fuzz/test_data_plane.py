@@ -170,7 +170,7 @@ def test_a_flood_of_streams_starts_a_bounded_number_of_threads(
     started = set(threading.enumerate()) - before
     streams = [t for t in started if t.name.startswith("graphsplit-grpc")]
     assert started
-    assert len(streams) <= 2 * (2 * 2 + 16)
+    assert len(streams) <= 2 * (3 * 2 + 16)
     for call in calls:
         call.cancel()
     hold.set()

@@ -14,9 +14,11 @@ from transport_helpers import DEADLINE_S, spec_of, start
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import ConfigurationError, TransportError
 from graphsplit.security.grpc_ports import open_channel
+from graphsplit.security.handshake import PROOF_KEY
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport import Hub, WaitPolicy
-from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE, GrpcListener
+from graphsplit.transport import Hub, WaitPolicy, grpc_stream
+from graphsplit.transport._grpc_listener import HELLO_KEY, PULL, SERVICE, GrpcListener
+from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.grpc_stream import GrpcTransport
 from graphsplit.transport.session import Session
 
@@ -48,14 +50,61 @@ def close(transports: list[Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 1), (None, None)])
 def test_values_cross_under_tls_with_certificates_of_one_rank_or_any(
-    ranks: tuple[int | None, ...],
+    ranks: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pulled: list[int] = []
+    take = Puller._take
+
+    def noting(self: Puller, data: bytes) -> bytes:
+        pulled.append(len(data))
+        return take(self, data)
+
+    monkeypatch.setattr(Puller, "_take", noting)
     transports = connect(hubs_of(*(protection(worker_name(rank)) for rank in ranks)))
     sender, receiver = transports[0].open_sender(SPEC), transports[1].open_receiver(SPEC)
     value = torch.arange(1_000_000, dtype=torch.float32)
     sender.send(value, step=0, microbatch=0)
     received = receiver.receive(step=0, microbatch=0)
     assert received is not None and torch.equal(received, value)
+    close(transports)
+    assert sum(pulled) > value.nbytes
+
+
+@pytest.mark.parametrize(("rank", "is_answered"), [(1, True), (2, False)])
+def test_only_who_has_the_certificate_of_the_destination_pulls(
+    monkeypatch: pytest.MonkeyPatch, rank: int, is_answered: bool
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Asking:
+        """Notes what it would ask with, and asks nothing."""
+
+        def __init__(self, *told: Any, **more: Any) -> None:
+            asked.append((*told, more["expected"]))
+
+        def is_answered(self) -> bool:
+            return False
+
+        def stop(self) -> None: ...
+
+        wait = stop
+
+    monkeypatch.setattr(grpc_stream, "Puller", Asking)
+    transports = connect(hubs_of(*(protection(worker_name(rank)) for rank in (0, 1))))
+    transports[1].open_receiver(SPEC)
+    transports[0].open_sender(SPEC).send(torch.ones(1), step=0, microbatch=0)
+    target, hello, recall, _, expected = asked[0]
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    shown = protection(worker_name(rank))
+    with open_channel(target, shown, expected=expected, options=options) as channel:
+        call = channel.unary_stream(PULL)(b"", metadata=(hello, (PROOF_KEY, recall.listener)))
+        if is_answered:
+            assert recall.dialer in next(call)
+        else:
+            with pytest.raises(grpc.RpcError):
+                next(call)
+            assert call.details() == "no stream of yours"
+        call.cancel()
     close(transports)
 
 
