@@ -67,11 +67,13 @@ class _Stream:
 
     Attributes:
         inbound: Takes its messages, once the source has proved who it is.
+        decided: Set once it is known whether values are pulled, or come by the stream.
     """
 
     def __init__(self, carry: Callable[[_Stream, Iterator[Any], Any], Iterator[bytes]]) -> None:
         self._carry = carry
         self.inbound: Inbound | None = None
+        self.decided = threading.Event()
 
     def take(self, data: bytes) -> object:
         """See ``Serving.take``."""
@@ -273,6 +275,7 @@ class GrpcTransport(Transport):
         if refusal is not None:
             context.abort(*refusal)
         inbound = self._inbound[hello.source]
+        stream.decided.wait()
         if inbound.puller is not None:
             yield PULLS
         yield from inbound.credits()
@@ -309,10 +312,13 @@ class GrpcTransport(Transport):
                 refusal = examine()
             except Exception:  # grpc has no base class for a stream that ends while it is read
                 refusal = grpc.StatusCode.CANCELLED, "the stream ended"
-            if refusal is None:
-                self._pull(source, listener.recall())
             outcome.put(refusal)
             if refusal is None:
+                try:
+                    self._pull(source, listener.recall())
+                except Exception as error:  # no thread, or no socket, was to be had
+                    inbound.end(TransportError(f"its values cannot be pulled: {error}"))
+                stream.decided.set()
                 # A source that closes its end waits for ours; a stream that breaks is over.
                 inbound.read(messages, lambda: is_gone.wait(_GONE_S))
             self._readers.discard(threading.current_thread())

@@ -17,7 +17,7 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.handshake import PROOF_KEY, Recall
-from graphsplit.transport import WaitPolicy, _grpc_pull
+from graphsplit.transport import WaitPolicy, _grpc_pull, grpc_stream
 from graphsplit.transport._grpc_chunk import PULLS, write_credit
 from graphsplit.transport._grpc_inbound import Inbound
 from graphsplit.transport._grpc_listener import CARRY, HELLO_KEY, PULL, GrpcListener
@@ -287,6 +287,22 @@ def test_a_source_that_cannot_be_called_back_sends_by_its_stream(port: Callable[
         source.said = [chunk(0)]
         source.open()
         assert receiver.receive(step=0, microbatch=0) is not None
+        source.close()
+
+
+def test_a_destination_without_a_thread_to_spare_says_so(
+    monkeypatch: pytest.MonkeyPatch, port: Callable[..., str]
+) -> None:
+    def refuse(*told: Any, **more: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(grpc_stream, "Puller", refuse)
+    with transport_of(DESTINATION, port(), None) as (transport, address):
+        receiver = transport.open_receiver(SPEC)
+        source = Source(address)
+        source.open()
+        with pytest.raises(TransportError, match="cannot be pulled: can't start new thread"):
+            receiver.receive(step=0, microbatch=0)
         source.close()
 
 
