@@ -319,11 +319,12 @@ def test_what_the_plan_does_not_expect_ends_everything(
     port: Callable[..., str], second: bytes, error: type[Exception], reason: str
 ) -> None:
     recalls: list[Recall] = []
-    opened = threading.Event()
+    opened, pulls = threading.Event(), threading.Event()
 
     def answer(request: bytes, context: Any) -> Iterator[bytes]:
         opened.wait(DEADLINE_S)
         yield pb.Chunk(proof=recalls[0].dialer).SerializeToString()
+        pulls.wait(DEADLINE_S)
         yield chunk(0)
         yield second
 
@@ -335,6 +336,7 @@ def test_what_the_plan_does_not_expect_ends_everything(
         recalls.append(source.recall)
         opened.set()
         assert next(source.answers) == PULLS
+        pulls.set()
         with pytest.raises(error, match=reason):
             for step in range(2):
                 receiver.receive(step=step, microbatch=0)
