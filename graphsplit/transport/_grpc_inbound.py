@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,12 +27,10 @@ from graphsplit.transport._grpc_chunk import (
     write_credit,
 )
 from graphsplit.transport._grpc_ends import BROKEN, CLOSED
+from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe
 from graphsplit.transport.session import AbortWatch
-
-if TYPE_CHECKING:
-    from graphsplit.transport._grpc_pull import Puller
 
 TAKEN = b"taken"
 """What the reading thread gets instead of a message."""

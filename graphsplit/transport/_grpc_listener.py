@@ -13,12 +13,10 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.security.grpc_ports import add_port, keepalive, server_limits
 from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
 from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
+from graphsplit.transport._grpc_calls import CARRY, PULL
 from graphsplit.transport._grpc_chunk import MAX_MESSAGE_BYTES
 
-SERVICE = "graphsplit.data_plane.DataPlane"
 GRACE_S = 1.0
-HELLO_KEY = "graphsplit-hello-bin"
-CARRY, PULL = f"/{SERVICE}/Carry", f"/{SERVICE}/Pull"
 PROVE_S = 10.0
 """How long a source may take to prove that it is a member of the job."""
 _MAX_METADATA_BYTES = 8 << 10
@@ -104,7 +102,7 @@ class GrpcListener:
         self.silence_s = silence_s
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._is_serving = False
-        max_streams = 3 * num_workers + 16
+        max_streams = 2 * num_workers + 16
         options = [
             *server_limits(max_connections=max_streams, max_metadata_bytes=_MAX_METADATA_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -25,6 +25,7 @@ from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.settings import NODE_TIMEOUT_S
 from graphsplit.transport._credit import CreditedSender, Outgoing
+from graphsplit.transport._grpc_calls import CARRY, DIAL_OPTIONS, HELLO_KEY, write_hello
 from graphsplit.transport._grpc_chunk import (
     CHUNK_BYTES,
     PULLS,
@@ -38,11 +39,10 @@ from graphsplit.transport._grpc_chunk import (
 )
 from graphsplit.transport._grpc_ends import CLOSED, Patience, StreamEnd, end_of, out_of_reach
 from graphsplit.transport._grpc_inbound import TAKEN
-from graphsplit.transport._grpc_listener import CARRY, HELLO_KEY
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import header_bytes
 from graphsplit.transport.layout import pack
-from graphsplit.transport.session import AbortWatch, Hello, Session
+from graphsplit.transport.session import AbortWatch, Session
 
 FLUSH_S = 5.0
 """How long ``close`` gives a healthy peer to take what was sent already."""
@@ -51,27 +51,10 @@ COMPANION_BYTES = 64 << 10
 """Values up to this size may wait for the next one, to travel together."""
 _MAX_HELD_BYTES = 256 << 10  # with a chunk it must fit into one message
 
-OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
-    # A connection of its own for each stream: a destination allows one stream on each.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-)
 # A peer that does not serve yet, or has no room for one more stream just now.
 _NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _RETRY_S = 0.05
 _UNPROVED = "it does not prove that it is this job's worker"
-
-
-def hello_bytes(hello: Hello) -> bytes:
-    """A hello as it travels. Its token does not: it is proved."""
-    return pb.Hello(
-        job=hello.job,
-        generation=hello.generation,
-        source=hello.source,
-        destination=hello.destination,
-    ).SerializeToString()
 
 
 class GrpcSender(CreditedSender):
@@ -146,7 +129,7 @@ class Outbound(Outgoing[GrpcSender]):
         self._session = session
         self._refusal: str | None = None
         self._is_proved = False
-        options = (*OPTIONS, *keepalive(silence_s))
+        options = (*DIAL_OPTIONS, *keepalive(silence_s))
         self._channel = open_channel(target, protection, expected=expected, options=options)
         self._carry = self._channel.stream_stream(CARRY, response_deserializer=self._take)
         name = f"graphsplit-grpc-credits-{peer}"
@@ -236,8 +219,9 @@ class Outbound(Outgoing[GrpcSender]):
         """
         with self._changed:
             recall = self._recall
-            is_due = recall is not None and self._offered is None and not self._closing
-            if recall is None or not is_due or not hmac.compare_digest(proof, recall.listener):
+            if recall is None or self._offered is not None or self._closing:
+                return None
+            if not hmac.compare_digest(proof, recall.listener):
                 return None
             offered = self._offered = SimpleQueue()
         answer = pb.Chunk(proof=recall.dialer).SerializeToString()
@@ -269,7 +253,7 @@ class Outbound(Outgoing[GrpcSender]):
 
     def _attempt(self) -> StreamEnd | None:
         """One stream, until it ends. Returns why it is over, or None if another may do better."""
-        hello = hello_bytes(self._session.hello_to(self.peer))
+        hello = write_hello(self._session.hello_to(self.peer))
         dialer = self._session.dialer_to(self.peer)
         began = time.monotonic()
         with self._changed:

@@ -22,10 +22,9 @@ from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import keepalive, open_channel
 from graphsplit.security.handshake import PROOF_KEY, Recall
 from graphsplit.security.protection import UNPROTECTED, Protection
+from graphsplit.transport._grpc_calls import DIAL_OPTIONS, PULL
 from graphsplit.transport._grpc_chunk import MAX_MESSAGE_BYTES, read_chunk
 from graphsplit.transport._grpc_ends import BROKEN, StreamEnd, end_of
-from graphsplit.transport._grpc_listener import PULL
-from graphsplit.transport._grpc_outbound import OPTIONS
 
 PULL_S = 2.0
 """How long a source may take to answer; values then come by the stream that it has opened."""
@@ -78,7 +77,7 @@ class Puller:
         self._on_end = on_end
         self._is_proved = False
         self._answered: SimpleQueue[bool] = SimpleQueue()
-        options = (*OPTIONS, *keepalive(silence_s), _SINGLE_THREADED, _LARGEST)
+        options = (*DIAL_OPTIONS, *keepalive(silence_s), _SINGLE_THREADED, _LARGEST)
         self._channel = open_channel(target, protection, expected=expected, options=options)
         pull = self._channel.unary_stream(PULL, response_deserializer=self._take)
         self._call: Any = pull(b"", metadata=(hello, (PROOF_KEY, recall.listener)))

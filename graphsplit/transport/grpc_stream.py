@@ -32,34 +32,23 @@ from typing import Any
 
 import grpc
 
-from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection
+from graphsplit.transport._grpc_calls import HELLO_KEY, hello_of, write_hello
 from graphsplit.transport._grpc_chunk import PULLS, Piece, read_chunk
 from graphsplit.transport._grpc_ends import StreamEnd
 from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
-from graphsplit.transport._grpc_listener import HELLO_KEY, PROVE_S, GrpcListener
-from graphsplit.transport._grpc_outbound import GrpcSender, Outbound, hello_bytes
+from graphsplit.transport._grpc_listener import PROVE_S, GrpcListener
+from graphsplit.transport._grpc_outbound import GrpcSender, Outbound
 from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.session import AbortWatch, Hello, Session
 from graphsplit.transport.wait import WaitPolicy
 
 _GONE_S = 0.02
-
-
-def _hello_of(context: Any) -> Hello | None:
-    """The hello in a stream's metadata, or None if there is none."""
-    raw = dict(context.invocation_metadata()).get(HELLO_KEY, b"")
-    try:
-        message = pb.Hello.FromString(raw)
-    except Exception:
-        # protobuf's DecodeError; whatever it is, a stranger sent it.
-        return None
-    return Hello(message.job, message.generation, message.source, message.destination)
 
 
 class _Stream:
@@ -222,7 +211,7 @@ class GrpcTransport(Transport):
         hello = replace(self._session, rank=source).hello_to(self._session.rank)
         puller = inbound.puller = Puller(
             target,
-            (HELLO_KEY, hello_bytes(hello)),
+            (HELLO_KEY, write_hello(hello)),
             recall,
             inbound,
             protection=self._protection,
@@ -238,7 +227,7 @@ class GrpcTransport(Transport):
 
     def _answer(self, request: bytes, context: Any) -> Iterator[bytes]:
         """Serve a destination that pulls; runs on a thread of the server."""
-        hello = _hello_of(context)
+        hello = hello_of(context)
         values = None
         if hello is not None and self._is_ours(hello, context):
             outbound = self._outbound.get(hello.destination)
@@ -264,7 +253,7 @@ class GrpcTransport(Transport):
 
     def _carry(self, stream: _Stream, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
         """Serve the stream of one source; runs on a thread of the server."""
-        hello = _hello_of(context)
+        hello = hello_of(context)
         reason = "no hello" if hello is None else self._session.misplacement_of(hello)
         if hello is not None and reason is None and self._protection.tls is not None:
             reason = why_not_worker(caller_of(context), hello.source)

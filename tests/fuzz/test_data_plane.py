@@ -16,7 +16,8 @@ from session_fuzzer import DEADLINE_S, held, wait_released
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import ChannelSpec, WaitPolicy, _grpc_listener, grpc_stream
-from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE, GrpcListener
+from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY
+from graphsplit.transport._grpc_listener import GrpcListener
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
 from graphsplit.transport.grpc_stream import GrpcTransport
 from graphsplit.transport.session import Session
@@ -66,7 +67,7 @@ class Victim:
 
     def bother(self, hello: bytes, chunks: list[bytes], *, as_member: bool) -> grpc.StatusCode:
         """Open a stream, say all that, and wait for its end."""
-        carry: Callable[..., Any] = self.channel.stream_stream(f"/{SERVICE}/Carry")
+        carry: Callable[..., Any] = self.channel.stream_stream(CARRY)
         dialer = SOURCE.dialer_to(1)
         proved = threading.Event()
         answers: list[bytes] = []
@@ -127,7 +128,7 @@ def test_noise_of_a_member_ends_its_stream_and_nothing_else(chunks: list[bytes])
 def test_who_proves_nothing_is_sent_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_stream, "PROVE_S", 0.2)
     victim = Victim()
-    carry = victim.channel.stream_stream(f"/{SERVICE}/Carry")
+    carry = victim.channel.stream_stream(CARRY)
     hold = threading.Event()
 
     def silence() -> Any:
@@ -161,16 +162,13 @@ def test_a_flood_of_streams_starts_a_bounded_number_of_threads(
         for _ in range(60)
     ]
     metadata = [(HELLO_KEY, HELLO), *SOURCE.dialer_to(1).metadata()]
-    calls = [
-        channel.stream_stream(f"/{SERVICE}/Carry")(silence(), metadata=metadata)
-        for channel in channels
-    ]
+    calls = [channel.stream_stream(CARRY)(silence(), metadata=metadata) for channel in channels]
     for call in calls:
         call.initial_metadata()
     started = set(threading.enumerate()) - before
     streams = [t for t in started if t.name.startswith("graphsplit-grpc")]
     assert started
-    assert len(streams) <= 2 * (3 * 2 + 16)
+    assert len(streams) <= 2 * (2 * 2 + 16)
     for call in calls:
         call.cancel()
     hold.set()

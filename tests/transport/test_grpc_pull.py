@@ -12,16 +12,17 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from transport_helpers import DEADLINE_S, Workers, spec_of, start
+from transport_helpers import DEADLINE_S, Workers, note_pulled, spec_of, start
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.handshake import PROOF_KEY, Recall
 from graphsplit.transport import WaitPolicy, _grpc_pull, grpc_stream
+from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY, PULL, write_hello
 from graphsplit.transport._grpc_chunk import PULLS, write_credit
 from graphsplit.transport._grpc_inbound import Inbound
-from graphsplit.transport._grpc_listener import CARRY, HELLO_KEY, PULL, GrpcListener
-from graphsplit.transport._grpc_outbound import Outbound, hello_bytes
+from graphsplit.transport._grpc_listener import GrpcListener
+from graphsplit.transport._grpc_outbound import Outbound
 from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
 from graphsplit.transport.grpc_stream import GrpcTransport
@@ -93,7 +94,7 @@ class Source:
         self._dialer = dialer
 
     def open(self) -> None:
-        metadata = [(HELLO_KEY, hello_bytes(HELLO)), *self._dialer.metadata()]
+        metadata = [(HELLO_KEY, write_hello(HELLO)), *self._dialer.metadata()]
         self.answers = self.channel.stream_stream(CARRY)(self._requests(), metadata=metadata)
         theirs = self.answers.initial_metadata()
         answer = self._dialer.answer(theirs)
@@ -118,14 +119,7 @@ class Source:
 def test_values_are_pulled_and_nothing_else_is_read_from_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pulled: list[bytes] = []
-    take = Puller._take
-
-    def noting(self: Puller, data: bytes) -> bytes:
-        pulled.append(data)
-        return take(self, data)
-
-    monkeypatch.setattr(Puller, "_take", noting)
+    pulled = note_pulled(monkeypatch)
     workers = Workers("grpc", 2, DEADLINE_S)
     sender, receiver = workers.open(spec_of(depth=2))
     for step in range(20):
@@ -136,7 +130,7 @@ def test_values_are_pulled_and_nothing_else_is_read_from_the_stream(
     assert len(pulled) >= 21  # a proof, values, and a word of who waits for credit
 
 
-def answer_of(transport: GrpcTransport, address: str, metadata: list[Any]) -> list[bytes] | str:
+def answer_of(address: str, metadata: list[Any]) -> list[bytes] | str:
     """What a stranger gets who pulls; the status if he gets nothing."""
     with grpc.insecure_channel(address, options=OWN_CONNECTION) as channel:
         call = channel.unary_stream(PULL)(b"", metadata=metadata, timeout=DEADLINE_S)
@@ -154,12 +148,12 @@ REFUSED = "PERMISSION_DENIED: no stream of yours"
     [
         b"\xff\xff\xff",
         b"",
-        hello_bytes(replace(HELLO, job="other")),
-        hello_bytes(replace(HELLO, generation=2)),
-        hello_bytes(replace(HELLO, source=1)),
-        hello_bytes(replace(HELLO, destination=0)),
-        hello_bytes(replace(HELLO, destination=-1)),
-        hello_bytes(replace(HELLO, destination=7)),
+        write_hello(replace(HELLO, job="other")),
+        write_hello(replace(HELLO, generation=2)),
+        write_hello(replace(HELLO, source=1)),
+        write_hello(replace(HELLO, destination=0)),
+        write_hello(replace(HELLO, destination=-1)),
+        write_hello(replace(HELLO, destination=7)),
     ],
 )
 def test_who_names_no_stream_of_this_worker_pulls_nothing(
@@ -168,7 +162,7 @@ def test_who_names_no_stream_of_this_worker_pulls_nothing(
     with transport_of(SOURCE, None, port()) as (transport, address):
         transport.open_sender(SPEC)
         metadata = [(HELLO_KEY, hello), (PROOF_KEY, b"?" * 32)]
-        assert answer_of(transport, address, metadata) == REFUSED
+        assert answer_of(address, metadata) == REFUSED
 
 
 class Destination:
@@ -191,10 +185,13 @@ class Destination:
         yield from self.said
         self.got += requests
 
-    def metadata(self, **changes: bytes) -> list[tuple[str, bytes]]:
+    def met_as(self) -> Recall:
         assert self.met.wait(DEADLINE_S) and self.recall is not None
-        proof = changes.get("proof", self.recall.listener)
-        return [(HELLO_KEY, hello_bytes(HELLO)), (PROOF_KEY, proof)]
+        return self.recall
+
+    def metadata(self, proof: bytes | None = None) -> list[tuple[str, bytes]]:
+        proof = self.met_as().listener if proof is None else proof
+        return [(HELLO_KEY, write_hello(HELLO)), (PROOF_KEY, proof)]
 
 
 @pytest.fixture
@@ -211,13 +208,12 @@ def test_only_the_destination_of_this_very_stream_pulls_and_only_once(
 ) -> None:
     destination, transport, address = member
     transport.open_sender(SPEC)
-    others = [b"", b"?" * 32, destination.metadata() and destination.recall.dialer]  # type: ignore[union-attr]
-    for proof in others:
-        assert answer_of(transport, address, destination.metadata(proof=proof)) == REFUSED
-    (first,) = answer_of(transport, address, destination.metadata())
-    assert destination.recall is not None
-    assert pb.Chunk.FromString(first) == pb.Chunk(proof=destination.recall.dialer)  # type: ignore[arg-type]
-    assert answer_of(transport, address, destination.metadata()) == REFUSED
+    for proof in (b"", b"?" * 32, destination.met_as().dialer):
+        assert answer_of(address, destination.metadata(proof)) == REFUSED
+    (first,) = answer_of(address, destination.metadata())
+    assert isinstance(first, bytes)
+    assert pb.Chunk.FromString(first) == pb.Chunk(proof=destination.met_as().dialer)
+    assert answer_of(address, destination.metadata()) == REFUSED
 
 
 def test_who_pulled_and_does_not_say_so_gets_its_values_by_the_stream(
@@ -225,7 +221,7 @@ def test_who_pulled_and_does_not_say_so_gets_its_values_by_the_stream(
 ) -> None:
     destination, transport, address = member
     sender = transport.open_sender(SPEC)
-    assert len(answer_of(transport, address, destination.metadata())) == 1  # and hangs up
+    assert len(answer_of(address, destination.metadata())) == 1  # and hangs up
     destination.said = [write_credit(0, 0, 1)]
     destination.goes_on.set()
     sender.send(torch.ones(4), step=0, microbatch=0)
@@ -363,13 +359,13 @@ def test_what_was_pulled_before_the_source_left_is_taken() -> None:
     closing.result(DEADLINE_S)
 
 
-def test_a_source_that_is_away_for_good_breaks_the_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_cannot_be_called_back_ends_nothing() -> None:
     told: list[tuple[int, str]] = []
     inbound = Inbound(0, lambda plan, edge, messages: None)
     target = "127.0.0.1:1"
     puller = Puller(
         target,
-        (HELLO_KEY, hello_bytes(HELLO)),
+        (HELLO_KEY, write_hello(HELLO)),
         Recall(b"l" * 32, b"d" * 32),
         inbound,
         expected="",

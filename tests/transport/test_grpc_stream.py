@@ -16,8 +16,9 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, Receiver, WaitPolicy
+from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY
 from graphsplit.transport._grpc_inbound import Inbound
-from graphsplit.transport._grpc_listener import HELLO_KEY, SERVICE, GrpcListener
+from graphsplit.transport._grpc_listener import GrpcListener
 from graphsplit.transport._grpc_outbound import COMPANION_BYTES
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
 from graphsplit.transport.grpc_stream import GrpcTransport
@@ -46,7 +47,7 @@ class Stranger:
             hello = pb.Hello(**fields).SerializeToString()
         dialer = source.dialer_to(1)
         carry = self._channel.stream_stream(
-            f"/{SERVICE}/Carry",
+            CARRY,
             request_serializer=pb.Chunk.SerializeToString,
             response_deserializer=pb.Credit.FromString,
         )

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 from security_helpers import expired, protection, worker_name
-from transport_helpers import DEADLINE_S, spec_of, start
+from transport_helpers import DEADLINE_S, note_pulled, spec_of, start
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import ConfigurationError, TransportError
@@ -17,8 +17,8 @@ from graphsplit.security.grpc_ports import open_channel
 from graphsplit.security.handshake import PROOF_KEY
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.transport import Hub, WaitPolicy, grpc_stream
-from graphsplit.transport._grpc_listener import HELLO_KEY, PULL, SERVICE, GrpcListener
-from graphsplit.transport._grpc_pull import Puller
+from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY, PULL
+from graphsplit.transport._grpc_listener import GrpcListener
 from graphsplit.transport.grpc_stream import GrpcTransport
 from graphsplit.transport.session import Session
 
@@ -52,14 +52,7 @@ def close(transports: list[Any]) -> None:
 def test_values_cross_under_tls_with_certificates_of_one_rank_or_any(
     ranks: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulled: list[int] = []
-    take = Puller._take
-
-    def noting(self: Puller, data: bytes) -> bytes:
-        pulled.append(len(data))
-        return take(self, data)
-
-    monkeypatch.setattr(Puller, "_take", noting)
+    pulled = note_pulled(monkeypatch)
     transports = connect(hubs_of(*(protection(worker_name(rank)) for rank in ranks)))
     sender, receiver = transports[0].open_sender(SPEC), transports[1].open_receiver(SPEC)
     value = torch.arange(1_000_000, dtype=torch.float32)
@@ -67,7 +60,7 @@ def test_values_cross_under_tls_with_certificates_of_one_rank_or_any(
     received = receiver.receive(step=0, microbatch=0)
     assert received is not None and torch.equal(received, value)
     close(transports)
-    assert sum(pulled) > value.nbytes
+    assert sum(map(len, pulled)) > value.nbytes
 
 
 @pytest.mark.parametrize(("rank", "is_answered"), [(1, True), (2, False)])
@@ -154,7 +147,7 @@ def knock(address: str, shown: Protection) -> Any:
     options = [("grpc.use_local_subchannel_pool", 1)]
     channel = open_channel(address, shown, expected=worker_name(1).dns, options=options)
     carry = channel.stream_stream(
-        f"/{SERVICE}/Carry",
+        CARRY,
         request_serializer=pb.Chunk.SerializeToString,
         response_deserializer=pb.Credit.FromString,
     )

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from graphsplit.failure import AbortSignal
 from graphsplit.transport import ChannelSpec, Hub, Receiver, Sender, Transport, WaitPolicy
+from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")
@@ -30,6 +32,19 @@ def start(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def note_pulled(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Returns a list of all messages that destinations pull from now on."""
+    pulled: list[bytes] = []
+    take = Puller._take
+
+    def noting(self: Puller, data: bytes) -> bytes:
+        pulled.append(data)
+        return take(self, data)
+
+    monkeypatch.setattr(Puller, "_take", noting)
+    return pulled
 
 
 def spec_of(
