@@ -6,20 +6,39 @@ Starts a scheduler and five workers of this very script. Four times in every rou
 runs the plain loop while the others wait at a barrier, then all five run the same batches through
 the Model: A B A B ..., in one run, with the same threads and malloc settings. Prints medians, the
 ratio's spread, minor page faults per step, and where the time of a step goes on each worker.
+
+Where TensorFlow is installed (``pip install tensorflow-cpu``), a second job has its distributed
+graphs take turns as well, on five tasks and on one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import tensorflow_lenet
+import torch
 from bench_one_worker import digits, lenet
-from common import Row, compared, environment, equal_conditions, parser, write
+from common import (
+    Row,
+    compared,
+    environment,
+    equal_conditions,
+    malloc_variables,
+    parser,
+    ratios,
+    write,
+)
 from common_cluster import (
     Report,
     agreed,
     breakdown,
     breakdowns,
+    free_port,
     is_worker,
     launch,
     report,
@@ -27,18 +46,22 @@ from common_cluster import (
     slowest,
     take_turns,
 )
-from common_models import LastLoss, made, plain_loop
+from common_models import Batch, LastLoss, made, plain_loop
 from torch.nn import functional as F
+
+import graphsplit as gs
 
 PLACEMENT = {"fc1": 0, "fc2": 1, "fc3": 2, "conv1": 3, "conv2": 4}
 REACH, TURNS = 1.20, 4
+TENSORFLOW = {
+    "TensorFlow's distributed graph": PLACEMENT,
+    "TensorFlow in one process": dict.fromkeys(PLACEMENT, 0),
+}
 
 
 def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
     equal_conditions()
-    import graphsplit as gs
-
     gs.init()
     batches = digits(arguments.steps)
     plain, plain_optimizer = made(lenet)
@@ -52,21 +75,50 @@ def work(arguments: argparse.Namespace) -> None:
     def one_process() -> None:
         losses[:] = [plain_loop(plain, plain_optimizer, batches)]
 
-    turns = take_turns(
-        {
-            "one process": one_process if gs.get_rank() == 0 else None,
-            "graphsplit": lambda: model.train(1, batches, callbacks=[keep]),
-        },
-        rounds=arguments.rounds,
-        steps=arguments.steps,
-        turns=TURNS,
-    )
+    sides: dict[str, Callable[[], None] | None] = {
+        "one process": one_process if gs.get_rank() == 0 else None,
+        "graphsplit": lambda: model.train(1, batches, callbacks=[keep]),
+    }
+    others: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        if arguments.beside_tensorflow:
+            sides |= tensorflow_sides(stack, plain, batches, others)
+        turns = take_turns(sides, rounds=arguments.rounds, steps=arguments.steps, turns=TURNS)
     same = "equal"
     if gs.get_rank() == 0:
+        check_losses(others, losses[0])
         same = same_parameters(net, plain)
         if losses != [float(keep.loss)]:
             same = f"losses differ: {float(keep.loss)!r} and {losses}"
     report({"turns": turns, "bits": same, "breakdown": breakdown(model, batches)})
+
+
+def tensorflow_sides(
+    stack: contextlib.ExitStack,
+    net: torch.nn.Module,
+    batches: Sequence[Batch],
+    losses: dict[str, float],
+) -> dict[str, Callable[[], None] | None]:
+    """TensorFlow's sides, which worker 0 leads; the last loss of each goes into ``losses``."""
+    if gs.get_rank() != 0:
+        return dict.fromkeys(TENSORFLOW)
+    parameters = {name: value.detach().numpy() for name, value in net.named_parameters()}
+    arrays = [(images.numpy(), labels.numpy()) for images, labels in batches]
+
+    def side(name: str, placement: Mapping[str, int]) -> Callable[[], None]:
+        ports = [free_port() for _ in set(placement.values())]
+        cluster = tensorflow_lenet.Cluster(ports, placement, parameters, arrays, malloc_variables())
+        stack.callback(cluster.close)
+        return lambda: losses.update({name: cluster.train()})
+
+    return {name: side(name, placement) for name, placement in TENSORFLOW.items()}
+
+
+def check_losses(found: Mapping[str, float], loss: float) -> None:
+    """TensorFlow has done the same work, if its losses are those of PyTorch's kernels."""
+    for name, other in found.items():
+        if not math.isclose(other, loss, rel_tol=tensorflow_lenet.LOSS_TOLERANCE):
+            raise SystemExit(f"the loss of {name} is {other!r}, and that of PyTorch {loss!r}")
 
 
 def critical_path(reports: list[Report]) -> str:
@@ -83,22 +135,48 @@ def critical_path(reports: list[Report]) -> str:
     )
 
 
-def rows(arguments: argparse.Namespace) -> list[Row]:
-    """The row."""
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """The row, and where it is installed that of TensorFlow."""
     options = ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
     options += ["--schedule", arguments.schedule]
+    work = f"LeNet on 5 workers, batch 32, {arguments.schedule}"
     reports = launch(os.path.abspath(__file__), 5, options)
-    return [
-        compared(
-            f"LeNet on 5 workers, batch 32, {arguments.schedule}",
-            ("graphsplit", slowest(reports, "graphsplit")),
-            ("one process", slowest(reports, "one process")),
-            reach=REACH,
-            bits=agreed([report["bits"] for report in reports]),
-            breakdown=breakdowns(reports),
-            notes=critical_path(reports),
+    yield compared(
+        work,
+        ("graphsplit", slowest(reports, "graphsplit")),
+        ("one process", slowest(reports, "one process")),
+        reach=REACH,
+        bits=agreed([report["bits"] for report in reports]),
+        breakdown=breakdowns(reports),
+        notes=critical_path(reports),
+    )
+    if tensorflow_lenet.is_installed():
+        yield beside_tensorflow(
+            work, launch(os.path.abspath(__file__), 5, [*options, "--beside-tensorflow"])
         )
-    ]
+    else:
+        print("TensorFlow is not installed, and its row left out: pip install tensorflow-cpu")
+
+
+def beside_tensorflow(work: str, reports: Sequence[Report]) -> Row:
+    """The row of a job in which TensorFlow's sides took turns."""
+    samples = {side: slowest(reports, side) for side in ("graphsplit", "one process", *TENSORFLOW)}
+    distributed, alone = TENSORFLOW
+    its_own = statistics.median(ratios(samples[distributed], samples[alone]))
+    ours = statistics.median(ratios(samples["graphsplit"], samples["one process"]))
+    return compared(
+        work,
+        ("graphsplit", samples["graphsplit"]),
+        (distributed, samples[distributed]),
+        reach=None,
+        bits=agreed([report["bits"] for report in reports]),
+        further_sides={name: samples[name].summary() for name in ("one process", alone)},
+        notes=(
+            f"{tensorflow_lenet.version()}; five processes ÷ one: TensorFlow {its_own:.2f}, "
+            f"graphsplit {ours:.2f} here; TensorFlow's loss is PyTorch's to "
+            f"{tensorflow_lenet.LOSS_TOLERANCE:g}, bits not compared, its page faults not counted"
+        ),
+    )
 
 
 def main() -> None:
@@ -106,6 +184,7 @@ def main() -> None:
     made_parser = parser(__doc__, rounds=9)
     made_parser.add_argument("--steps", type=int, default=50)
     made_parser.add_argument("--schedule", default="zero_bubble")
+    made_parser.add_argument("--beside-tensorflow", action="store_true", help="for workers")
     arguments = made_parser.parse_args()
     if is_worker():
         work(arguments)

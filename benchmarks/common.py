@@ -46,6 +46,11 @@ def equal_conditions() -> None:
                 raise SystemExit(f"mallopt({option}, {number}) was refused")
 
 
+def malloc_variables() -> dict[str, str]:
+    """The same malloc for processes that do not call ``equal_conditions``."""
+    return {f"MALLOC_{name[2:]}_": str(number) for name, number in MALLOC_BYTES.items()}
+
+
 def minor_faults() -> int:
     """Minor page faults of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
