@@ -29,10 +29,12 @@ def forget_fake_tensors() -> None:
 
 def _used_since() -> Iterator[Any]:
     """Every cache that was asked anything since it was last looked into."""
-    # All of them refer to this class; to look at every object would take twice as long.
-    for cache in gc.get_referrers(functools._CacheInfo):
-        if type(cache) is functools._lru_cache_wrapper:
-            info = cache.cache_info()
-            if info != _asked.get(cache):
-                _asked[cache] = info
-                yield cache
+    # All of them refer to this class; to look at every object would take twice as long. Those that
+    # a user has frozen (``gc.freeze``) are found only if they were seen before.
+    found = gc.get_referrers(functools._CacheInfo)
+    caches = {one for one in found if type(one) is functools._lru_cache_wrapper}
+    for cache in caches.union(_asked):
+        info = cache.cache_info()
+        if info != _asked.get(cache):
+            _asked[cache] = info
+            yield cache
