@@ -100,13 +100,10 @@ def test_a_model_that_cannot_be_captured_is_refused_with_the_users_line():
     assert "torch.where" in job.output
 
 
-def test_reading_a_value_that_lives_elsewhere_names_its_owner():
-    job = run_job("failing.py", "reads", workers=3)
+def test_reading_a_value_that_lives_elsewhere_names_its_owner_and_placing_late_is_refused():
+    job = run_job("failing.py", "reads, then places late", workers=3)
     assert job.status != 0
-    assert "'hidden.weight' lives on worker 1" in job.output
-
-
-def test_placing_after_planning_is_refused():
-    job = run_job("failing.py", "places late", workers=3)
-    assert job.status != 0
+    for process in ("worker 0", "worker 2"):
+        said = "\n".join(job.lines_of(process))
+        assert re.search("reading: .*'hidden.weight' lives on worker 1", said), job.output
     assert "already planned" in job.output
