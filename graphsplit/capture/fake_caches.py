@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-# What each cache had been asked when it was last looked into.
-_asked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# What each cache that was ever found had been asked when it was last looked into.
+_asked: weakref.WeakKeyDictionary[Any, tuple[Any, ...] | None] = weakref.WeakKeyDictionary()
+# Every cache refers to this class. How many others do, as far as that is known.
+_CLASS = functools._CacheInfo
+_num_other_references: int | None = None
 
 
 def forget_fake_tensors() -> None:
@@ -29,12 +33,40 @@ def forget_fake_tensors() -> None:
 
 def _used_since() -> Iterator[Any]:
     """Every cache that was asked anything since it was last looked into."""
-    # All of them refer to this class; to look at every object would take twice as long. Those that
-    # a user has frozen (``gc.freeze``) are found only if they were seen before.
-    found = gc.get_referrers(functools._CacheInfo)
-    caches = {one for one in found if type(one) is functools._lru_cache_wrapper}
-    for cache in caches.union(_asked):
-        info = cache.cache_info()
+    if _are_there_new_ones():
+        _find_all()
+    for cache in list(_asked):
+        info = tuple(cache.cache_info())  # without a reference to the class
         if info != _asked.get(cache):
             _asked[cache] = info
             yield cache
+
+
+def _are_there_new_ones() -> bool:
+    """Whether there may be caches that were never found.
+
+    To look through all objects takes a third of a capture's time. References to the class, less
+    those of caches that are known and still there, tell as much.
+    """
+    return sys.getrefcount(_CLASS) - len(_asked) != _num_other_references
+
+
+def _find_all() -> None:
+    """Look through all objects but those that were frozen (``gc.freeze``)."""
+    global _num_other_references
+    for one in gc.get_referrers(_CLASS):
+        if type(one) is functools._lru_cache_wrapper:
+            _asked.setdefault(one, None)
+    _num_other_references = sys.getrefcount(_CLASS) - len(_asked) if _IS_COUNTED else None
+
+
+def _is_counted() -> bool:
+    """Whether this interpreter counts references to the class one by one, and at once."""
+    before = sys.getrefcount(_CLASS)
+    one = functools.lru_cache(len)
+    during = sys.getrefcount(_CLASS)
+    del one
+    return (during, sys.getrefcount(_CLASS)) == (before + 1, before)
+
+
+_IS_COUNTED = _is_counted()

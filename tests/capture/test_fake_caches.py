@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -24,6 +25,34 @@ def test_results_of_a_capture_are_forgotten_and_others_kept() -> None:
         assert isinstance(ones(3), FakeTensor)
     forget_fake_tensors()
     assert not isinstance(ones(3), FakeTensor)
+
+
+def test_a_new_cache_is_found_when_another_one_has_gone() -> None:
+    other = functools.lru_cache(len)
+    forget_fake_tensors()
+    del other
+    fresh = functools.lru_cache(torch.zeros)
+    with FakeTensorMode():
+        assert isinstance(fresh(2), FakeTensor)
+    forget_fake_tensors()
+    assert not isinstance(fresh(2), FakeTensor)
+
+
+def test_objects_are_looked_through_only_where_there_are_new_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forget_fake_tensors()
+    looks: list[type] = []
+    look = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda one: looks.append(one) or look(one))
+    forget_fake_tensors()
+    assert looks == []
+    fresh = functools.lru_cache(len)
+    forget_fake_tensors()
+    assert looks == [functools._CacheInfo]
+    del fresh
+    forget_fake_tensors()
+    assert looks == [functools._CacheInfo]
 
 
 def test_a_cache_that_was_frozen_after_it_was_seen_is_still_looked_into() -> None:
