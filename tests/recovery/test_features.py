@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recovery_features import FEATURES, adam, all_of, batches, plain_net, trained
+from recovery_features import FEATURES
+from recovery_features.parts import adam, all_of, batches, plain_net, trained
 from recovery_helpers import Killed, ThreadCluster, threads_as_workers
 from torch import nn
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from recovery_features import Adversaries, adam, batches, put
+from recovery_features.calls import Adversaries
+from recovery_features.parts import adam, batches, put
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 

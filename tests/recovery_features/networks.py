@@ -1,0 +1,163 @@
+"""What a network is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import graphsplit as gs
+from recovery_features.parts import adam, all_of, batches, feature, pairs, put, trained
+
+
+@feature
+def built_later(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    with gs.deferred_init():
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3))
+    put(net, "0", "1", "2", place=place)
+    return trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 8)
+        self.middle = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("mean", torch.zeros(8), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.middle(self.embedding(tokens)))
+        self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        found: torch.Tensor = self.head(hidden + self.mean)
+        return found
+
+
+@feature
+def tied_over_workers(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net = put(Tied(), "embedding", "middle", "head", place=place)
+    net.norm.place("MS_WORKER", 2)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    tokens = torch.arange(24) % 6
+    return trained(model, DataLoader(TensorDataset(tokens, (tokens + 1) % 6), 8, shuffle=True))
+
+
+class Rescaled(nn.Module):
+    """Leaves attributes behind: another graph follows after eval, as with RWKV of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.is_scaled = False
+        self.length: Any = None
+        self.kinds: dict[str, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_scaled == self.training:
+            with torch.no_grad():
+                if self.is_scaled:
+                    self.second.weight.mul_(2.0)
+                else:
+                    self.second.weight.div_(2.0)
+            self.is_scaled = not self.is_scaled
+        self.length, self.kinds = x.shape[0], {"rows": x.shape[0], "now": self.training}
+        found: torch.Tensor = self.second(torch.relu(self.first(x)))
+        return found
+
+
+@feature
+def attributes_left_by_forward(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Rescaled(), "first", "second", place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()})
+    found: list[Any] = []
+    data = batches()
+    for _ in range(3):
+        model.train(1, data)
+        found.append(model.eval(data))
+        found += [model.train_step(x, y) for x, y in data]
+        found.append(model.predict(pairs()[:8][0]))
+    return found, all_of(model), net.is_scaled, net.length, net.kinds
+
+
+@feature
+def attributes_and_microbatches(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Rescaled(), "first", "second", place=place)
+    model = gs.Model(
+        net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()}, microbatches=4
+    )
+    found: list[Any] = []
+    data = batches()
+    for _ in range(3):
+        found.append(model.eval(data))
+        model.train(1, data)
+    return found, all_of(model), net.is_scaled, net.length
+
+
+class Counting(nn.Module):
+    """Python that capture does not see: kept whole, it may remember what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.calls = 0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        mixed: torch.Tensor = self.inner(x) / self.calls
+        if self.last is not None:
+            mixed = mixed + 0.1 * self.last
+        self.last = mixed.detach().mean(0)
+        return mixed
+
+
+@feature
+def kept_whole_with_memory(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    middle = gs.opaque(Counting(), outputs=lambda x: torch.empty_like(x))
+    net = nn.Sequential(nn.Linear(4, 8), middle, nn.Linear(8, 3))
+    put(net, "0", "1", "2", place=place)
+    return trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)))
+
+
+class WithExtra(nn.Linear):
+    """Keeps something in its extra state that a hook changes."""
+
+    seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+@feature
+def extra_state_and_loss_with_buffers(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), WithExtra(8, 8), nn.Linear(8, 3))
+    put(net, "0", "1", "2", place=place)
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(3))
+
+        def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            self.centre.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+            return functional.cross_entropy(outputs - self.centre, target)
+
+    class Counts(gs.callbacks.Callback):
+        def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+            net[1].seen += 1  # type: ignore[operator]
+
+    return trained(gs.Model(net, Centred(), adam(net)), None, 3, Counts()), net[1].seen

@@ -1,0 +1,86 @@
+"""What steps it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphsplit as gs
+from recovery_features.parts import adam, all_of, batches, feature, plain_net, trained
+
+
+@feature
+def several_optimizers_and_groups(place: bool = True) -> Any:
+    net: Any = plain_net(place=place)
+    first = torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(
+        [{"params": [net[2].weight]}, {"params": [net[2].bias], "lr": 0.3}], amsgrad=True
+    )
+    third = torch.optim.Adagrad(net[4].parameters(), lr=0.05)
+    model = gs.Model(net, nn.CrossEntropyLoss(), [first, second, third])
+    return trained(model)
+
+
+@feature
+def groups_that_are_added(place: bool = True) -> Any:
+    net: Any = plain_net(place=place)
+    for name in ("0", "2"):
+        net.get_submodule(name).requires_grad_(False)
+    optimizer = torch.optim.SGD(net[4].parameters(), lr=0.1, momentum=0.9)
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer)
+    losses = []
+    for index, (x, y) in enumerate(list(batches()) * 3):
+        if index in (4, 5):
+            module = net[2] if index == 4 else net[0]
+            module.requires_grad_(True)
+            optimizer.add_param_group({"params": list(module.parameters()), "lr": 0.01 * index})
+        losses.append(model.train_step(x, y))
+    return losses, all_of(model)
+
+
+class Unfreezes(gs.callbacks.Callback):
+    """Trains the first layer from the second epoch on."""
+
+    def on_epoch_begin(self, context: gs.callbacks.RunContext) -> None:
+        if context.epoch == 2 and context.step == 0:
+            context.model.network.get_submodule("0").requires_grad_(True)
+
+
+@feature
+def unfrozen_by_a_callback(place: bool = True) -> Any:
+    net: Any = plain_net(place=place)
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer)
+    return trained(model, None, 3, Unfreezes()), [p.requires_grad for p in net.parameters()]
+
+
+@feature
+def schedulers_of_rates(place: bool = True) -> Any:
+    net = plain_net(place=place)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=40)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, {"Loss": gs.metrics.Loss()})
+    data = batches()
+    rates = [
+        gs.callbacks.LearningRateScheduler(cycle, "step"),
+        gs.callbacks.LearningRateScheduler(
+            plateau, metric=lambda context: context.model.eval(data)["Loss"]
+        ),
+    ]
+    found = trained(model, data, 3, *rates, is_end=False)
+    for x, y in data:
+        model.train_step(x, y)
+        cycle.step()
+    return found, all_of(model), cycle.state_dict(), plateau.state_dict()
+
+
+@feature
+def first_steps_only(place: bool = True) -> Any:
+    """Short: deaths fall before or into the first step of a lazy optimizer."""
+    net = plain_net(place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    return [model.train_step(x, y) for x, y in batches()], all_of(model)
