@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import numpy as np
 
 LOSS_TOLERANCE = 1e-3
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
+_TICK_S = 0.5
 
 
 def is_installed() -> bool:
@@ -112,12 +114,22 @@ class Cluster:
             )
 
     def _answer(self) -> str:
+        """The leader's next line. It would wait for ever for a task that has ended."""
         leader = self._tasks[0].stdout
         assert leader is not None
+        while not select.select([leader], [], [], _TICK_S)[0]:
+            self._check_all_run()
         if line := leader.readline():
             return line
-        said = Path(self._folder.name, "stderr 0").read_text()
-        raise RuntimeError("a task of TensorFlow's has ended:\n" + said[-4000:])
+        self._tasks[0].wait()
+        self._check_all_run()
+        raise AssertionError("unreachable: the leader has ended")
+
+    def _check_all_run(self) -> None:
+        for number, task in enumerate(self._tasks):
+            if task.poll() is not None:
+                said = Path(self._folder.name, f"stderr {number}").read_text()
+                raise RuntimeError(f"task {number} of TensorFlow's has ended:\n{said[-4000:]}")
 
 
 def _devices(inputs: Mapping[str, Any]) -> dict[str, str]:
