@@ -7,8 +7,11 @@ runs the plain loop while the others wait at a barrier, then all five run the sa
 the Model: A B A B ..., in one run, with the same threads and malloc settings. Prints medians, the
 ratio's spread, minor page faults per step, and where the time of a step goes on each worker.
 
-Where TensorFlow is installed (``pip install tensorflow-cpu``), a second job has its distributed
-graphs take turns as well, on five tasks and on one.
+In a second job five processes that are written by hand for this one network take turns as well,
+and both once more with every process bound to a core, layer by layer the other one.
+
+Where TensorFlow is installed (``pip install tensorflow-cpu``), a third job has its distributed
+graphs take turns, on five tasks and on one.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import tensorflow_lenet
 import torch
 from bench_one_worker import digits, lenet
+from by_hand import LAYERS, LeNetByHand, digest, on_core, shared_file
 from common import (
     Row,
     compared,
@@ -53,10 +57,20 @@ import graphsplit as gs
 
 PLACEMENT = {"fc1": 0, "fc2": 1, "fc3": 2, "conv1": 3, "conv2": 4}
 REACH, TURNS = 1.20, 4
+ROOM = (LeNetByHand.NUM_CHANNELS, LeNetByHand.CHANNEL_BYTES)
 TENSORFLOW = {
     "TensorFlow's distributed graph": PLACEMENT,
     "TensorFlow in one process": dict.fromkeys(PLACEMENT, 0),
 }
+BY_HAND, BOUND = "five processes by hand", ", each on one core"
+
+
+def placed_model(schedule: str) -> gs.Model:
+    """LeNet on five workers."""
+    net, optimizer = made(lenet)
+    for name, rank in PLACEMENT.items():
+        getattr(net, name).place("MS_WORKER", rank)
+    return gs.Model(net, F.cross_entropy, optimizer, schedule=schedule)
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -65,12 +79,8 @@ def work(arguments: argparse.Namespace) -> None:
     gs.init()
     batches = digits(arguments.steps)
     plain, plain_optimizer = made(lenet)
-    net, optimizer = made(lenet)
-    for name, rank in PLACEMENT.items():
-        getattr(net, name).place("MS_WORKER", rank)
-    model = gs.Model(net, F.cross_entropy, optimizer, schedule=arguments.schedule)
-    keep = LastLoss()
-    losses = []
+    model, keep = placed_model(arguments.schedule), LastLoss()
+    models, parts, losses = [model], [], []
 
     def one_process() -> None:
         losses[:] = [plain_loop(plain, plain_optimizer, batches)]
@@ -79,6 +89,11 @@ def work(arguments: argparse.Namespace) -> None:
         "one process": one_process if gs.get_rank() == 0 else None,
         "graphsplit": lambda: model.train(1, batches, callbacks=[keep]),
     }
+    layer = {rank: name for name, rank in PLACEMENT.items()}[gs.get_rank()]
+    if arguments.by_hand:
+        models.append(placed_model(arguments.schedule))
+        parts = [LeNetByHand(made(lenet)[0], layer, batches, path) for path in arguments.by_hand]
+        sides |= sides_by_hand(parts, models[1], layer, batches)
     others: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         if arguments.beside_tensorflow:
@@ -87,10 +102,40 @@ def work(arguments: argparse.Namespace) -> None:
     same = "equal"
     if gs.get_rank() == 0:
         check_losses(others, losses[0])
-        same = same_parameters(net, plain)
+        same = same_parameters(model.network, plain)
         if losses != [float(keep.loss)]:
             same = f"losses differ: {float(keep.loss)!r} and {losses}"
-    report({"turns": turns, "bits": same, "breakdown": breakdown(model, batches)})
+    trained = [*(getattr(one.network, layer) for one in models), *(part.layer for part in parts)]
+    report(
+        {
+            "turns": turns,
+            "bits": same,
+            "plain": {name: digest(getattr(plain, name)) for name in LAYERS},
+            "trained": (layer, [digest(one) for one in trained]),
+            "breakdown": breakdown(model, batches),
+        }
+    )
+
+
+def sides_by_hand(
+    parts: Sequence[LeNetByHand], model: gs.Model, layer: str, batches: Sequence[Batch]
+) -> dict[str, Callable[[], None]]:
+    """What is written by hand; and it, as well as graphsplit, with this worker bound to a core."""
+    free, bound = parts
+    keep = LastLoss()
+
+    def on_its_core(train: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            with on_core(LAYERS.index(layer)):
+                train()
+
+        return run
+
+    return {
+        BY_HAND: lambda: free.train(batches),
+        BY_HAND + BOUND: on_its_core(lambda: bound.train(batches)),
+        "graphsplit" + BOUND: on_its_core(lambda: model.train(1, batches, callbacks=[keep])),
+    }
 
 
 def tensorflow_sides(
@@ -146,16 +191,46 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
         ("graphsplit", slowest(reports, "graphsplit")),
         ("one process", slowest(reports, "one process")),
         reach=REACH,
-        bits=agreed([report["bits"] for report in reports]),
+        bits=bits_of(reports),
         breakdown=breakdowns(reports),
         notes=critical_path(reports),
     )
+    with shared_file(*ROOM) as free, shared_file(*ROOM) as bound:
+        given = [*options, "--by-hand", free, bound]
+        yield beside_by_hand(work, launch(os.path.abspath(__file__), 5, given))
     if tensorflow_lenet.is_installed():
         yield beside_tensorflow(
             work, launch(os.path.abspath(__file__), 5, [*options, "--beside-tensorflow"])
         )
     else:
         print("TensorFlow is not installed, and its row left out: pip install tensorflow-cpu")
+
+
+def beside_by_hand(work: str, reports: Sequence[Report]) -> Row:
+    """The row of a job in which processes written by hand took turns."""
+    names = ("graphsplit", BY_HAND, "graphsplit" + BOUND, BY_HAND + BOUND, "one process")
+    samples = {name: slowest(reports, name) for name in names}
+    plain = samples["one process"]
+    to_plain = {name: statistics.median(ratios(samples[name], plain)) for name in names[:-1]}
+    return compared(
+        work,
+        ("graphsplit", samples["graphsplit"]),
+        (BY_HAND, samples[BY_HAND]),
+        reach=None,
+        bits=bits_of(reports),
+        further_sides={name: samples[name].summary() for name in names[2:]},
+        notes="÷ one process: " + ", ".join(f"{n} {ratio:.2f}" for n, ratio in to_plain.items()),
+    )
+
+
+def bits_of(reports: Sequence[Report]) -> str:
+    """Whether each worker has trained its layer, on every side, as the plain loop has."""
+    plain = reports[0]["plain"]
+    trained = [worker["trained"] for worker in reports]
+    layers = [
+        "equal" if set(found) == {plain[layer]} else f"{layer} differs" for layer, found in trained
+    ]
+    return agreed([*(worker["bits"] for worker in reports), *layers])
 
 
 def beside_tensorflow(work: str, reports: Sequence[Report]) -> Row:
@@ -169,7 +244,7 @@ def beside_tensorflow(work: str, reports: Sequence[Report]) -> Row:
         ("graphsplit", samples["graphsplit"]),
         (distributed, samples[distributed]),
         reach=None,
-        bits=agreed([report["bits"] for report in reports]),
+        bits=bits_of(reports),
         further_sides={name: samples[name].summary() for name in ("one process", alone)},
         notes=(
             f"{tensorflow_lenet.version()}; five processes ÷ one: TensorFlow {its_own:.2f}, "
@@ -184,7 +259,8 @@ def main() -> None:
     made_parser = parser(__doc__, rounds=9)
     made_parser.add_argument("--steps", type=int, default=50)
     made_parser.add_argument("--schedule", default="zero_bubble")
-    made_parser.add_argument("--beside-tensorflow", action="store_true", help="for workers")
+    made_parser.add_argument("--by-hand", nargs=2, help=argparse.SUPPRESS)
+    made_parser.add_argument("--beside-tensorflow", action="store_true", help=argparse.SUPPRESS)
     arguments = made_parser.parse_args()
     if is_worker():
         work(arguments)

@@ -1,4 +1,4 @@
-"""One hop of 16 KiB among five busy workers on two cores: shared memory, and Gloo beside it.
+"""One hop of 16 KiB among five busy workers on two cores: shared memory, Gloo, and bare copies.
 
     python benchmarks/bench_ring.py [--rounds 5] [--workers 5] [--compute-us 300] [--json FILE]
 
@@ -6,7 +6,8 @@ A value goes around a ring. Every worker computes on it for a while before it se
 layers of a network that are spread over workers do; so there is always one that computes, and the
 next one's core has other things to do. A hop is the time from the call of send on one worker to
 the return of receive on the next, on one clock. As the runtime does, a worker announces the value
-when it begins to compute; Gloo has no such thing.
+when it begins to compute; Gloo has no such thing. Bare copies are what is left without headers,
+checks and sleep: what this machine takes in any case.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from by_hand import BareChannel, shared_file
 from common import (
     Row,
     Samples,
@@ -35,8 +37,10 @@ from common_cluster import free_port
 from graphsplit.transport import ChannelSpec, Hub, WaitPolicy
 
 SHAPE = (64, 64)  # 16 KiB
+VALUE_BYTES = 16 << 10
 REACH_S = 12e-6
 STEPS = 200
+SIDES = ("shm", "gloo", "bare copies")
 # How to announce, send and receive, then how to leave.
 Ends = tuple[
     Callable[[], None],
@@ -53,7 +57,7 @@ def our_ends(rank: int, size: int, link: Connection) -> Ends:
     peers = link.recv()
     transport = hub.connect(rank=rank, job="ring", generation=1, peers=peers, policy=WaitPolicy())
     specs = [
-        ChannelSpec(0, edge, edge, (edge + 1) % size, torch.float32, SHAPE, 16 << 10)
+        ChannelSpec(0, edge, edge, (edge + 1) % size, torch.float32, SHAPE, VALUE_BYTES)
         for edge in range(size)
     ]
     sender = transport.open_sender(specs[rank])
@@ -86,6 +90,17 @@ def gloo_ends(rank: int, size: int, port: int) -> Ends:
         dist.send(value, (rank + 1) % size)
 
     return lambda: None, send, receive, dist.destroy_process_group
+
+
+def bare_ends(rank: int, size: int, path: str) -> Ends:
+    """The same by bare copies, into memory that is fresh, and taken before the value comes."""
+    out, into = (BareChannel(path, edge, SHAPE, VALUE_BYTES) for edge in (rank, (rank - 1) % size))
+    return (
+        into.prepare,
+        lambda value, step: out.send(value),
+        lambda step: into.receive(),
+        lambda: None,
+    )
 
 
 def compute_for(value: torch.Tensor, weight: torch.Tensor, repeats: int) -> torch.Tensor:
@@ -126,10 +141,16 @@ def go_round(
     return sent, received
 
 
-def child(rank: int, size: int, link: Connection, port: int, rounds: int, seconds: float) -> None:
+def child(
+    rank: int, size: int, link: Connection, port: int, path: str, rounds: int, seconds: float
+) -> None:
     """One worker."""
     equal_conditions()
-    sides = {"shm": our_ends(rank, size, link), "gloo": gloo_ends(rank, size, port)}
+    sides = {
+        "shm": our_ends(rank, size, link),
+        "gloo": gloo_ends(rank, size, port),
+        "bare copies": bare_ends(rank, size, path),
+    }
     weight = torch.linalg.qr(torch.randn(SHAPE))[0]
     repeats = repeats_for(seconds, weight)
     for number in range(rounds + 1):
@@ -153,12 +174,40 @@ def hops(found: list[Any]) -> list[float]:
 
 
 def rows(workers: int, rounds: int, seconds: float) -> list[Row]:
-    """Start the ring, and measure."""
+    """Start the ring, measure, and compare."""
+    with shared_file(workers, VALUE_BYTES) as path:
+        samples, everything = measured(workers, rounds, seconds, path)
+    deciles = {name: statistics.quantiles(times, n=10) for name, times in everything.items()}
+    notes = "; ".join(
+        f"{name} p10 {ten[0] * 1e6:.1f}, p90 {ten[-1] * 1e6:.1f} µs"
+        for name, ten in deciles.items()
+    )
+    work = f"a hop of 16 KiB among {workers} busy workers"
+    ours = samples["shm"]
+    return [
+        compared(work, ("shm", ours), ("gloo", samples["gloo"]), reach=None, notes=notes),
+        compared(work, ("shm", ours), ("bare copies", samples["bare copies"]), reach=None),
+        compared(
+            work,
+            ("shm", ours),
+            ("12 µs", Samples([REACH_S] * rounds)),
+            reach=1.0,
+            notes=f"every worker computes {seconds * 1e6:.0f} µs before it sends",
+        ),
+    ]
+
+
+def measured(
+    workers: int, rounds: int, seconds: float, path: str
+) -> tuple[dict[str, Samples], dict[str, list[float]]]:
+    """The hops of each side: their median in every round, and all of them."""
     context = multiprocessing.get_context("spawn")
     port, pipes = free_port(), [context.Pipe() for _ in range(workers)]
     processes = [
         context.Process(
-            target=child, args=(rank, workers, theirs, port, rounds, seconds), daemon=True
+            target=child,
+            args=(rank, workers, theirs, port, path, rounds, seconds),
+            daemon=True,
         )
         for rank, (_, theirs) in enumerate(pipes)
     ]
@@ -168,8 +217,8 @@ def rows(workers: int, rounds: int, seconds: float) -> list[Row]:
     endpoints = [link.recv() for link in links]
     for link in links:
         link.send(endpoints)
-    samples = {"shm": Samples(), "gloo": Samples()}
-    everything: dict[str, list[float]] = {"shm": [], "gloo": []}
+    samples = {name: Samples() for name in SIDES}
+    everything: dict[str, list[float]] = {name: [] for name in SIDES}
     tell_measuring(True)
     for number in range(rounds + 1):
         for name in samples:
@@ -185,23 +234,7 @@ def rows(workers: int, rounds: int, seconds: float) -> list[Row]:
         link.send("end")
     for process in processes:
         process.join(30)
-    deciles = {name: statistics.quantiles(times, n=10) for name, times in everything.items()}
-    notes = "; ".join(
-        f"{name} p10 {ten[0] * 1e6:.1f}, p90 {ten[-1] * 1e6:.1f} µs"
-        for name, ten in deciles.items()
-    )
-    work = f"a hop of 16 KiB among {workers} busy workers"
-    ours = samples["shm"]
-    return [
-        compared(work, ("shm", ours), ("gloo", samples["gloo"]), reach=None, notes=notes),
-        compared(
-            work,
-            ("shm", ours),
-            ("12 µs", Samples([REACH_S] * rounds)),
-            reach=1.0,
-            notes=f"every worker computes {seconds * 1e6:.0f} µs before it sends",
-        ),
-    ]
+    return samples, everything
 
 
 def main() -> None:
