@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from by_hand import BareChannel, shared_file
+from by_hand import BareChannel, is_possible, shared_file
 from common import (
     Row,
     Samples,
@@ -40,7 +40,8 @@ SHAPE = (64, 64)  # 16 KiB
 VALUE_BYTES = 16 << 10
 REACH_S = 12e-6
 STEPS = 200
-SIDES = ("shm", "gloo", "bare copies")
+BARE = "bare copies"
+SIDES = ("shm", "gloo", BARE) if is_possible() else ("shm", "gloo")
 # How to announce, send and receive, then how to leave.
 Ends = tuple[
     Callable[[], None],
@@ -149,8 +150,9 @@ def child(
     sides = {
         "shm": our_ends(rank, size, link),
         "gloo": gloo_ends(rank, size, port),
-        "bare copies": bare_ends(rank, size, path),
     }
+    if BARE in SIDES:
+        sides[BARE] = bare_ends(rank, size, path)
     weight = torch.linalg.qr(torch.randn(SHAPE))[0]
     repeats = repeats_for(seconds, weight)
     for number in range(rounds + 1):
@@ -185,8 +187,10 @@ def rows(workers: int, rounds: int, seconds: float) -> list[Row]:
     work = f"a hop of 16 KiB among {workers} busy workers"
     ours = samples["shm"]
     return [
-        compared(work, ("shm", ours), ("gloo", samples["gloo"]), reach=None, notes=notes),
-        compared(work, ("shm", ours), ("bare copies", samples["bare copies"]), reach=None),
+        *(
+            compared(work, ("shm", ours), (name, samples[name]), reach=None, notes=notes)
+            for name in SIDES[1:]
+        ),
         compared(
             work,
             ("shm", ours),

@@ -4,7 +4,8 @@ Channels are a count and some bytes of a file that all processes map. Who waits 
 and yields its core, until it has changed. There is no header, no check, no room to wait for, no
 wake-up and no ticket; nobody notices a process that is lost. LeNet's layers are cut by hand, for
 one placement, one batch size and one optimizer. Nothing of this is meant to be used: it is a limit
-for processes of Python and torch.
+for processes of Python and torch. That a value is there before its count is left to the processor,
+so it has to be an x86.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import hashlib
 import math
 import mmap
 import os
+import platform
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +31,11 @@ LAYERS = ("conv1", "conv2", "fc1", "fc2", "fc3")
 _LINE, _PAGE = 64, 4096
 _copy = ctypes.PyDLL(None).memmove
 _copy.argtypes, _copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+
+
+def is_possible() -> bool:
+    """Whether this machine can do it."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only there it is measured")
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
