@@ -17,8 +17,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from graphsplit.errors import ScheduleError
+from graphsplit.errors import ConfigurationError, ScheduleError
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
@@ -90,6 +91,7 @@ def auto(
 
     Raises:
         ScheduleError: No schedule that was tried keeps within the memory.
+        ConfigurationError: ``memory_limit`` is of a wrong kind, or for a worker that there is not.
     """
     return choose(plan, num_microbatches, costs, memory_limit).orders
 
@@ -101,10 +103,8 @@ def choose(
     memory_limit: int | Mapping[int, int] | None = None,
 ) -> Choice:
     """As ``auto``, with what is known of the schedule that was chosen."""
+    limits = _limits(memory_limit, plan.num_workers)
     found = list(tried(plan, num_microbatches, costs))
-    if isinstance(memory_limit, int):
-        memory_limit = dict.fromkeys(range(plan.num_workers), memory_limit)
-    limits = memory_limit or {}
     fitting = [choice for choice in found if choice.fits(limits)]
     if not fitting:
         least = min(found, key=lambda choice: _excess(choice, limits))
@@ -112,7 +112,7 @@ def choose(
         raise ScheduleError(
             f"no schedule keeps worker {worker} within {human_bytes(limits[worker])}: the one that "
             f"needs least, {least.name}, holds {human_bytes(least.peak_bytes[worker])} of "
-            f"activations and messages there\n"
+            f"activations and messages there, as {'estimated' if costs is None else 'measured'}\n"
             f"  Fix: raise memory_limit, split the batch into more microbatches, or place some of "
             f"what worker {worker} runs elsewhere."
         )
@@ -169,6 +169,27 @@ def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Ru
                     ends = f"{named}, whole but the first {first} and the last {last}"
                     yield ends, replace(changed, ends=(first, last))
     yield "all under way", Rule(warm_up=WarmUp.NONE, splits=True)
+
+
+def _limits(given: Any, num_workers: int) -> Mapping[int, int]:
+    """The limit of every worker that has one."""
+    if given is None:
+        return {}
+    limits: Mapping[Any, Any] = (
+        given if isinstance(given, Mapping) else dict.fromkeys(range(num_workers), given)
+    )
+    for worker, limit in limits.items():
+        if type(worker) is not int or not 0 <= worker < num_workers:
+            raise ConfigurationError(
+                f"memory_limit has worker {worker!r}; the schedule is for workers 0 to "
+                f"{num_workers - 1}"
+            )
+        if type(limit) is not int or limit < 1:
+            raise ConfigurationError(
+                f"memory_limit is {limit!r}; expected an int of 1 or more, in bytes, or a "
+                f"dictionary of one for each worker, as in {{0: 4 * 2**30}}"
+            )
+    return limits
 
 
 def _excess(choice: Choice, limits: Mapping[int, int]) -> int:

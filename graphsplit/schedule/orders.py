@@ -7,8 +7,9 @@ for ``schedule.verify`` to prove. What comes from the worker itself must have be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
@@ -16,6 +17,7 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import Policy
 from graphsplit.schedule.tasks import Tasks
 
+_EXPECTED = "a list with one list of instructions for each worker"
 _PARTS = (Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 
 
@@ -25,11 +27,37 @@ def checked(policy: Policy) -> Policy:
     def check_and_give(
         plan: PartitionPlan, num_microbatches: int
     ) -> Sequence[Sequence[Instruction]]:
-        orders = [list(order) for order in policy(plan, num_microbatches)]
+        orders = _as_orders(policy(plan, num_microbatches))
         check_orders(plan, orders, num_microbatches)
         return orders
 
     return check_and_give
+
+
+def _as_orders(given: Any) -> list[list[Instruction]]:
+    """What a policy gave, if it is of the right kind."""
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise ScheduleError(f"the schedule gave {_kind(given)}; expected {_EXPECTED}")
+    orders = []
+    for worker, order in enumerate(given):
+        if isinstance(order, (str, Mapping)) or not isinstance(order, Iterable):
+            raise ScheduleError(
+                f"the schedule gave {_kind(order)} for worker {worker}; expected {_EXPECTED}"
+            )
+        orders.append(list(order))
+        for item in orders[-1]:
+            if not isinstance(item, Instruction):
+                raise ScheduleError(
+                    f"the schedule has {item!r:.80} in the order of worker {worker}; expected an "
+                    f"Instruction, as in Instruction(Opcode.FORWARD, segment, microbatch); "
+                    f"Instruction.parse reads one from text"
+                )
+    return orders
+
+
+def _kind(given: Any) -> str:
+    name = type(given).__name__
+    return "None" if given is None else f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def check_orders(
@@ -53,7 +81,8 @@ def check_orders(
         missing = min(expected, key=lambda i: (i.microbatch, i.operand, i.opcode.value))
         worker = tasks.worker_of((missing.opcode, missing.operand))
         raise ScheduleError(
-            f"the schedule leaves out '{missing}' of worker {worker}, and {len(expected) - 1} more"
+            f"the schedule leaves out '{missing}' of worker {worker}"
+            + (f", and {len(expected) - 1} more" if len(expected) > 1 else "")
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +41,24 @@ def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -
 
 def _problems_of_schedule(schedule: Any) -> list[str]:
     is_known = isinstance(schedule, str) and schedule in POLICIES
-    if is_known or (callable(schedule) and not isinstance(schedule, type)):
+    if is_known:
         return []
+    if callable(schedule) and not isinstance(schedule, type):
+        return _problems_of_policy(schedule)
     shown = repr(schedule) if isinstance(schedule, str) else described(schedule)
     return [
         f"schedule is {shown}; expected one of {', '.join(POLICIES)}, or a function "
         f"(plan, microbatches) -> orders"
     ]
+
+
+def _problems_of_policy(policy: Any) -> list[str]:
+    """Whether a function can be called as schedules are."""
+    try:
+        inspect.signature(policy).bind(None, 1)
+    except (TypeError, ValueError) as error:
+        return [f"schedule cannot be called as schedule(plan, microbatches): {error}"]
+    return []
 
 
 def described(value: Any) -> str:

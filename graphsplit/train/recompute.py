@@ -52,7 +52,7 @@ def _problems(net: nn.Module, wanted: Any) -> list[str]:
     except PatternError as error:
         return [f"recompute has {wanted!r}: {error}"]
     if not pattern.select(net):
-        return [f"recompute has {wanted!r}, which matches no module{pattern.miss(net)}"]
+        return [f"recompute has {wanted!r}: {pattern.miss(net)}"]
     return []
 
 

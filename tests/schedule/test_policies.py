@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pass_helpers import Op, lenet_plan, placed_graph, placed_graphs
 
-from graphsplit.errors import ScheduleError
+from graphsplit.errors import ConfigurationError, ScheduleError
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import BackwardSplit, EdgeKind, PartitionPlan, WeightUse
 from graphsplit.partition.splitting import with_splits
@@ -24,7 +25,7 @@ from graphsplit.schedule.auto import NAMED, auto, choose, tried
 from graphsplit.schedule.costs import Costs, Link
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
-from graphsplit.schedule.orders import check_orders
+from graphsplit.schedule.orders import check_orders, checked
 from graphsplit.schedule.play import Rule, play
 from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
 from graphsplit.schedule.simulate import simulate
@@ -349,8 +350,29 @@ def test_an_order_that_leaves_something_out_is_refused() -> None:
     plan = chain(0, 1)
     given = orders(plan)
     given[1].pop()
-    with pytest.raises(ScheduleError, match="leaves out 'BACKWARD mb1 seg1' of worker 1, and 0"):
+    with pytest.raises(ScheduleError, match=r"leaves out 'BACKWARD mb1 seg1' of worker 1$"):
         check_orders(plan, given, 2)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda first, second: None, "gave None; expected a list with one list of instructions"),
+        (lambda first, second: {0: first, 1: second}, "gave a dict; expected a list with one list"),
+        (lambda first, second: [*first, *second], "gave an Instruction for worker 0; expected"),
+        (lambda first, second: [["FORWARD mb0 seg0"], second], "has 'FORWARD mb0 seg0' in the ord"),
+    ],
+)
+def test_what_is_no_order_at_all_is_refused(made: Any, message: str) -> None:
+    plan = chain(0, 1)
+    with pytest.raises(ScheduleError, match=f"the schedule {message}"):
+        checked(lambda plan, number: made(*orders(plan)))(plan, 2)
+
+
+@pytest.mark.parametrize("limit", [4e9, True, 0, "4 GB", {0: 4e9}, {2: 10**9}, {-1: 5}, {"0": 5}])
+def test_a_limit_of_memory_that_is_none_is_refused(limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"memory_limit (is|has worker)"):
+        auto(chain(0, 1), 2, memory_limit=limit)
 
 
 def test_an_order_that_computes_twice_too_early_or_elsewhere_is_refused() -> None:

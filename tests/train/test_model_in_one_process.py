@@ -169,8 +169,10 @@ def test_every_schedule_and_a_policy_of_ones_own_are_accepted():
     [
         ({"schedule": "2f2b"}, "schedule is '2f2b'; expected one of gpipe, 1f1b, .*, or a funct"),
         ({"schedule": 3}, "schedule is an int; expected one of"),
+        ({"schedule": lambda plan: []}, r"schedule cannot be called as schedule\(plan, microba"),
+        ({"schedule": lambda a, b, c: []}, "schedule cannot be called as .*: missing a required"),
         ({"recompute": "0"}, "recompute='0'; expected True, False, or a list of modules or patt"),
-        ({"recompute": ["layers.*"]}, r"recompute has 'layers.\*', which matches no module"),
+        ({"recompute": ["layers.*"]}, r"recompute has 'layers.\*': the network has no module"),
         ({"recompute": ["["]}, r"recompute has '\['"),
         ({"recompute": [3]}, "recompute has 3; expected modules, or patterns of their names"),
         ({"recompute": [nn.Linear(2, 2)]}, "recompute has a Linear that is not in net"),
