@@ -34,7 +34,8 @@ def explain_plan(
 ) -> str:
     """Describe a plan to a person, in lines of at most 120 characters.
 
-    Sizes are those of one microbatch. Modules that repeat are shown once, as ``layers.{3..17}``.
+    Sizes are those of one microbatch, and said to be. Modules that repeat are shown once, as
+    ``layers.{3..17}``.
 
     Args:
         plan: The plan.
@@ -45,19 +46,20 @@ def explain_plan(
         routes: How each pair of workers is connected, and why; of a running job only.
         step_times: What is known of the time that a step takes.
     """
-    sections: list[tuple[str, list[str]]] = [("Workers, per step", _totals(plan, optimizer_copies))]
+    per = _unit(plan)
+    sections: list[tuple[str, list[str]]] = [(f"Workers, {per}", _totals(plan, optimizer_copies))]
     if detail == "operations":
         sections += [
             ("Parameters and buffers", state_lines(plan)),
             ("Operations, in program order", operation_lines(plan)),
-            ("What crosses between workers, per step", crossing_lines(plan)),
+            (f"What crosses between workers, {per}", crossing_lines(plan)),
         ]
     else:
         sections += [
             ("Modules", module_lines(plan)),
             ("Placed by nobody", unplaced_lines(plan)),
-            ("What crosses between workers, per step", traffic_lines(plan)),
-            ("Between each pair of workers, per step", pair_lines(plan)),
+            (f"What crosses between workers, {per}", traffic_lines(plan)),
+            (f"Between each pair of workers, {per}", pair_lines(plan)),
             ("Borrowed parameters and buffers", borrowed_lines(plan)),
         ]
     sections += [
@@ -76,13 +78,18 @@ def _indent(line: str) -> str:
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
+def _unit(plan: PartitionPlan) -> str:
+    """What sizes are told of: a step, or a microbatch where a batch is split."""
+    return "per microbatch" if plan.is_microbatched else "per step"
+
+
 def _headline(plan: PartitionPlan) -> str:
     nodes = plan.placed.graph.nodes
     operations = sum(node.kind is NodeKind.OPERATION for node in nodes)
     return (
         f"{plan.placed.graph.mode.value} graph on {plan.num_workers} worker(s): "
         f"{operations} operations in {len(plan.segments)} segment(s), {len(plan.edges)} edge(s), "
-        f"{human_bytes(sum(edge.meta.size_bytes for edge in plan.edges))} cross per step"
+        f"{human_bytes(sum(edge.meta.size_bytes for edge in plan.edges))} cross {_unit(plan)}"
     )
 
 

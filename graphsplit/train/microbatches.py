@@ -263,6 +263,8 @@ def _as_number(count: Any) -> float:
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, Sequence) and not value:
+        return f"an empty {type(value).__name__}"
     return repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,13 @@ def test_a_model_that_repeats_is_explained_once_per_worker(golden: Golden) -> No
     plan = partition(placed(network, graph, num_workers=2))
     golden("repeating_explain.txt", explain_plan(plan))
     golden("repeating_operations.txt", explain_plan(plan, detail="operations"))
+
+
+def test_sizes_of_a_plan_for_microbatches_are_told_of_one(lenet: PartitionPlan) -> None:
+    whole = explain_plan(lenet)
+    split = explain_plan(replace(lenet, is_microbatched=True))
+    assert "per step" not in split
+    assert split == whole.replace("per step", "per microbatch")
 
 
 def llama_plan(num_layers: int, num_workers: int) -> PartitionPlan:

@@ -125,6 +125,11 @@ def test_a_loss_weight_that_cannot_be_used_is_refused(count, message):
         divided(Divider(2, None, lambda x, y: count))
 
 
+def test_a_split_that_returns_nothing_is_told_so():
+    with pytest.raises(ConfigurationError, match=r"split returned an empty list; expected"):
+        divided(Divider(2, lambda batch, number: []))
+
+
 @pytest.mark.parametrize("made", [None, [], "ab", iter([])])
 def test_a_split_that_returns_no_batches_is_refused(made):
     with pytest.raises(ConfigurationError, match=r"split returned .*one or more batches"):
@@ -242,7 +247,8 @@ def test_explain_shows_the_plan_of_a_microbatch():
     )
     whole = gs.Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters(), lr=0.1))
     batch = (torch.randn(8, 4), torch.randn(8, 2))
-    assert model.explain(*batch) == whole.explain(*(part[:2] for part in batch))
+    text = whole.explain(*(part[:2] for part in batch))
+    assert model.explain(*batch) == text.replace("per step", "per microbatch")
 
 
 def test_a_batch_by_position_and_keyword_cannot_be_split_by_a_function():
