@@ -27,7 +27,7 @@ from graphsplit.schedule.memory import peak_bytes
 from graphsplit.schedule.timeline import Span, Timeline
 
 _NS = 1e-9
-_MIN_RUNS = 2
+MIN_RUNS = 2  # timed, to estimate from
 # What has a field of its own in Costs.
 _KNOWN = frozenset(
     {
@@ -64,10 +64,11 @@ class _Measured:
         common = set.intersection(*({run.step for run in m.runs} for m in measured))
         self.steps = sorted(common)
         self.runs = [{run.step: run for run in m.runs if run.step in common} for m in measured]
-        if len(self.steps) < _MIN_RUNS:
+        if len(self.steps) < MIN_RUNS:
             raise ConfigurationError(
                 f"{len(self.steps)} training step(s) were measured, after those that warm up; "
-                f"expected {_MIN_RUNS} or more of the same plan\n  Fix: measure more steps."
+                f"expected {MIN_RUNS} or more of one plan\n"
+                "  Fix: train ten or more steps with batches of one size."
             )
 
     def moments(self, worker: int, step: int) -> list[tuple[Instruction, _Moment]]:

@@ -65,6 +65,7 @@ class Planned:
         woken_by_values: Workers that can do nothing in a step before a value has come.
         numbers: Numbers made of the batch's sizes, where the plan holds for several.
         wants_costs: Whether it would be lowered otherwise if costs were measured.
+        part: Which part of a step it runs.
     """
 
     plan: PartitionPlan
@@ -74,6 +75,7 @@ class Planned:
     woken_by_values: frozenset[int]
     numbers: Mapping[str, Any] = field(default_factory=dict)
     wants_costs: bool = False
+    part: StepPart = WHOLE_STEP
 
     @cached_property
     def no_inputs(self) -> tuple[None, ...]:
@@ -266,7 +268,7 @@ class Planner:
         self._job.member.agree(f"plan {number} ({mode.value})", text)
         made = self._open(number, plan, programs, numbers_for(plan, signature) or {})
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
-        return replace(made, wants_costs=is_measured and mode is Mode.TRAIN)
+        return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 
     @property
     def lowers_again(self) -> bool:
@@ -297,7 +299,8 @@ class Planner:
                 self._plans[key] = replace(old, wants_costs=False)
                 self._held.clear()
                 continue
-            self._plans[key] = self._open(number, old.plan, programs, old.numbers)
+            made = self._open(number, old.plan, programs, old.numbers)
+            self._plans[key] = replace(made, part=old.part)
             self._job.transport.close_plan(self._numbers[key])
             self._numbers[key] = number
             self._held.clear()

@@ -20,9 +20,9 @@ import torch
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.program.lower import WorkerProgram
+from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram
 from graphsplit.runtime import pings
-from graphsplit.runtime.estimate import estimate
+from graphsplit.runtime.estimate import MIN_RUNS, estimate
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.measurements import (
     Measurements,
@@ -57,6 +57,8 @@ class Profile:
         plan: The plan that was measured.
         programs: All workers' programs.
         resident_bytes: The most memory that each worker's process has held.
+        part: Which part of a step the plan runs: all of it, unless the microbatches of a batch are
+            not alike and run one after the other.
     """
 
     costs: Costs
@@ -65,6 +67,7 @@ class Profile:
     plan: PartitionPlan
     programs: tuple[WorkerProgram, ...]
     resident_bytes: tuple[int, ...]
+    part: StepPart = WHOLE_STEP
 
     @property
     def ratio(self) -> float:
@@ -74,7 +77,12 @@ class Profile:
     @property
     def _report(self) -> Report:
         return Report(
-            self.plan, self.predicted, self.measured, self.resident_bytes, self.costs.source
+            self.plan,
+            self.predicted,
+            self.measured,
+            self.resident_bytes,
+            self.costs.source,
+            _about_part(self.part),
         )
 
     def __str__(self) -> str:
@@ -111,9 +119,15 @@ class Profiler:
     def __init__(self, job: Job, group: Callable[[], Group]) -> None:
         self.is_on = False
         self.latest: Profile | None = None
+        self._found: Profile | None = None  # since it was turned on
         self._job = job
         self._group = group
         self._recorders: dict[ProgramRunner, tuple[Planned, Recorder]] = {}
+
+    def turn_on(self) -> None:
+        """Measure every plan from now on."""
+        self.is_on = True
+        self._found = None
 
     def begin(self, planned: Planned, step: int) -> None:
         """A plan runs next."""
@@ -159,6 +173,20 @@ class Profiler:
         found = [planned for planned, _ in self._recorders.values()]
         return max(reversed(found), key=self.num_timed, default=None)
 
+    def measured(self) -> Profile:
+        """Of the plan with the most timed runs, or, if it has too few, what a schedule asked for.
+
+        Collective. A plan that waited for its costs is not measured any more once it has them.
+
+        Raises:
+            ConfigurationError: Too few steps were measured; on every worker.
+            FrameError: A worker sent what is no measurement.
+        """
+        most = self.most_timed()
+        if self._found is not None and (most is None or self.num_timed(most) < MIN_RUNS):
+            return self._found
+        return self.collect(most)
+
     def collect(self, planned: Planned | None) -> Profile:
         """Exchange what all workers measured of a plan. Collective.
 
@@ -169,7 +197,7 @@ class Profiler:
         if planned is None:
             raise ConfigurationError(
                 "no training step was run, so nothing was measured\n"
-                "  Fix: train five or more steps with batches of one size."
+                "  Fix: train four or more steps with batches of one size."
             )
         _, recorder = self._recorders[planned.runner]
         recorder.stop()
@@ -186,7 +214,7 @@ class Profiler:
             raise ConfigurationError(problem)
         costs_text, timeline_text, residents = (group.share(text) for text in answer)
         costs = costs_from_text(costs_text)
-        self.latest = Profile(
+        self.latest = self._found = Profile(
             costs,
             simulate(
                 planned.plan,
@@ -199,6 +227,7 @@ class Profiler:
             planned.plan,
             planned.programs,
             tuple(int(number) for number in residents.split()),
+            planned.part,
         )
         return self.latest
 
@@ -217,6 +246,18 @@ class Profiler:
             pings=pings.measure_links(control, _pairs(planned.plan)),
             resident_bytes=pings.most_resident_bytes(),
         )
+
+
+def _about_part(part: StepPart) -> str:
+    """What of a step is told, where it is not all of it."""
+    if part.first and part.last:
+        return ""
+    return (
+        f"only {part.num_microbatches} of a step's microbatches are shown, as they run by "
+        "themselves. The others are of another size (the number of microbatches does not divide "
+        "the batch) or run other operations. What they take, waiting included, stands as 'between "
+        "steps', so busy and idle are not those of the whole step."
+    )
 
 
 def _pairs(plan: PartitionPlan) -> Iterable[tuple[int, int]]:
@@ -268,7 +309,7 @@ class Profiling:
                 "steps are being measured already\n  Fix: leave out GS_TRACE, or end the other "
                 "'with model.profile()' first."
             )
-        self._profiler.is_on = True
+        self._profiler.turn_on()
         return self
 
     def __exit__(
@@ -280,6 +321,6 @@ class Profiling:
         self._profiler.is_on = False
         try:
             if error is None:
-                self._result = self._profiler.collect(self._profiler.most_timed())
+                self._result = self._profiler.measured()
         finally:
             self._profiler.forget()

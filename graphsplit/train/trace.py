@@ -24,7 +24,7 @@ class Trace:
         if self._folder and job.generation > 1:  # others may have written it
             self._folder = ""
         if self._folder:
-            profiler.is_on = True
+            profiler.turn_on()
             job.at_end.append(self._at_end)
 
     def start_over(self) -> None:
@@ -53,7 +53,7 @@ class Trace:
         folder, self._folder = self._folder, ""
         self._profiler.is_on = False
         try:
-            profile = self._profiler.collect(self._profiler.most_timed())
+            profile = self._profiler.measured()
         finally:
             self._profiler.forget()
         if self._job.rank == 0:

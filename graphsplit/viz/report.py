@@ -27,6 +27,7 @@ class Report:
         measured: The step as it was measured.
         resident_bytes: The most memory that each worker's process has held.
         source: Where the costs come from, in words.
+        note: What must be known to read it, in words; empty if there is nothing.
     """
 
     plan: PartitionPlan
@@ -34,6 +35,7 @@ class Report:
     measured: Timeline
     resident_bytes: tuple[int, ...]
     source: str
+    note: str = ""
 
 
 def describe_report(report: Report) -> str:
@@ -68,7 +70,8 @@ def describe_report(report: Report) -> str:
             )
         )
     table = align(rows, right=frozenset(range(len(rows[0]))))
-    return "\n".join([f"costs {report.source}", "", *lines, "", *table])
+    notes = ["", f"note: {report.note}"] if report.note else []
+    return "\n".join([f"costs {report.source}", "", *lines, "", *table, *notes])
 
 
 def seconds_in_words(seconds: float) -> str:
@@ -85,6 +88,7 @@ def summary(report: Report) -> dict[str, object]:
     predicted, measured = report.predicted, report.measured
     return {
         "source": report.source,
+        "note": report.note,
         "predicted_step_s": predicted.step_s,
         "measured_step_s": measured.step_s,
         "ratio": predicted.step_s / measured.step_s,

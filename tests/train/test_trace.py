@@ -32,6 +32,9 @@ class Profiler:
         self.saved: list[str] = []
         self._has_all, self._problem = has_all, problem
 
+    def turn_on(self) -> None:
+        self.is_on = True
+
     def most_timed(self) -> Any:
         return SimpleNamespace(wants_costs=False)
 
@@ -41,7 +44,7 @@ class Profiler:
     def forget(self) -> None:
         pass
 
-    def collect(self, planned: Any) -> Any:
+    def measured(self) -> Any:
         if self._problem:
             raise ConfigurationError(self._problem)
         costs = SimpleNamespace(source="measured over 10 steps")

@@ -1,7 +1,8 @@
 """Run under the launcher on two workers: a schedule that is chosen by what steps cost.
 
 Trains long enough for plans to be measured and lowered again, compares with a plain loop, and
-profiles a few more steps. Prints ``same bits``, then what ``explain`` says of transport and time.
+profiles a few more steps, with batches that divide evenly and with others. Prints ``same bits``,
+then what ``explain`` says of transport and time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.errors import ConfigurationError
 
 MICROBATCHES, NUM_STEPS = 4, 24
 
@@ -70,6 +72,20 @@ def main() -> None:
     text = model.explain()
     assert "shm        0 and 1  both run as one user on one host" in text, text
     assert "costs measured over 10 steps" in text, text
+    assert "cross per microbatch" in text, text
+    assert "note:" not in str(result)
+    with model.profile() as of_parts:  # 18 rows in four: two of five, and two of four
+        # The schedule waits for costs, too: after six steps it has them, and asks no more.
+        model.train(1, [(torch.randn(18, 8), torch.zeros(18, dtype=torch.long))] * 6)
+    told = str(of_parts.result)
+    assert "note: only 2 of a step's microbatches are shown" in told, told
+    try:
+        with model.profile():
+            model.train(1, batches()[:3])
+    except ConfigurationError as error:
+        assert "expected 2 or more of one plan" in str(error), error
+    else:
+        raise AssertionError("what was measured before is told of these three steps")
     print("explained", flush=True)
 
 
