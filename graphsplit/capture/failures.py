@@ -64,7 +64,7 @@ def explain(network: nn.Module, error: BaseException, *, is_own: bool = False) -
     )
     if is_own:
         reason = "the network itself raises this error, in plain PyTorch too"
-        fix = "look at the shapes and dtypes of the batch, and mend the line named above"
+        fix = "look at the shapes and dtypes of the batch, and at how many values it has"
     for pattern, why, way_out in _REASONS:
         if re.search(pattern, text):
             reason, fix = why, way_out

@@ -122,7 +122,10 @@ class Dispute:
         """The first line that differs, as both workers have it."""
         one, other = self.ranks
         head = f"workers {one} and {other} disagree about {self.name!r}"
-        fix = "  Fix: every worker must run the same script, on the same model and placement"
+        fix = (
+            "  Fix: every worker must run the same script, on the same model, placement and "
+            "schedule"
+        )
         if not self.is_complete:
             return f"{head} (their texts could not be fetched in time)\n{fix}"
         texts = [self._texts[rank].decode("utf-8", errors="replace") for rank in self.ranks]

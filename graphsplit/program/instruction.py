@@ -84,6 +84,8 @@ class Instruction:
             instruction = cls(opcode)
         else:
             instruction = cls(opcode, int(found["operand"] or -1), int(found["microbatch"] or 0))
+        if opcode in _OPERAND and found["operand"] is None:
+            raise ValueError(f"{text!r} is no instruction; expected as in '{cls(opcode, 0)}'")
         if str(instruction) != text.strip():
             raise ValueError(f"{text!r} is no instruction; did you mean '{instruction}'?")
         return instruction

@@ -51,15 +51,21 @@ def shm_socket_name(endpoints: Mapping[str, str]) -> str | None:
     return endpoints["shm"].rpartition("/")[2] if "shm" in endpoints else None
 
 
+_PARTS_OF_IDENTITY = (
+    "not on one machine: host",
+    "not in one network namespace:",
+    "not of one user: user",
+)
+
+
 def _why_not_shm(a: Mapping[str, str], b: Mapping[str, str]) -> str | None:
     if "shm" not in a or "shm" not in b:
         return "shared memory is not offered by both workers"
     first = a["shm"].rpartition("/")[0].split(".")
     second = b["shm"].rpartition("/")[0].split(".")
-    parts = ("host", "network namespace", "user")
-    for name, mine, theirs in zip(parts, first, second, strict=False):
+    for part, mine, theirs in zip(_PARTS_OF_IDENTITY, first, second, strict=False):
         if mine != theirs:
-            return f"not on one machine: {name} {mine} and {theirs}"
+            return f"{part} {mine} and {theirs}"
     return None if first == second else "not on one machine"
 
 

@@ -293,7 +293,8 @@ class Hub:
             encrypted = encrypted and "gloo" not in self._protection.unencrypted
             return choose(peers[rank], peers[peer], self._mode, encrypted=encrypted)
         except ConfigurationError as error:
-            raise ConfigurationError(f"worker {rank} to worker {peer}: {error}") from error
+            who = f"worker {rank}" if rank == peer else f"worker {rank} to worker {peer}"
+            raise ConfigurationError(f"{who}: {error}") from error
 
     def close(self) -> None:
         """Stop listening. Safe to call twice; a transport made by ``connect`` is not affected."""

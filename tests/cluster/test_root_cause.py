@@ -33,7 +33,7 @@ APART = FailureCause(
     "disagreement",
     "workers 0 and 1 disagree about 'plan 0': line 3 is the first that differs\n"
     "  worker 0: SGD lr=0.1\n  worker 1: SGD lr=0.2\n"
-    "  Fix: every worker must run the same script, on the same model and placement",
+    "  Fix: every worker must run the same script, on the same model, placement and schedule",
 )
 REFUSED = FailureCause(
     "exception",

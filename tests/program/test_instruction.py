@@ -38,3 +38,8 @@ def test_the_text_names_microbatch_and_operand() -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no instruction"):
         Instruction.parse(text)
+
+
+def test_an_opcode_without_its_operand_is_told_how_to_be_written() -> None:
+    with pytest.raises(ValueError, match="expected as in 'FORWARD mb0 seg0'"):
+        Instruction.parse("FORWARD")

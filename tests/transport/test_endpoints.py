@@ -29,9 +29,9 @@ BESIDE = {"shm": "boot.1.0/two", "grpc": "127.0.0.1:2"}
         (
             {**BESIDE, "shm": "boot.2.0/x"},
             "auto",
-            ("grpc", "not on one machine: network namespace 1 and 2"),
+            ("grpc", "not in one network namespace: 1 and 2"),
         ),
-        ({**BESIDE, "shm": "boot.1.7/x"}, "auto", ("grpc", "not on one machine: user 0 and 7")),
+        ({**BESIDE, "shm": "boot.1.7/x"}, "auto", ("grpc", "not of one user: user 0 and 7")),
         ({"grpc": "h:1"}, "auto", ("grpc", "shared memory is not offered by both workers")),
     ],
 )
