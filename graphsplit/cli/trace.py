@@ -40,6 +40,6 @@ def trace(context: click.Context, options: JobOptions, *, output: Path) -> None:
     elif status == 0:
         raise click.ClickException(
             f"{options.script} ended, and nothing was measured\n"
-            "  Fix: train four or more steps of a graphsplit.Model, with batches of one size."
+            "  Fix: train ten or more steps of a graphsplit.Model, with batches of one size."
         )
     context.exit(status)

@@ -197,7 +197,7 @@ class Profiler:
         if planned is None:
             raise ConfigurationError(
                 "no training step was run, so nothing was measured\n"
-                "  Fix: train four or more steps with batches of one size."
+                "  Fix: train ten or more steps with batches of one size."
             )
         _, recorder = self._recorders[planned.runner]
         recorder.stop()

@@ -95,7 +95,7 @@ def _why_not_torch(a: Mapping[str, str], b: Mapping[str, str], name: str) -> str
     needed = ("grpc", "gloo", "nccl") if name == "nccl" else ("grpc", "gloo")
     for part in needed:
         if part not in a or part not in b:
-            return f"{part} is not offered by both workers"
+            return f"{part} is not offered by {'the worker' if a is b else 'both workers'}"
         if part != "grpc" and a[part] != b[part]:
             return f"{part} of versions {a[part]} and {b[part]}"
     return None

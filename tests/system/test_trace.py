@@ -46,4 +46,4 @@ def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     done = run_trace(tmp_path / "found", script)
     assert done.returncode == 1
     assert "nothing was measured" in done.stderr
-    assert "Fix: train four or more steps" in done.stderr
+    assert "Fix: train ten or more steps" in done.stderr
