@@ -3,8 +3,9 @@
 ``y = relu_(x)`` becomes ``y = relu(x)`` and every later use of ``x`` becomes a use of ``y``, so
 that a cut may fall between them. Left as they are: operations on parameters, buffers and inputs
 (their change must last), on memory that other values still share, on views (autograd then goes
-through the memory as a whole), and those whose ordinary form would give another dtype or other
-strides. Where a placement tears apart what is left, see `graphsplit.capture.functional`.
+through the memory as a whole), and those whose ordinary form would give another dtype, other
+strides, or a gradient by another formula (as for ``elu_``) or by none (as for ``copy_``). Where a
+placement tears apart what is left, see `graphsplit.capture.functional`.
 
 Operations like ``t_`` and ``squeeze_`` change no memory, but how a tensor looks at it. They always
 become ordinary ones.
@@ -12,7 +13,9 @@ become ordinary ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,6 +26,8 @@ from graphsplit.capture.regions import region_of
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
 
+# Their gradients have a formula of their own, by the result or the same, which gives the same bits.
+_SAME_BITS = ("aten::leaky_relu_", "aten::hardtanh_", "aten::fill_")
 _NEW_MEMORY = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
 
@@ -75,7 +80,7 @@ def _may_change(
         return False
     if any(_shared_later(node, base, sharing[root], position) for root in roots[base]):
         return False
-    return _same_layout(node, base) and _ordinary_result_is_alike(node, base)
+    return _same_layout(node, base) and _ordinary_form_is_alike(node, base)
 
 
 def _changes_shape_only(node: Node) -> bool:
@@ -107,21 +112,61 @@ def _look(node: Node) -> tuple[str, str]:
     return str(list(value.shape)), str(list(value.stride()))
 
 
-def _ordinary_result_is_alike(node: Node, base: Node) -> bool:
-    """Whether the ordinary form gives the strides of its operand: run on fake tensors to see.
+def _ordinary_form_is_alike(node: Node, base: Node) -> bool:
+    """Whether the ordinary form gives its operand's look, and the same gradients.
 
-    Element-wise operations need not be run: their strides follow from those of the operands.
+    Both are run on fake tensors to see. Element-wise operations are run once for operands of the
+    same kinds: their strides follow from those of the operands.
     """
-    value, ordinary = base.meta.get("val"), _ordinary_form(node)
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()) or not isinstance(value, FakeTensor):
+    value = base.meta.get("val")
+    if not isinstance(value, FakeTensor):
         return True
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+        return _is_alike(node, args, kwargs)
+    kinds = (node.target, *map(_kind, args), *((name, _kind(kwargs[name])) for name in kwargs))
+    if kinds not in _KNOWN:
+        _KNOWN[kinds] = _is_alike(node, args, kwargs)
+    return _KNOWN[kinds]
+
+
+_KNOWN: dict[tuple[object, ...], bool] = {}
+
+
+def _kind(operand: object) -> object:
+    """What an element-wise operation's dtype and gradient depend on."""
+    if isinstance(operand, torch.Tensor):
+        return operand.dtype, operand.dim() == 0
+    return type(operand)
+
+
+def _is_alike(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    value, ordinary = args[0], _ordinary_form(node)
+    assert ordinary is not None and callable(node.target)
     try:
-        with value.fake_mode, torch.no_grad():
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-            found = ordinary(*args, **kwargs)  # type: ignore[misc]
+        with value.fake_mode, torch.enable_grad():
+            operands = [_with_gradient(arg) for arg in args]
+            found = ordinary(*operands, **kwargs)
+            written = node.target(operands[0].clone(), *operands[1:], **kwargs)
     except Exception:  # what cannot be run on fake tensors alone stays as it is
         return False
-    return bool(found.dtype == value.dtype and found.stride() == value.stride())
+    if found.dtype != value.dtype or found.stride() != value.stride():
+        return False
+    same_bits = node.target.name().partition(".")[0] in _SAME_BITS  # type: ignore[attr-defined]
+    return same_bits or _formula(found) == _formula(written)
+
+
+def _with_gradient(operand: Any) -> Any:
+    """An operand as it is where everything is trained."""
+    if not isinstance(operand, torch.Tensor):
+        return operand
+    operand = operand.detach()
+    return operand.requires_grad_() if operand.is_floating_point() else operand
+
+
+def _formula(result: torch.Tensor) -> str:
+    """The name of the gradient's function; operations with two formulas have two of them."""
+    return result.grad_fn.name() if result.grad_fn is not None else ""
 
 
 def _same_in_region(node: Node, bases: frozenset[Node]) -> bool:
@@ -154,10 +199,13 @@ def _ordinary_form(node: Node) -> torch._ops.OpOverload | None:
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
     if not isinstance(overload, torch._ops.OpOverload) or overload._schema.is_mutable:
         return None
-    # The first operand may be `self` in one overload and `input` in the other.
-    names = [argument.name for argument in target._schema.arguments[1:]]
-    same = names == [argument.name for argument in overload._schema.arguments[1:]]
-    return overload if same else None
+    # The first operand may be `self` in one overload and `input` in the other; in `pow.Scalar` it
+    # is a number.
+    first, *others = target._schema.arguments
+    ordinary_first, *ordinary_others = overload._schema.arguments
+    names = [argument.name for argument in others]
+    same = names == [argument.name for argument in ordinary_others]
+    return overload if same and str(first.type) == str(ordinary_first.type) else None
 
 
 def _shared_later(node: Node, base: Node, sharing: list[Node], position: dict[Node, int]) -> bool:

@@ -336,6 +336,32 @@ def test_every_operation_on_a_worker_of_its_own(function: Function) -> None:
     assert_same_wherever_placed(lambda: Runs(function), BATCHES, placements=range(1, 6))
 
 
+FORMULAS = {
+    "elu": lambda y: F.elu(y, inplace=True),
+    "selu": lambda y: F.selu(y, inplace=True),
+    "celu": lambda y: F.celu(y, 0.7, inplace=True),
+    "power of a number": lambda y: y.abs().pow_(1.5),
+    "copy": lambda y: torch.empty_like(y).copy_(y),
+    "copy over something": lambda y: (y * 1.0).copy_(y.sin()),
+    "logical not": lambda y: y * (m := torch.zeros_like(y).logical_not_()) + (m + m),
+    "logical or": lambda y: y * (m := torch.zeros_like(y).logical_or_(y.detach() > 0)) + (m + m),
+    "number of type": lambda y: y * (m := torch.zeros(8, dtype=torch.long).logical_not_()) + m + m,
+    "fill": lambda y: y + torch.zeros_like(y).fill_(0.5) * y,
+    "leaky relu": lambda y: F.leaky_relu(y, 0.1, inplace=True),
+    "relu6": lambda y: F.relu6(y, inplace=True),
+}
+
+
+@pytest.mark.parametrize("operation", FORMULAS.values(), ids=FORMULAS.keys())
+def test_operations_that_are_others_without_their_underscore(operation: Any) -> None:
+    def forward(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        y = operation(net.fc(x))
+        return net.fc2(y) + y
+
+    assert_same_bits(lambda: Runs(forward), BATCHES, num_workers=1, loss_fn=rows_against_target)
+    assert_same_wherever_placed(lambda: Runs(forward), BATCHES, placements=range(1, 4))
+
+
 def test_an_opaque_module_that_changes_its_buffer_where_the_buffer_does_not_live() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
