@@ -76,11 +76,24 @@ def _may_change(
         return True
     if roots[base] != {base} or base.op == "placeholder":
         return False
-    if not _same_in_region(node, roots[base]):
+    if not _same_in_region(node, roots[base]) or _is_summed_as_a_view(node, base, position):
         return False
     if any(_shared_later(node, base, sharing[root], position) for root in roots[base]):
         return False
     return _same_layout(node, base) and _ordinary_form_is_alike(node, base)
+
+
+def _is_summed_as_a_view(node: Node, base: Node, position: dict[Node, int]) -> bool:
+    """Whether the gradients of an operand's other uses may be summed in another order.
+
+    What an operation composed of others gives may be a view inside, as of ``linear`` on three
+    dimensions. Written to, its function is made anew, and the uses before keep the old one.
+    """
+    target = base.target
+    is_composed = isinstance(
+        target, torch._ops.OpOverload
+    ) and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return is_composed and sum(position[user] < position[node] for user in base.users) > 1
 
 
 def _changes_shape_only(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -360,6 +361,24 @@ def test_operations_that_are_others_without_their_underscore(operation: Any) -> 
 
     assert_same_bits(lambda: Runs(forward), BATCHES, num_workers=1, loss_fn=rows_against_target)
     assert_same_wherever_placed(lambda: Runs(forward), BATCHES, placements=range(1, 4))
+
+
+def test_uses_before_a_write_to_what_is_a_view_inside_another_operation() -> None:
+    def forward(net: Runs, x: torch.Tensor) -> torch.Tensor:
+        h = net.fc(x.reshape(2, 2, 8))
+        first, second = h * 0.5, h * 0.3
+        h.relu_()
+        return (net.fc2(h) + first + second).reshape(4, 8)
+
+    make = partial(Runs, forward)
+    assert_same_bits(make, BATCHES, num_workers=1, loss_fn=rows_against_target)
+    assert_same_bits(
+        make,
+        BATCHES,
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=lambda net: net.fc2.place("MS_WORKER", 1),
+    )
 
 
 def test_an_opaque_module_that_changes_its_buffer_where_the_buffer_does_not_live() -> None:
