@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 
 class Recomputed:
@@ -51,7 +51,7 @@ class Recomputed:
         # What changes must not be among the arguments: those are saved as they are.
         before = {index: arguments[index] for index in self._changing}
         if not self._repeats_writes:
-            before = {index: tensor.detach().clone() for index, tensor in before.items()}
+            before = {index: _copy_of(tensor) for index, tensor in before.items()}
         current = {index: arguments[index] for index in self._changing}
         others = [a for index, a in enumerate(arguments) if index not in before]
 
@@ -67,7 +67,16 @@ class Recomputed:
         return self._checkpoint(run, others)
 
     def _again(self, kept: torch.Tensor) -> torch.Tensor:
-        return kept if self._repeats_writes else kept.clone()
+        return kept if self._repeats_writes else _copy_of(kept)
 
     def _checkpoint(self, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=self._is_random)
+        # To the end: some operations save memory first and fill it later, as RReLU does its noise.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(
+                run, *arguments, use_reentrant=False, preserve_rng_state=self._is_random
+            )
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy for which the same is saved: of a parameter one that has a gradient, too."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

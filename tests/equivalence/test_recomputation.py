@@ -151,6 +151,44 @@ def test_state_and_inputs_that_change(network: Any) -> None:
         )
 
 
+class Words(nn.Module):
+    """A parameter that forward scales down, without autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(6, 8, max_norm=1.0), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x[:, 0].abs() * 2).long() % 6
+        return self.second(torch.tanh(self.first(words))) + x
+
+
+class Noisy(nn.Module):
+    """The last operation of a part saves memory first, and fills it later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(6, 6), nn.RReLU()), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("network", [Words, Noisy])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_the_second_run_saves_is_what_the_first_saved(network: Any, microbatches: int) -> None:
+    for ranks in ((0, 1), (0, 0)):
+        assert_same_bits(
+            network,
+            batches_of(8, 6),
+            num_workers=2,
+            loss_fn=rows_against_target,
+            place=placed(first=ranks[0], second=ranks[1]),
+            microbatches=microbatches,
+            recompute=True,
+        )
+
+
 class Overwriting(nn.Module):
     """What goes into the second module is modified once that has run."""
 
