@@ -76,6 +76,7 @@ class Puller:
         self._silence_s = silence_s
         self._on_end = on_end
         self._is_proved = False
+        self._is_stopped = False
         self._answered: SimpleQueue[bool] = SimpleQueue()
         options = (*DIAL_OPTIONS, *keepalive(silence_s), _SINGLE_THREADED, _LARGEST)
         self._channel = open_channel(target, protection, expected=expected, options=options)
@@ -99,6 +100,7 @@ class Puller:
 
     def stop(self) -> None:
         """Have nothing more come. The thread itself looks after every message."""
+        self._is_stopped = True
         if threading.current_thread() is not self._thread:
             self._call.cancel()
 
@@ -120,7 +122,7 @@ class Puller:
                     break
             self._call.cancel()
         except grpc.RpcError as error:
-            if self._is_proved:
+            if self._is_proved and not self._is_stopped:
                 self._tell(error)
         finally:
             self._answered.put(False)

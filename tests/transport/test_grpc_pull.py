@@ -359,6 +359,23 @@ def test_what_was_pulled_before_the_source_left_is_taken() -> None:
     closing.result(DEADLINE_S)
 
 
+def test_a_pull_that_is_given_up_as_it_is_answered_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_answered = Puller.is_answered
+    monkeypatch.setattr(Puller, "is_answered", lambda self: is_answered(self) and False)
+    workers = Workers("grpc", 2, DEADLINE_S)
+    try:
+        sender, receiver = workers.open(SPEC)
+        for step in range(3):
+            sender.send(torch.full((4,), float(step)), step=step, microbatch=0)
+            assert torch.equal(
+                receiver.receive(step=step, microbatch=0), torch.full((4,), float(step))
+            )
+    finally:
+        workers.close()
+
+
 def test_a_source_that_cannot_be_called_back_ends_nothing() -> None:
     told: list[tuple[int, str]] = []
     inbound = Inbound(0, lambda plan, edge, messages: None)

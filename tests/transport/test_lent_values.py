@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -81,12 +82,20 @@ def test_a_lent_value_outlives_its_channel_and_gives_its_memory_back(workers: Wo
     mapped = _region.num_mapped
     for transport in workers.transports:
         transport.close_plan(LENDING.plan)
-    gc.collect()
     assert torch.equal(received, value_of(3))
-    assert _region.num_mapped == mapped - 1  # the sender's mapping is gone, the receiver's is not
+    assert comes_down_to(mapped - 1)  # the sender's mapping is gone, the receiver's is not
     del received
-    gc.collect()
-    assert _region.num_mapped == mapped - 2
+    assert comes_down_to(mapped - 2)
+
+
+def comes_down_to(num_mapped: int) -> bool:
+    """Whether so many mappings are left; threads that end may hold on to some for a moment."""
+    for _ in range(100):
+        gc.collect()
+        if _region.num_mapped <= num_mapped:
+            break
+        time.sleep(0.01)
+    return _region.num_mapped == num_mapped
 
 
 def test_a_rehearsal_neither_lends_a_slot_nor_frees_it(workers: Workers) -> None:
