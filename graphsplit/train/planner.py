@@ -30,6 +30,7 @@ from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.train.batch import Signature
+from graphsplit.train.overlap import check_overlapping, overlapping
 from graphsplit.train.passes import (
     OneByOneError,
     all_owners,
@@ -98,6 +99,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.updater = Updater(task.update_rules, self.parameters)
         check_trained(task)
+        self._overlapping = overlapping(self._tensors())
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = _nothing
@@ -368,7 +370,9 @@ class Planner:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
         known = self.known_owners()
-        self.owners.update(all_owners(plan.placed, known, tensors, self._modules()))
+        owners = all_owners(plan.placed, known, tensors, self._modules())
+        check_overlapping(self._overlapping, owners)
+        self.owners.update(owners)
         nodes, workers = plan.placed.graph.nodes, plan.placed.workers
         for position in plan.placed.graph.state_names:
             assert self.owners[nodes[position].target] == workers[position]
