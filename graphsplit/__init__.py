@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         microbatch_rng_state,
         op,
         opaque,
+        per_parameter,
         place,
         split_microbatches,
     )
@@ -65,6 +66,7 @@ __all__ = [
     "microbatch_rng_state",
     "op",
     "opaque",
+    "per_parameter",
     "place",
     "split_microbatches",
 ]

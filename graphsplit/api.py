@@ -17,6 +17,7 @@ from graphsplit.runtime.joined import (
     init,
     is_initialized,
 )
+from graphsplit.runtime.per_parameter import per_parameter
 from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.train import callbacks, metrics
 from graphsplit.train.checkpoint.series import latest_checkpoint
@@ -46,6 +47,7 @@ __all__ = [
     "microbatch_rng_state",
     "op",
     "opaque",
+    "per_parameter",
     "place",
     "split_microbatches",
 ]

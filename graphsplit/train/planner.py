@@ -23,7 +23,7 @@ from graphsplit.program.lower import (
 )
 from graphsplit.runtime.deferred_init import is_deferred, materialize
 from graphsplit.runtime.job import Job
-from graphsplit.runtime.ownership import give_up, is_elsewhere, return_free_memory
+from graphsplit.runtime.ownership import Residence, give_up, is_elsewhere, return_free_memory
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
 from graphsplit.runtime.update import Updater
 from graphsplit.schedule.costs import Costs
@@ -317,6 +317,8 @@ class Planner:
         """Make an agreed plan ready to run."""
         mark_planned(self._task.network)
         self._settle_ownership(plan)
+        if plan.placed.graph.mode is Mode.TRAIN:
+            self.updater.check_optimizers()
         runner = ProgramRunner(
             RunnerParts(
                 plan=plan,
@@ -382,7 +384,6 @@ class Planner:
         """Give what is owned here its memory, and free what others own."""
         tensors = self._tensors()
         self._job.owners.fix(tensors, self.owners)
-        self.updater.settle([self.owners[n] for n, _ in self._task.network.named_parameters()])
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         for module in stateful_modules(self._task):
             if is_deferred(module):
@@ -390,6 +391,7 @@ class Planner:
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
                 give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
+        self.updater.settle(Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers))
         self.on_settled()
         return_free_memory()
 
