@@ -32,7 +32,7 @@ class ChildError(GraphsplitError, RuntimeError):
 
 
 class Child:
-    """A child process at work.
+    """A child process at work, until the end of the ``with`` block.
 
     Args:
         work: What it does; returns what JSON can carry.
@@ -59,6 +59,17 @@ class Child:
             _be_child(work, writer, deadline_s)
         os.close(writer)
 
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End it."""
+        os.close(self._reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
     def report(self) -> Any:
         """Wait for what it reports.
 
@@ -66,29 +77,19 @@ class Child:
             ChildError: It did not report, or not in time.
         """
         data = bytearray()
-        try:
-            poll = select.poll()
-            poll.register(self._reader, select.POLLIN | select.POLLHUP)
-            while True:
-                left_s = self._ends_s - time.monotonic()
-                if left_s <= 0 or not poll.poll(left_s * 1e3):
-                    raise ChildError("it did not end in time")
-                piece = os.read(self._reader, 1 << 20)
-                if not piece:
-                    break
-                data += piece
-        finally:
-            self._end()
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN | select.POLLHUP)
+        while True:
+            left_s = self._ends_s - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1e3):
+                raise ChildError("it did not end in time")
+            piece = os.read(self._reader, 1 << 20)
+            if not piece:
+                break
+            data += piece
         if not data.endswith(b"\n"):
             raise ChildError("its process broke down")
         return json.loads(data)
-
-    def _end(self) -> None:
-        os.close(self._reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
 
 
 def _be_child(work: Callable[[], Any], writer: int, deadline_s: float) -> NoReturn:

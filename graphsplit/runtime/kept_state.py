@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_MAX_OBJECTS = 50_000
+_MAX_PLACES = 200_000
+_LONG = 64
 _MAX_TEXT = 100
 # Code that keeps nothing of the user's in its globals.
 _WITHOUT_STATE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "graphsplit"}
@@ -24,22 +25,22 @@ Path = tuple[str, ...]
 
 
 def kept_state(
-    roots: Mapping[str, Any], names: Mapping[int, str], *, limit: int = _MAX_OBJECTS
+    roots: Mapping[str, Any], names: Mapping[int, str], *, limit: int = _MAX_PLACES
 ) -> dict[Path, str]:
     """Every value that can be reached from some objects, by the way to it.
 
     Attributes, items of containers, cells and defaults of functions, and the globals that they
-    name. Nearest first, until ``limit`` objects were seen.
+    name. Nearest first, until ``limit`` places were seen. A long list of numbers is one place.
 
     Args:
         roots: Where to begin, by name.
         names: Tensors that are told by their name alone, by id.
-        limit: How many objects to look at.
+        limit: How many places to look at.
     """
     found: dict[Path, str] = {}
     seen: dict[int, Any] = {}  # holds on to them: an id names one object as long as it lives
     waiting: deque[tuple[Path, Any]] = deque(((name,), value) for name, value in roots.items())
-    while waiting and len(seen) < limit:
+    while waiting and len(found) < limit:
         path, value = waiting.popleft()
         text = _text_of(value, names)
         if text is not None:
@@ -68,6 +69,9 @@ def _text_of(value: Any, names: Mapping[int, str]) -> str | None:
         return digest(repr(value.getstate()).encode())
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return f"{value.dtype} {value.shape} {digest(value.tobytes())}"
+    if isinstance(value, (list, tuple)) and len(value) > _LONG:
+        is_plain = all(entry is None or isinstance(entry, _PLAIN) for entry in value)
+        return digest(repr(value).encode()) if is_plain else None
     if isinstance(value, (set, frozenset)):
         return digest(repr(sorted(_text_of(v, names) or type(v).__name__ for v in value)).encode())
     return None
@@ -79,11 +83,11 @@ def text_of_tensor(tensor: torch.Tensor) -> str:
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
     flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    data = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return f"{tensor.dtype} {list(tensor.shape)} {digest(data)}"
 
 
-def digest(data: bytes) -> str:
+def digest(data: Any) -> str:
     """A short digest."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 

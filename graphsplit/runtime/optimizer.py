@@ -16,7 +16,7 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.runtime import partial_norm
-from graphsplit.runtime.optimizer_trial import find_difference
+from graphsplit.runtime.optimizer_trial import NOTED, Part, Trial
 from graphsplit.runtime.ownership import Residence, is_elsewhere
 from graphsplit.runtime.per_parameter import code_of_step, is_listed, is_said, step_hooks
 
@@ -83,6 +83,15 @@ class OwnedOptimizer:
             ConfigurationError: It is so, or that could not be found out.
         """
         judged = self._judge()
+        if judged.verdict is _Verdict.REFUSE and len(judged.owners) == 1:
+            raise ConfigurationError(
+                f"{_described(self._optimizer)} has all its parameters on worker "
+                f"{judged.owners[0]}, and a step changes more than what belongs to them: "
+                f"{judged.reason}\n"
+                f"  expected: what other workers can see of it stays right without a step there\n"
+                f"  Fix: keep it in optimizer.state[parameter], which lives with the parameter; or "
+                f"run the job with one worker."
+            )
         if judged.verdict is _Verdict.REFUSE:
             raise ConfigurationError(
                 f"{_described(self._optimizer)} cannot be stepped worker by worker: "
@@ -104,6 +113,10 @@ class OwnedOptimizer:
         """
         judged = self.check()
         if judged.verdict is _Verdict.LEAVE:
+            if "step" in vars(
+                self._optimizer
+            ):  # a scheduler's, which asks for a step before its own
+                setattr(self._optimizer, NOTED[1:], True)
             return
         if judged.is_known:
             self._step(scaler)
@@ -175,10 +188,14 @@ class OwnedOptimizer:
             return _Judged(code, members, owners, is_known=is_alone)
         if owners == (residence.rank,):
             return _Judged(code, members, owners, is_known=False)
-        reason = find_difference(self._optimizer, residence, self._only_owned)
-        verdict = _Verdict.STEP
-        if reason is not None:
-            verdict = _Verdict.REFUSE if len(owners) > 1 else _Verdict.LEAVE
+        trial = Trial(self._optimizer, residence, self._only_owned)
+        reason = trial.difference(Part.OWN)
+        if reason is None:
+            return _Judged(code, members, owners, is_known=False)
+        verdict = _Verdict.REFUSE
+        if len(owners) == 1:
+            reason = trial.difference(Part.NONE)
+            verdict = _Verdict.LEAVE if reason is None else verdict
         return _Judged(code, members, owners, verdict, reason or "", is_known=False)
 
     @contextmanager
@@ -266,7 +283,10 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     text = kind.__qualname__
     if not kind.__module__.startswith("torch."):
-        text += _where(inspect.unwrap(kind.step))
+        text += _where(kind.step)
+    own = vars(optimizer).get("step")
+    if own is not None:
+        text += f" with a step of its own{_where(own)}"
     hooks = [
         getattr(hook, "__qualname__", type(hook).__qualname__) + _where(hook)
         for hook in step_hooks(optimizer)
@@ -275,5 +295,6 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _where(function: Any) -> str:
+    function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"

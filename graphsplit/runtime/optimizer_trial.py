@@ -1,20 +1,23 @@
 """Try out whether a step gives the same bits where each worker steps its own parameters.
 
-Two forked children step the user's own optimizer, hooks and all, over small random values: one
-has every parameter, the other those of this worker, as in a real step. What they leave behind is
+Forked children step the user's own optimizer, hooks and all, over small random values: one has
+every parameter, another those of this worker, as in a real step. What they leave behind is
 compared. The parent's objects stay as they are.
 
-    phase        gradients
-    finite       of many sizes, some None, some zero
-    not finite   one NaN, then one infinite
+    round         gradients
+    finite        of many sizes, some zero
+    some missing  some are None, then all but one
+    not finite    one is NaN, then another infinite
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +33,91 @@ from graphsplit.runtime.per_parameter import step_hooks
 _DEADLINE_S = 60.0
 _MAX_ELEMENTS = 2**20  # of all small parameters together
 _CAPS = (64, 16, 8, 4, 3, 2, 1)
-# How large the gradients of a step are; a norm that is clipped must be found above and below.
-_FINITE = (1.0, 1e-3, 1.0, 30.0, 1e-6, 1.0, 1e4, 1.0, 0.1, 1.0, 1.0, 1e-2)
-_NOT_FINITE = (float("nan"), float("inf"))
+# How large the gradients of a step are: a norm that is clipped is found above and below.
+_SIZES = (1.0, 1e-3, 1.0, 30.0, 1e-6, 1.0, 1e4, 0.1)
+_NUM_STEPS = {"finite": 24, "some missing": 6, "not finite": 4}
+
+# Where a learning rate scheduler notes that a step was taken.
+NOTED = "._opt_called"
 
 OnlyOwned = Callable[[], AbstractContextManager[None]]
 _Kept = dict[Path, str]
+
+
+class Part(enum.Enum):
+    """Over what a child steps."""
+
+    ALL = "all parameters"
+    OWN = "the parameters of one worker"
+    NONE = "nothing: it does not step"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried out.
+
+    Attributes:
+        optimizer: The user's.
+        residence: Where every tensor lives.
+        only_owned: Lets the optimizer see nothing else than what lives here.
+    """
+
+    optimizer: torch.optim.Optimizer
+    residence: Residence
+    only_owned: OnlyOwned
+
+    def difference(self, part: Part) -> str | None:
+        """What a step over some parameters does otherwise than one over all, in words.
+
+        Args:
+            part: Over which.
+
+        Returns:
+            None where both leave the same bits in all that this worker has.
+        """
+        try:
+            return next(filter(None, (self._difference(part, kind) for kind in _NUM_STEPS)), None)
+        except ChildError as error:
+            return f"it could not be tried out: {error}"
+
+    def _difference(self, part: Part, kind: str) -> str | None:
+        whole, own = self._run([Part.ALL, part], kind)
+        if whole.raised or own.raised:
+            return _raised(whole, own, part) if kind == "finite" else None
+        if whole.drawn or own.drawn:
+            return f"it draws from {(whole.drawn or own.drawn)[0]}"
+        differing = self._differing(whole, own)
+        if differing and not any(self._is_value(path) for path in differing):
+            # A clock, for example: what differs between two equal runs says nothing.
+            (again,) = self._run([Part.ALL], kind)
+            noise = set(self._differing(whole, again))
+            differing = [path for path in differing if path not in noise]
+        if not differing:
+            return None
+        return f"{_in_words(differing[0])} differs between a step over all and over {part.value}"
+
+    def _run(self, parts: Sequence[Part], kind: str) -> list[_Left]:
+        with ExitStack() as stack:
+            children = [
+                stack.enter_context(
+                    Child(functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S)
+                )
+                for part in parts
+            ]
+            return [_Left.of_json(child.report()) for child in children]
+
+    def _differing(self, some: _Left, others: _Left) -> list[Path]:
+        """The places of this worker where they differ, values of tensors first."""
+        residence = self.residence
+        elsewhere = {f"<{n}>" for n, owner in residence.owners.items() if owner != residence.rank}
+        return [
+            path
+            for path in {**some.kept, **others.kept}
+            if elsewhere.isdisjoint(path) and some.kept.get(path) != others.kept.get(path)
+        ]
+
+    def _is_value(self, path: Path) -> bool:
+        return len(path) == 1 or path[1:2] == (".state",)
 
 
 @dataclass(frozen=True)
@@ -43,131 +125,77 @@ class _Left:
     """What the steps of one child have left.
 
     Attributes:
-        phases: What was kept after each phase that ended.
+        kept: All that is kept.
         raised: What ended the steps, or None.
         drawn: The generators that were drawn from.
     """
 
-    phases: list[_Kept]
+    kept: _Kept
     raised: str | None
     drawn: list[str]
 
     def as_json(self) -> Any:
         """For the way out of the child."""
-        return [[list(kept.items()) for kept in self.phases], self.raised, self.drawn]
+        return [list(self.kept.items()), self.raised, self.drawn]
 
     @classmethod
     def of_json(cls, value: Any) -> _Left:
         """What a child has reported."""
-        phases, raised, drawn = value
-        return cls([{tuple(path): text for path, text in kept} for kept in phases], raised, drawn)
+        kept, raised, drawn = value
+        return cls({tuple(path): text for path, text in kept}, raised, drawn)
 
 
-def find_difference(
-    optimizer: torch.optim.Optimizer, residence: Residence, only_owned: OnlyOwned
-) -> str | None:
-    """What a step over the parameters of this worker does otherwise than one over all, in words.
-
-    Args:
-        optimizer: The user's.
-        residence: Where every tensor lives.
-        only_owned: Lets the optimizer see nothing else than what lives here.
-
-    Returns:
-        None where both leave the same bits.
-    """
-    try:
-        children = [
-            Child(
-                lambda has_all=has_all: _try(optimizer, residence, only_owned, has_all).as_json(),  # type: ignore[misc]
-                deadline_s=_DEADLINE_S,
-            )
-            for has_all in (True, False)
-        ]
-        whole, own = [_Left.of_json(child.report()) for child in children]
-    except ChildError as error:
-        return f"it could not be tried out: {error}"
-    return _difference(whole, own, residence)
-
-
-def _difference(whole: _Left, own: _Left, residence: Residence) -> str | None:
-    if whole.raised and not whole.phases:
+def _raised(whole: _Left, own: _Left, part: Part) -> str:
+    if whole.raised:
         return f"it could not be tried out: its step raised {whole.raised}"
-    if bool(own.raised) != bool(whole.raised) or len(own.phases) != len(whole.phases):
-        who = "the parameters of one worker" if own.raised else "all parameters"
-        return f"its step raised over {who}, and only there: {own.raised or whole.raised}"
-    if whole.drawn or own.drawn:
-        return f"it draws from {(whole.drawn or own.drawn)[0]}"
-    elsewhere = {f"<{name}>" for name, owner in residence.owners.items() if owner != residence.rank}
-    for of_all, of_own in zip(whole.phases, own.phases, strict=True):
-        for path in [*of_all, *(path for path in of_own if path not in of_all)]:
-            if elsewhere.isdisjoint(path) and of_all.get(path) != of_own.get(path):
-                return f"{_in_words(path)} differs between a step over all and over some of them"
-    return None
+    return f"its step over {part.value} raised {own.raised}"
 
 
 def _in_words(path: Path) -> str:
     if len(path) == 1:
         return f"the value of {path[0][1:-1]!r}"
-    return f"what is kept in {''.join(path).replace('optimizer.state', 'the state of ')}"
+    return f"what is kept in {''.join(path)}"
 
 
 # In the child.
 
 
-def _try(
-    optimizer: torch.optim.Optimizer, residence: Residence, only_owned: OnlyOwned, has_all: bool
-) -> _Left:
-    phases: list[_Kept] = []
+def _report(trial: Trial, part: Part, kind: str) -> Any:
+    return _try(trial, part, kind).as_json()
+
+
+def _try(trial: Trial, part: Part, kind: str) -> _Left:
     before = _generators()
     try:
-        trained = _make_small(optimizer, residence, has_all)
-        for phase in (_FINITE, _NOT_FINITE):
-            for number, size in enumerate(phase):
-                _step(optimizer, only_owned, has_all, trained, number, size)
-            phases.append(_kept(optimizer, residence, has_all))
+        trained = _make_small(trial, part)
+        for number in range(_NUM_STEPS[kind] if part is not Part.NONE else 0):
+            gradients = {
+                index: _gradient(parameter, index, number, kind)
+                for index, parameter in trained.items()
+            }
+            with nullcontext() if part is Part.ALL else trial.only_owned():
+                trial.optimizer.zero_grad(set_to_none=True)
+                for index, parameter in trained.items():
+                    parameter.grad = gradients[index]
+                trial.optimizer.step()
+        kept = _kept(trial)
     except Exception as error:
-        return _Left(phases, raised_where(error), [])
+        return _Left({}, raised_where(error), [])
     after = _generators()
-    return _Left(phases, None, [name for name, state in before.items() if after[name] != state])
+    return _Left(kept, None, [name for name, state in before.items() if after[name] != state])
 
 
-def _step(
-    optimizer: torch.optim.Optimizer,
-    only_owned: OnlyOwned,
-    has_all: bool,
-    trained: Mapping[int, torch.Tensor],
-    number: int,
-    size: float,
-) -> None:
-    def zero_and_step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        for index, parameter in trained.items():
-            parameter.grad = _gradient(parameter, index, number, size)
-        optimizer.step()
-
-    if has_all:
-        zero_and_step()
-    else:
-        with only_owned():
-            zero_and_step()
-
-
-def _gradient(parameter: torch.Tensor, index: int, step: int, size: float) -> torch.Tensor | None:
-    """A parameter's gradient in a step; alike in both children."""
-    value = _random(parameter, index, step)
-    if size not in _FINITE:
-        if index == step and value.numel():
-            value.reshape(-1)[0] = size
-        return value
-    is_none = (
-        (step == 1 and index % 3 == 0)
-        or (step == 4 and index % 2 == 1)
-        or (step == 6 and index > 0)
-    )
-    if is_none:
-        return None
-    return torch.zeros_like(value) if step == 8 and index % 2 == 0 else value * size
+def _gradient(parameter: torch.Tensor, index: int, step: int, kind: str) -> torch.Tensor | None:
+    """A parameter's gradient in a step; alike in all children."""
+    value = _random(parameter, index, step) * _SIZES[step % len(_SIZES)]
+    if kind == "finite":
+        return torch.zeros_like(value) if step % 8 == 5 and index % 2 == 0 else value
+    if kind == "some missing":
+        missing = (index % 2 == 0, index % 2 == 1, index > 0)[step % 3]
+        return None if step and missing else value
+    if index == step - 1 and value.numel():
+        value.reshape(-1)[0] = (float("nan"), float("inf"))[index % 2]
+    return value
 
 
 def _random(like: torch.Tensor, index: int, step: int) -> torch.Tensor:
@@ -176,18 +204,18 @@ def _random(like: torch.Tensor, index: int, step: int) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator, dtype=dtype).to(like.dtype)
 
 
-def _make_small(
-    optimizer: torch.optim.Optimizer, residence: Residence, has_all: bool
-) -> dict[int, torch.Tensor]:
+def _make_small(trial: Trial, part: Part) -> dict[int, torch.Tensor]:
     """Give parameters small random values; returns the trained ones that are here, by number."""
-    if has_all:
+    residence = trial.residence
+    if part is Part.ALL:
         partial_norm.forget()
+        for tensor in residence.unique():
+            if is_elsewhere(tensor):
+                take_back(tensor)
     parameters = [t for t in residence.unique() if isinstance(t, nn.Parameter)]
     cap = _cap([tuple(p.shape) for p in parameters])
     here: dict[int, torch.Tensor] = {}
     for index, parameter in enumerate(parameters):
-        if has_all and is_elsewhere(parameter):
-            take_back(parameter)
         if is_elsewhere(parameter):
             continue
         small = torch.empty(_small(tuple(parameter.shape), cap), dtype=parameter.dtype)
@@ -196,13 +224,8 @@ def _make_small(
         parameter.grad = None
         if parameter.requires_grad:
             here[index] = parameter
-    if has_all:
-        for tensor in residence.unique():
-            if is_elsewhere(tensor):
-                take_back(tensor)
     if cap is not None:
-        names = residence.names()
-        for tensor in _tensors_in(vars(optimizer), names, set()):
+        for tensor in _tensors_in(vars(trial.optimizer), residence.names(), set()):
             tensor.data = tensor.data[tuple(slice(0, cap) for _ in tensor.shape)].clone()
     return _by_owner(here, parameters, residence)
 
@@ -252,8 +275,9 @@ def _tensors_in(value: Any, names: Mapping[int, str], seen: set[int]) -> Iterato
             yield from _tensors_in(entry, names, seen)
 
 
-def _kept(optimizer: torch.optim.Optimizer, residence: Residence, has_all: bool) -> _Kept:
+def _kept(trial: Trial) -> _Kept:
     """The values of the tensors that are here, and all that the code of a step can reach."""
+    optimizer, residence = trial.optimizer, trial.residence
     kept: _Kept = {
         (f"<{name}>",): text_of_tensor(tensor)
         for name, tensor in residence.tensors.items()
@@ -268,7 +292,8 @@ def _kept(optimizer: torch.optim.Optimizer, residence: Residence, has_all: bool)
             if kind.__module__.partition(".")[0] not in ("torch", "builtins")
         },
     }
-    return kept | kept_state(roots, residence.names())
+    reached = kept_state(roots, residence.names())
+    return kept | {path: text for path, text in reached.items() if path[1:2] != (NOTED,)}
 
 
 def _generators() -> dict[str, Any]:

@@ -391,7 +391,9 @@ class Planner:
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
                 give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
-        self.updater.settle(Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers))
+        self.updater.settle(
+            Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
+        )
         self.on_settled()
         return_free_memory()
 
