@@ -25,7 +25,7 @@ class _Verdict(enum.Enum):
     """What this worker does with an optimizer."""
 
     STEP = "steps it over what lives here"
-    LEAVE = "leaves it to the one worker that has all its parameters"
+    LEAVE = "leaves it to the workers that have its parameters"
     REFUSE = "refuses it"
 
 
@@ -39,6 +39,7 @@ class _Judged:
         owners: The workers that have some of them.
         verdict: What was found.
         reason: Why it is refused.
+        has_some: Whether this worker has some of the parameters.
         is_known: Whether it is one of PyTorch's own, of which nothing needs to be found out.
     """
 
@@ -47,6 +48,7 @@ class _Judged:
     owners: tuple[int, ...] = ()
     verdict: _Verdict = _Verdict.STEP
     reason: str = ""
+    has_some: bool = True
     is_known: bool = True
 
 
@@ -83,26 +85,8 @@ class OwnedOptimizer:
             ConfigurationError: It is so, or that could not be found out.
         """
         judged = self._judge()
-        if judged.verdict is _Verdict.REFUSE and len(judged.owners) == 1:
-            raise ConfigurationError(
-                f"{_described(self._optimizer)} has all its parameters on worker "
-                f"{judged.owners[0]}, and a step changes more than what belongs to them: "
-                f"{judged.reason}\n"
-                f"  expected: what other workers can see of it stays right without a step there\n"
-                f"  Fix: keep it in optimizer.state[parameter], which lives with the parameter; or "
-                f"run the job with one worker."
-            )
         if judged.verdict is _Verdict.REFUSE:
-            raise ConfigurationError(
-                f"{_described(self._optimizer)} cannot be stepped worker by worker: "
-                f"{judged.reason}\n"
-                f"  expected: what a step does to a parameter depends on that parameter and its "
-                f"gradient alone; its parameters live on workers "
-                f"{', '.join(map(str, judged.owners))}\n"
-                f"  Fix: let all its parameters live on one worker; or clip by the norm of all "
-                f"gradients with Model(..., clip=gs.clip.GlobalNorm(max_norm)); or, if you know "
-                f"that it treats every parameter by itself, use gs.per_parameter(optimizer)."
-            )
+            raise ConfigurationError(_refusal(self._optimizer, judged))
         return judged
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -192,11 +176,11 @@ class OwnedOptimizer:
         reason = trial.difference(Part.OWN)
         if reason is None:
             return _Judged(code, members, owners, is_known=False)
-        verdict = _Verdict.REFUSE
-        if len(owners) == 1:
+        verdict, has_some = _Verdict.REFUSE, residence.rank in owners
+        if not has_some:
             reason = trial.difference(Part.NONE)
             verdict = _Verdict.LEAVE if reason is None else verdict
-        return _Judged(code, members, owners, verdict, reason or "", is_known=False)
+        return _Judged(code, members, owners, verdict, reason or "", has_some, is_known=False)
 
     @contextmanager
     def _without_draws(self) -> Iterator[None]:
@@ -276,6 +260,26 @@ def _generator_states() -> dict[str, Any]:
         drawn = sys.modules["numpy"].random.get_state()
         states["numpy.random"] = (drawn[1].tobytes(), *drawn[2:])
     return states
+
+
+def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:
+    name, owners = _described(optimizer), ", ".join(map(str, judged.owners))
+    if judged.has_some:
+        return (
+            f"{name} cannot be stepped worker by worker: {judged.reason}\n"
+            f"  expected: what a step does to a parameter depends on that parameter and its "
+            f"gradient alone; its parameters live on workers {owners}\n"
+            f"  Fix: let all its parameters live on one worker; or clip by the norm of all "
+            f"gradients with Model(..., clip=gs.clip.GlobalNorm(max_norm)); or, if you know that "
+            f"it treats every parameter by itself, use gs.per_parameter(optimizer)."
+        )
+    return (
+        f"{name} has its parameters on other workers ({owners}), and a step changes more than "
+        f"what belongs to them: {judged.reason}\n"
+        f"  expected: what this worker can see of it stays right without a step here\n"
+        f"  Fix: keep it in optimizer.state[parameter], which lives with the parameter; or run "
+        f"the job with one worker."
+    )
 
 
 def _described(optimizer: torch.optim.Optimizer) -> str:
