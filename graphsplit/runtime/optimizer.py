@@ -16,9 +16,15 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.runtime import partial_norm
-from graphsplit.runtime.optimizer_trial import NOTED, Part, Trial
+from graphsplit.runtime.optimizer_trial import Part, Trial, note_step
 from graphsplit.runtime.ownership import Residence, is_elsewhere
-from graphsplit.runtime.per_parameter import code_of_step, is_listed, is_said, step_hooks
+from graphsplit.runtime.per_parameter import (
+    code_of_step,
+    is_listed,
+    is_said,
+    replaced_step,
+    step_hooks,
+)
 
 
 class _Verdict(enum.Enum):
@@ -97,10 +103,7 @@ class OwnedOptimizer:
         """
         judged = self.check()
         if judged.verdict is _Verdict.LEAVE:
-            if "step" in vars(
-                self._optimizer
-            ):  # a scheduler's, which asks for a step before its own
-                setattr(self._optimizer, NOTED[1:], True)
+            note_step(self._optimizer)
             return
         if judged.is_known:
             self._step(scaler)
@@ -148,13 +151,13 @@ class OwnedOptimizer:
         code = code_of_step(self._optimizer)
         self._refreshed()
         judged = self._judged
-        if judged is None or not _are_same(judged.code, code) or not self._counted_as(judged):
+        if judged is None or not _are_same(judged.code, code):
             members = tuple(tuple(group) for group in self._counted)
             judged = self._judged = self._find(code, members)
         return judged
 
-    def _counted_as(self, judged: _Judged) -> bool:
-        """Whether the groups, and who owns their parameters, are those of a verdict."""
+    def _holds(self, judged: _Judged) -> bool:
+        """Whether a verdict is of these groups, and of those who own their parameters now."""
         return (
             len(judged.members) == len(self._counted)
             and all(map(_are_same, judged.members, self._counted))
@@ -236,6 +239,8 @@ class OwnedOptimizer:
             self._counted = [list(group["params"]) for group in groups]
             self._owned = [[p for p in group if not is_elsewhere(p)] for group in self._counted]
             self._owners = self._found_owners()
+            if self._judged is not None and not self._holds(self._judged):
+                self._judged = None
         return self._owned
 
     def _found_owners(self) -> tuple[int, ...]:
@@ -288,7 +293,7 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
     text = kind.__qualname__
     if not kind.__module__.startswith("torch."):
         text += _where(kind.step)
-    own = vars(optimizer).get("step")
+    own = replaced_step(optimizer)
     if own is not None:
         text += f" with a step of its own{_where(own)}"
     hooks = [

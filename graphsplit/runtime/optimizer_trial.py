@@ -37,8 +37,7 @@ _CAPS = (64, 16, 8, 4, 3, 2, 1)
 _SIZES = (1.0, 1e-3, 1.0, 30.0, 1e-6, 1.0, 1e4, 0.1)
 _NUM_STEPS = {"finite": 24, "some missing": 6, "not finite": 4}
 
-# Where a learning rate scheduler notes that a step was taken.
-NOTED = "._opt_called"
+_NOTED = "_opt_called"  # where a learning rate scheduler notes that a step was taken
 
 OnlyOwned = Callable[[], AbstractContextManager[None]]
 _Kept = dict[Path, str]
@@ -155,6 +154,12 @@ def _in_words(path: Path) -> str:
     if len(path) == 1:
         return f"the value of {path[0][1:-1]!r}"
     return f"what is kept in {''.join(path)}"
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let a learning rate scheduler believe that there was a step: other workers have taken it."""
+    if "step" in vars(optimizer):
+        setattr(optimizer, _NOTED, True)
 
 
 # In the child.
@@ -293,7 +298,7 @@ def _kept(trial: Trial) -> _Kept:
         },
     }
     reached = kept_state(roots, residence.names())
-    return kept | {path: text for path, text in reached.items() if path[1:2] != (NOTED,)}
+    return kept | {path: text for path, text in reached.items() if path[1:2] != (f".{_NOTED}",)}
 
 
 def _generators() -> dict[str, Any]:

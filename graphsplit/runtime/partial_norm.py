@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,17 +23,19 @@ _GROUPING = "_group_tensors_by_device_and_dtype"
 
 
 class Share:
-    """The trained parameters of one network that live here, while others live elsewhere."""
+    """What one worker has of a network's parameters.
+
+    Args:
+        residence: Where they live.
+    """
 
     def __init__(self, residence: Residence) -> None:
-        trained: dict[str, torch.Tensor] = {}
-        for name, tensor in residence.tensors.items():
-            if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
-                trained[name] = tensor
-        self._names = frozenset(trained)
-        self._here = {name: t for name, t in trained.items() if not is_elsewhere(t)}
-        self.is_partial = len(self._here) < len(trained)
-        if self.is_partial:
+        self._parameters = {
+            name: tensor
+            for name, tensor in residence.tensors.items()
+            if isinstance(tensor, torch.nn.Parameter)
+        }
+        if any(map(is_elsewhere, self._parameters.values())):
             _install()
             _shares.add(self)
 
@@ -44,14 +46,15 @@ class Share:
             OwnershipError: They are.
         """
         ids = {id(gradient) for gradient in gradients}
-        with_gradient = {n: t for n, t in self._here.items() if t.grad is not None}
-        given = {n for n, t in with_gradient.items() if id(t.grad) in ids}
-        if not given:
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        here = {name: p for name, p in trained.items() if not is_elsewhere(p)}
+        with_gradient = {name: p for name, p in here.items() if p.grad is not None}
+        given = {name for name, p in with_gradient.items() if id(p.grad) in ids}
+        if not given or len(here) == len(trained):
             return
-        is_all = len({id(with_gradient[n]) for n in given}) == len(
-            {id(t) for t in with_gradient.values()}
-        )
-        if is_all or (len(given) > 1 and not self._is_module(given)):
+        is_all = given == set(with_gradient)
+        is_one = len({id(trained[name]) for name in given}) == 1  # a tied one has several names
+        if is_all or not (is_one or _is_module(given, trained)):
             raise OwnershipError(
                 f"a norm over {len(given)} gradient(s) that live on this worker, the first of "
                 f"{min(given)!r}; expected all of them: other workers have the rest\n"
@@ -59,15 +62,16 @@ class Share:
                 f"clip=gs.clip.GlobalNorm(max_norm)), and read it from model.last_gradient_norm."
             )
 
-    def _is_module(self, given: set[str]) -> bool:
-        """Whether they are just the trained parameters of one module."""
-        first, *others = [name.split(".")[:-1] for name in given]
-        depth = len(first)
-        for other in others:
-            same = (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
-            depth = min(depth, len(other), next(same, depth))
-        prefix = ".".join(first[:depth]) + "."
-        return depth > 0 and given == {name for name in self._names if name.startswith(prefix)}
+
+def _is_module(given: set[str], trained: Iterable[str]) -> bool:
+    """Whether they are just the trained parameters of one module."""
+    first, *others = [name.split(".")[:-1] for name in given]
+    depth = len(first)
+    for other in others:
+        same = (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+        depth = min(depth, len(other), next(same, depth))
+    prefix = ".".join(first[:depth]) + "."
+    return depth > 0 and given == {name for name in trained if name.startswith(prefix)}
 
 
 _shares: weakref.WeakSet[Share] = weakref.WeakSet()

@@ -92,7 +92,13 @@ def is_listed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of those above, just as PyTorch has it, with no hook around its step."""
     if type(optimizer) not in PER_PARAMETER or step_hooks(optimizer):
         return False
-    return _is_torchs(vars(optimizer).get("step") or type(optimizer).step)
+    return replaced_step(optimizer) is None and _is_torchs(type(optimizer).step)
+
+
+def replaced_step(optimizer: torch.optim.Optimizer) -> Any:
+    """What the script has put in the place of its step; None where it has not."""
+    own = vars(optimizer).get("step")
+    return None if own is None or _is_torchs(own) else own
 
 
 def _is_torchs(step: Any) -> bool:

@@ -111,7 +111,7 @@ class Updater:
     def settle(self, residence: Residence) -> None:
         """Take note of where every parameter lives."""
         owners = residence.owner_by_id()
-        self._owners = tuple(owners[id(p)] for p in self._parameters)
+        self._owners = tuple(owners[id(p)] for p in self._parameters if id(p) in owners)
         self._share = Share(residence)
         for optimizer in self._optimizers:
             optimizer.settle(residence)
