@@ -33,9 +33,10 @@ from graphsplit.runtime.per_parameter import step_hooks
 _DEADLINE_S = 60.0
 _MAX_ELEMENTS = 2**20  # of all small parameters together
 _CAPS = (64, 16, 8, 4, 3, 2, 1)
-# How large the gradients of a step are: a norm that is clipped is found above and below.
-_SIZES = (1.0, 1e-3, 1.0, 30.0, 1e-6, 1.0, 1e4, 0.1)
+# How large the gradients of a step are: small ones first, as what only grows has a largest value.
+_SIZES = (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 30.0, 1e4, 0.1)
 _NUM_STEPS = {"finite": 24, "some missing": 6, "not finite": 4}
+_LOOK_AFTER = (1, 2, 3, 4, 5, 6, 8, 12, 18, 24)  # steps
 
 _NOTED = "_opt_called"  # where a learning rate scheduler notes that a step was taken
 
@@ -86,14 +87,14 @@ class Trial:
         if whole.drawn or own.drawn:
             return f"it draws from {(whole.drawn or own.drawn)[0]}"
         differing = self._differing(whole, own)
-        if differing and not any(self._is_value(path) for path in differing):
+        if differing and not any(_is_value(path) for _, path in differing):
             # A clock, for example: what differs between two equal runs says nothing.
             (again,) = self._run([Part.ALL], kind)
-            noise = set(self._differing(whole, again))
-            differing = [path for path in differing if path not in noise]
+            noise = {path for _, path in self._differing(whole, again)}
+            differing = [place for place in differing if place[1] not in noise]
         if not differing:
             return None
-        return f"{_in_words(differing[0])} differs between a step over all and over {part.value}"
+        return f"{_in_words(differing[0][1])} differs between a step over all and over {part.value}"
 
     def _run(self, parts: Sequence[Part], kind: str) -> list[_Left]:
         with ExitStack() as stack:
@@ -105,18 +106,16 @@ class Trial:
             ]
             return [_Left.of_json(child.report()) for child in children]
 
-    def _differing(self, some: _Left, others: _Left) -> list[Path]:
-        """The places of this worker where they differ, values of tensors first."""
+    def _differing(self, some: _Left, others: _Left) -> list[tuple[int, Path]]:
+        """The places of this worker where they differ, with the number of the look at them."""
         residence = self.residence
         elsewhere = {f"<{n}>" for n, owner in residence.owners.items() if owner != residence.rank}
         return [
-            path
-            for path in {**some.kept, **others.kept}
-            if elsewhere.isdisjoint(path) and some.kept.get(path) != others.kept.get(path)
+            (number, path)
+            for number, (one, other) in enumerate(zip(some.kept, others.kept, strict=True))
+            for path in {**one, **other}
+            if elsewhere.isdisjoint(path) and one.get(path) != other.get(path)
         ]
-
-    def _is_value(self, path: Path) -> bool:
-        return len(path) == 1 or path[1:2] == (".state",)
 
 
 @dataclass(frozen=True)
@@ -124,30 +123,35 @@ class _Left:
     """What the steps of one child have left.
 
     Attributes:
-        kept: All that is kept.
+        kept: All that is kept, at each look.
         raised: What ended the steps, or None.
         drawn: The generators that were drawn from.
     """
 
-    kept: _Kept
+    kept: list[_Kept]
     raised: str | None
     drawn: list[str]
 
     def as_json(self) -> Any:
         """For the way out of the child."""
-        return [list(self.kept.items()), self.raised, self.drawn]
+        return [[list(kept.items()) for kept in self.kept], self.raised, self.drawn]
 
     @classmethod
     def of_json(cls, value: Any) -> _Left:
         """What a child has reported."""
-        kept, raised, drawn = value
-        return cls({tuple(path): text for path, text in kept}, raised, drawn)
+        looks, raised, drawn = value
+        kept = [{tuple(path): text for path, text in look} for look in looks]
+        return cls(kept, raised, drawn)
 
 
 def _raised(whole: _Left, own: _Left, part: Part) -> str:
     if whole.raised:
         return f"it could not be tried out: its step raised {whole.raised}"
     return f"its step over {part.value} raised {own.raised}"
+
+
+def _is_value(path: Path) -> bool:
+    return len(path) == 1 or path[1:2] == (".state",)
 
 
 def _in_words(path: Path) -> str:
@@ -170,22 +174,24 @@ def _report(trial: Trial, part: Part, kind: str) -> Any:
 
 
 def _try(trial: Trial, part: Part, kind: str) -> _Left:
-    before = _generators()
+    before, kept = _generators(), []
     try:
         trained = _make_small(trial, part)
-        for number in range(_NUM_STEPS[kind] if part is not Part.NONE else 0):
+        for number in range(_NUM_STEPS[kind]):
             gradients = {
                 index: _gradient(parameter, index, number, kind)
                 for index, parameter in trained.items()
             }
-            with nullcontext() if part is Part.ALL else trial.only_owned():
-                trial.optimizer.zero_grad(set_to_none=True)
-                for index, parameter in trained.items():
-                    parameter.grad = gradients[index]
-                trial.optimizer.step()
-        kept = _kept(trial)
+            if part is not Part.NONE:
+                with nullcontext() if part is Part.ALL else trial.only_owned():
+                    trial.optimizer.zero_grad(set_to_none=True)
+                    for index, parameter in trained.items():
+                        parameter.grad = gradients[index]
+                    trial.optimizer.step()
+            if number + 1 in _LOOK_AFTER:
+                kept.append(_kept(trial))
     except Exception as error:
-        return _Left({}, raised_where(error), [])
+        return _Left([], raised_where(error), [])
     after = _generators()
     return _Left(kept, None, [name for name, state in before.items() if after[name] != state])
 
@@ -225,7 +231,7 @@ def _make_small(trial: Trial, part: Part) -> dict[int, torch.Tensor]:
             continue
         small = torch.empty(_small(tuple(parameter.shape), cap), dtype=parameter.dtype)
         is_number = small.is_floating_point() or small.is_complex()
-        parameter.data = _random(small, index, -1) if is_number else torch.zeros_like(small)
+        parameter.data = _random(small, index, -1) * 0.1 if is_number else torch.zeros_like(small)
         parameter.grad = None
         if parameter.requires_grad:
             here[index] = parameter
