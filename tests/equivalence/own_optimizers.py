@@ -122,6 +122,35 @@ class Distance(Optimizer):
                 parameter.sub_(parameter.grad.sign(), alpha=group["distance"])
 
 
+class Grows(SGD):
+    """Keeps an estimate over all gradients that only grows, up to a largest value."""
+
+    estimate = 1e-3
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        total = sum(float(p.grad.abs().sum()) for p in stepped(self))
+        self.estimate = max(self.estimate, min(1.0, total))
+        for parameter in stepped(self):
+            parameter.grad.mul_(self.estimate)
+        super().step()
+
+
+class Late(SGD):
+    """Looks at all gradients in every twentieth step."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        if self.num_steps % 20 == 0:
+            norm = norm_of(stepped(self))
+            for parameter in stepped(self):
+                parameter.grad.div_(norm)
+        super().step()
+
+
 class Slow(Optimizer):
     """Every five steps, back to where it was: copies of all parameters, by number."""
 

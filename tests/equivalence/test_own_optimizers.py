@@ -31,8 +31,10 @@ MAKE: dict[str, Callable[[Any], Optimizer]] = {
                                                         own.Sharpness, own.Distance)
 } | {
     kind.__name__: functools.partial(kind, lr=0.05, momentum=0.9)
-    for kind in (own.Lars, own.Normalized, own.ClipsLarge, own.SkipsNan)
+    for kind in (own.Lars, own.Normalized, own.ClipsLarge, own.SkipsNan, own.Grows, own.Late)
 }  # fmt: skip
+# Keep what they find beside the state of parameters.
+COUNTING = ("Distance", "Slow", "Grows", "Late")
 BY_ITSELF = ("Momentum", "Tutorial", "Lars")
 
 
@@ -85,7 +87,7 @@ def test_one_that_looks_at_several_is_refused_by_name(name) -> None:
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
 
 
-@pytest.mark.parametrize("name", [n for n in MAKE if n not in ("Distance", "Slow")])
+@pytest.mark.parametrize("name", [n for n in MAKE if n not in COUNTING])
 @pytest.mark.parametrize("layers", [("first",), ("second", "third")])
 def test_with_all_its_parameters_on_one_worker_it_gives_the_bits(name, layers) -> None:
     def make(network: nn.Module) -> Optimizer:
@@ -98,7 +100,7 @@ def test_with_all_its_parameters_on_one_worker_it_gives_the_bits(name, layers) -
     )
 
 
-@pytest.mark.parametrize("name", ["Distance", "Slow"])
+@pytest.mark.parametrize("name", COUNTING)
 def test_what_other_workers_would_see_wrongly_is_refused(name) -> None:
     with pytest.raises(ConfigurationError, match=r"has its parameters on other workers \(1\)"):
         same(make_optimizer=lambda net: MAKE[name](net.second.parameters()), captures=CAPTURES)
