@@ -66,18 +66,28 @@ class CheckpointError(GraphsplitError, RuntimeError):
     """A save could not be written, or not be read. Names the file, the worker and the reason."""
 
 
+STOPPED_STATUS = 143
+"""The exit status of a process that was asked to end by SIGTERM: 128 + 15."""
+
+
 class StoppedInOrder(SystemExit):
     """This process was asked to end (SIGTERM), and does, at the end of a step, with all others.
 
     Leaves the script like ``sys.exit(143)``: no error, so ``except Exception`` does not catch it.
     """
 
+    def __init__(self, status: int = STOPPED_STATUS) -> None:
+        super().__init__(status)
+
+
+class EnoughSteps(StoppedInOrder):
+    """``graphsplit check`` has seen as many training steps as it asked for.
+
+    Leaves the script like ``sys.exit(0)``, on all workers after the same step.
+    """
+
     def __init__(self) -> None:
-        super().__init__(STOPPED_STATUS)
-
-
-STOPPED_STATUS = 143
-"""The exit status of a process that was asked to end by SIGTERM: 128 + 15."""
+        super().__init__(0)
 
 
 class ClusterError(GraphsplitError, RuntimeError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.capture.graph import Mode, Node, NodeKind
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.frames import short_path
@@ -164,6 +164,16 @@ class ProgramRunner:
     def instructions(self) -> tuple[Instruction, ...]:
         """The program."""
         return self._parts.program.instructions
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the plan's graph."""
+        return self._nodes
+
+    def node_at(self, file: str, line: int) -> Node | None:
+        """The operation that a line of generated code runs, if it is one of this program's."""
+        found = (code.node_at_line.get((file, line)) for code in self._code.values())
+        return next((node for node in found if node is not None), None)
 
     @property
     def state(self) -> Mapping[int, torch.Tensor]:

@@ -308,9 +308,14 @@ class ClusterEngine(Engine):
             is_watched = self.profiler.watches(phase.planned)
             if is_watched:
                 self.profiler.begin(phase.planned, step)
-            state = runner.run(
-                step, phase.inputs, numbers=numbers, microbatches=microbatches, meanwhile=meanwhile
-            )
+            with self.witness.watch(runner):
+                state = runner.run(
+                    step,
+                    phase.inputs,
+                    numbers=numbers,
+                    microbatches=microbatches,
+                    meanwhile=meanwhile,
+                )
             if is_watched:
                 self.profiler.end(phase.planned)
             meanwhile = None

@@ -19,10 +19,17 @@ from graphsplit.train.microbatches import Division
 from graphsplit.train.step_plan import Progress, total_loss
 from graphsplit.train.task import Task, materialize_all
 from graphsplit.train.trainable import check_value
+from graphsplit.train.witness import Witness
 
 
 class Engine(Holder):
-    """Runs the steps of a Model."""
+    """Runs the steps of a Model.
+
+    Attributes:
+        witness: Sees what is computed.
+    """
+
+    witness = Witness()
 
     @property
     def stops_here(self) -> bool:
@@ -105,6 +112,10 @@ class EagerEngine(Engine):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
+        with self.witness.watch():
+            return self._train_step(division)
+
+    def _train_step(self, division: Division) -> torch.Tensor:
         task = self._task
         self.progress.begin()
         if not task.network.training:  # a callback may have evaluated in the middle of an epoch

@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from graphsplit.errors import ConfigurationError, StoppedInOrder
+from graphsplit.errors import ConfigurationError, EnoughSteps, StoppedInOrder
 from graphsplit.partition.explain import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import Policy
@@ -29,6 +29,7 @@ from graphsplit.train.microbatches import LossWeight, Split
 from graphsplit.train.profile import Profiling
 from graphsplit.train.stored import StoredState
 from graphsplit.train.training import Training
+from graphsplit.train.witness import witness_for
 
 
 class Model:
@@ -132,6 +133,7 @@ class Model:
         self._engine: Engine = (
             EagerEngine(self._task) if job is None else ClusterEngine(self._task, job)
         )
+        self._engine.witness = witness_for(self._task)
         self._states = States(self._task, self._engine)
         self._stored = StoredState(self._task, self._engine, self._states)
         self._explainer = Explainer(self._task, self._engine)
@@ -216,7 +218,10 @@ class Model:
         task = self._task
         with self._engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
-            return self._engine.train_step(division)
+            self._engine.witness.begins()
+            loss = self._engine.train_step(division)
+            self._engine.witness.trained(loss)
+            return loss
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -240,6 +245,8 @@ class Model:
 
     def _stop_if_asked(self) -> None:
         """Leave the script, together with all workers, if the job was asked to end."""
+        if self._engine.witness.has_enough:
+            raise EnoughSteps
         if self._engine.stops_here:
             self._script.stop()
             raise StoppedInOrder
@@ -254,6 +261,7 @@ class Model:
             self._states.others.begin(loader)
             found = self._engine.eval_epoch(loader, self._metrics)
             self._states.others.end(loader)
+            self._engine.witness.evaluated(found)
             return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +277,9 @@ class Model:
 
     def _run_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._engine.guard():
-            return self._engine.predict((args, kwargs))
+            outputs = self._engine.predict((args, kwargs))
+            self._engine.witness.predicted(outputs)
+            return outputs
 
     def explain(self, *batch: Any, detail: Detail = "modules", **kwargs: Any) -> str:
         """Which worker runs what, why, and the bytes that cross each cut.
