@@ -26,6 +26,19 @@ from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.train.task import Task
 from graphsplit.train.witness.values import digest_of
 
+# What they return is whatever the memory held before.
+_UNSET = frozenset(
+    getattr(packet, overload)
+    for packet in (
+        torch.ops.aten.empty,
+        torch.ops.aten.empty_like,
+        torch.ops.aten.empty_strided,
+        torch.ops.aten.empty_permuted,
+        torch.ops.aten.new_empty,
+        torch.ops.aten.new_empty_strided,
+    )
+    for overload in packet.overloads()
+)
 Note = Callable[[Operation], None]
 _Describe = Callable[[str, tuple[str, ...], FrameType], Operation]
 
@@ -42,6 +55,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func in _UNSET:
+            return result
         digests = tuple(
             digest_of(leaf)
             for leaf in pytree.tree_leaves(result)
