@@ -4,6 +4,7 @@ All processes of one pass share a folder::
 
     request.json      what is asked
     worker_0.jsonl    what a process notes, one record per line; plain.jsonl is the plain loop's
+    plain.refusals    what a job would refuse, in a pass that looks for that
     worker_0.ops      the operations of one step, in a pass that looks for where a difference begins
     generator         the generator state that worker 0 left gs.init() with
 """
@@ -22,6 +23,7 @@ from graphsplit.errors import ConfigurationError
 VARIABLE = "GS_CHECK_FILE"
 PLAIN = "plain"
 _REQUEST, _GENERATOR = "request.json", "generator"
+_REFUSALS = ".refusals"
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Request:
         num_steps: After how many training steps it leaves the script.
         operations_of: The training step whose operations are noted as well, from 1; 0: of none.
         whole: Kind and name of a value whose elements are all noted; empty for none.
+        survey_for: For how many workers all is to be found that a job would refuse; 0: for none.
     """
 
     num_steps: int
     operations_of: int = 0
     whole: tuple[str, str] = ("", "")
+    survey_for: int = 0
 
 
 def records_file(folder: Path, process: str) -> Path:
@@ -55,6 +59,7 @@ def write_request(folder: Path, request: Request) -> None:
         "num_steps": request.num_steps,
         "operations_of": request.operations_of,
         "whole": list(request.whole),
+        "survey_for": request.survey_for,
     }
     (folder / _REQUEST).write_text(json.dumps(parts))
 
@@ -74,14 +79,34 @@ def read_request(file: Path) -> Request:
     try:
         found = json.loads((file.parent / _REQUEST).read_text())
         match found:
-            case {"num_steps": int(steps), "operations_of": int(watched), "whole": [kind, name]}:
-                return Request(steps, watched, (str(kind), str(name)))
+            case {
+                "num_steps": int(steps),
+                "operations_of": int(watched),
+                "whole": [str(kind), str(name)],
+                "survey_for": int(num_workers),
+            }:
+                return Request(steps, watched, (kind, name), num_workers)
     except (OSError, ValueError):
         pass
     raise ConfigurationError(
         f"{VARIABLE}={file} is set, but there is no request of graphsplit check beside that file\n"
         f"  Fix: unset {VARIABLE}; graphsplit check sets it for the processes that it starts."
     )
+
+
+def write_refusal(records: Path, text: str) -> None:
+    """Note what a job would refuse, given where the process notes the rest."""
+    with records.with_suffix(_REFUSALS).open("a") as file:
+        file.write(f"{json.dumps(text)}\n")
+
+
+def read_refusals(records: Path) -> tuple[str, ...]:
+    """What a job would refuse, each once, in the order in which it was found."""
+    try:
+        lines = records.with_suffix(_REFUSALS).read_text().splitlines()
+    except FileNotFoundError:
+        return ()
+    return tuple(dict.fromkeys(str(json.loads(line)) for line in lines))
 
 
 def leave_generator(file: Path, state: bytes) -> None:

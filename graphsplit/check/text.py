@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import indent
 
 from graphsplit.check.compare import Comparison, Difference, Diverged, Unequal
 from graphsplit.check.pinpoint import Pinpoint
 from graphsplit.check.record import Kind, Operation, Record, Value, What
 
-_SHOWN = 4
+_SHOWN = 3
 _OURS = (
     "network, loss, loader and callbacks may look at nothing that is not the same in every run: a "
     "rank, the clock, a file that is changed. If they do not, this is a fault of graphsplit: "
@@ -78,13 +80,16 @@ def nothing_to_compare(why: str) -> str:
     )
 
 
-def failed(*, comparison: Comparison, job_status: int, plain_status: int) -> Findings:
+def failed(
+    *, comparison: Comparison, job_status: int, plain_status: int, refusals: Sequence[str] = ()
+) -> Findings:
     """What is said where the job, or the plain loop, did not end well.
 
     Args:
         comparison: What both sides noted until then.
         job_status: The job's exit status.
         plain_status: That of the plain loop.
+        refusals: All that a job would refuse, as far as it was found.
     """
     compared = _compared(comparison)
     if plain_status:
@@ -103,6 +108,11 @@ def failed(*, comparison: Comparison, job_status: int, plain_status: int) -> Fin
         lines += [f"and before that, at {_moment(difference.record)}:", *_unequal(difference.first)]
     elif comparison.num_steps:
         lines.append("until there all is the same")
+    if refusals:
+        lines.append(f"a job refuses {_count(len(refusals), 'thing')} that this script does:")
+        for number, text in enumerate(refusals, start=1):
+            lines.append(indent(f"{number}. {text}", "  "))
+        return Findings(1, _told(lines, compared, "do what each of them says."))
     return Findings(1, _told(lines, compared, "do what the error above says after 'Fix:'."))
 
 
@@ -195,7 +205,10 @@ def _diverged(difference: Diverged) -> list[str]:
 
 def _origin(first: Unequal, where: Pinpoint) -> list[str]:
     """Module and operation."""
-    operation = where.found or where.plain
+    plain = where.plain
+    if plain is not None and where.found is not None and _is_same_line(plain, where.found):
+        plain = None
+    operation = where.found or plain
     if operation is None:
         module = _module_of(first.value)
         return [] if module is None else [f"  module     {module}"]
@@ -203,12 +216,16 @@ def _origin(first: Unequal, where: Pinpoint) -> list[str]:
     text = f"backward of {operation.target}" if where.by_gradient else _operation(operation)
     side = f" on worker {where.worker}" if where.worker is not None else ", plain loop"
     lines.append(f"  operation  {text}{side}{_at(operation)}")
-    if where.found is not None and where.plain is not None:
+    if where.found is not None and plain is not None:
         lines.append(
-            f"  where the plain loop has {where.plain.name}{_at(where.plain)}, a result that no "
-            f"worker has"
+            f"  before it, no worker has the result of {plain.name} in the plain loop{_at(plain)}"
         )
     return lines
+
+
+def _is_same_line(one: Operation, other: Operation) -> bool:
+    """Whether two operations stand in one line of the user's: ``a.py:3, in f`` and ``a.py:3``."""
+    return one.source.partition(",")[0] == other.source.partition(",")[0]
 
 
 def _operation(operation: Operation) -> str:

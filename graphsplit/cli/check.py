@@ -22,6 +22,7 @@ from graphsplit.check.request import (
     VARIABLE,
     Request,
     operations_file,
+    read_refusals,
     records_file,
     write_request,
 )
@@ -183,7 +184,10 @@ class _Check:
         comparison = first.compared()
         if not first.has_ended_well:
             return failed(
-                comparison=comparison, job_status=first.job_status, plain_status=first.plain_status
+                comparison=comparison,
+                job_status=first.job_status,
+                plain_status=first.plain_status,
+                refusals=() if first.plain_status else self._refusals(steps),
             )
         difference = comparison.difference
         if not isinstance(difference, Difference):
@@ -216,6 +220,15 @@ class _Check:
                 where = self._pinpoint(difference)
         return Findings(1, difference_text(comparison, difference, where))
 
+    def _refusals(self, steps: int) -> tuple[str, ...]:
+        """All that a job would refuse: a job ends with the first."""
+        folder = self._folder / "refusals"
+        folder.mkdir()
+        write_request(folder, Request(steps, survey_for=self._options.num_workers))
+        with _silent() as console:
+            self._run_plain(folder, replace(self._options, log_dir=None), console)
+        return read_refusals(records_file(folder, PLAIN))
+
     def _pinpoint(self, difference: Difference) -> Pinpoint:
         folder = self._folder / "second"
         plain = _operations(operations_file(records_file(folder, PLAIN)))
@@ -235,21 +248,25 @@ class _Check:
             options, self._environ, console=console, own=own, limit_s=self._limit_s
         )
         _leave_if_interrupted(job_status)
-        spec = lone_child({**self._environ, VARIABLE: str(records_file(folder, PLAIN))}, PLAIN)
-        plain_status = supervise(
-            [spec],
-            script_command(options),
-            console=console,
-            log_dir=options.log_dir,
-            limit_s=self._limit_s,
-        )
-        _leave_if_interrupted(plain_status)
+        plain_status = self._run_plain(folder, options, console)
         return _Pass(
             job_status,
             plain_status,
             _records(records_file(folder, PLAIN)),
             tuple(_records(path) for path in self._workers_files(folder)),
         )
+
+    def _run_plain(self, folder: Path, options: JobOptions, console: Console) -> int:
+        variables = {**self._environ, VARIABLE: str(records_file(folder, PLAIN))}
+        status = supervise(
+            [lone_child(variables, PLAIN)],
+            script_command(options),
+            console=console,
+            log_dir=options.log_dir,
+            limit_s=self._limit_s,
+        )
+        _leave_if_interrupted(status)
+        return status
 
     def _workers_files(self, folder: Path) -> list[Path]:
         return [records_file(folder, f"worker {rank}") for rank in range(self._options.num_workers)]

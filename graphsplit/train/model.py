@@ -22,12 +22,13 @@ from graphsplit.train.callbacks import Callback, RunContext
 from graphsplit.train.checkpoint.position import Position
 from graphsplit.train.checkpoint.states import Loaded, PathLike, States
 from graphsplit.train.cluster_engine import ClusterEngine
-from graphsplit.train.engine import EagerEngine, Engine
+from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import LossWeight, Split
 from graphsplit.train.profile import Profiling
 from graphsplit.train.stored import StoredState
+from graphsplit.train.survey import one_process_engine
 from graphsplit.train.training import Training
 from graphsplit.train.witness import witness_for
 
@@ -131,7 +132,7 @@ class Model:
         self._task = given.task()
         job = joined.current()
         self._engine: Engine = (
-            EagerEngine(self._task) if job is None else ClusterEngine(self._task, job)
+            one_process_engine(self._task) if job is None else ClusterEngine(self._task, job)
         )
         self._engine.witness = witness_for(self._task)
         self._states = States(self._task, self._engine)

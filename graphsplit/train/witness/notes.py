@@ -90,8 +90,8 @@ class _Notebook:
 
     @property
     def watches_now(self) -> bool:
-        """Whether the operations of the step that has begun are asked for."""
-        return self.num_steps == self.request.operations_of
+        """Whether the operations of the step that has begun are asked for; before all, none is."""
+        return 0 < self.num_steps == self.request.operations_of and not self.has_enough
 
     def note(self, what: What, model: int, number: int, values: Iterator[Value]) -> None:
         """Note some values, and the generators."""
@@ -174,7 +174,7 @@ class _NotingWitness(Witness):
         yield from self._values.state()
 
     def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
-        if self._notebook.has_enough or not self._notebook.watches_now:
+        if not self._notebook.watches_now:
             return nullcontext()
         if runner is None:
             return watching_plain_loop(self._task, self._notebook.note_operation)
