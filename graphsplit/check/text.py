@@ -11,6 +11,7 @@ from graphsplit.check.pinpoint import Pinpoint
 from graphsplit.check.record import Kind, Operation, Record, Value, What
 
 _SHOWN = 3
+_GENERATORS = {"random": "Python's random", "numpy": "NumPy"}
 _OURS = (
     "network, loss, loader and callbacks may look at nothing that is not the same in every run: a "
     "rank, the clock, a file that is changed. If they do not, this is a fault of graphsplit: "
@@ -66,9 +67,8 @@ def findings(comparison: Comparison, *, asked: int) -> Findings:
                 f"ask for fewer (--steps {comparison.num_steps}), or let the script train more.",
             ),
         )
-    return Findings(
-        0, f"graphsplit check: the same bits. Compared {compared}.{_left_out(comparison)}"
-    )
+    said = [f"graphsplit check: the same bits. Compared {compared}.", *_left_out(comparison)]
+    return Findings(0, "\n".join(said))
 
 
 def nothing_to_compare(why: str) -> str:
@@ -108,6 +108,7 @@ def failed(
         lines += [f"and before that, at {_moment(difference.record)}:", *_unequal(difference.first)]
     elif comparison.num_steps:
         lines.append("until there all is the same")
+    lines += _left_out(comparison)
     if refusals:
         lines.append(f"a job refuses {_count(len(refusals), 'thing')} that this script does:")
         for number, text in enumerate(refusals, start=1):
@@ -146,17 +147,15 @@ def unstable(comparison: Comparison, difference: Difference | Diverged) -> str:
     return _told([*lines, "so nothing can be compared with it"], _compared(comparison), _SEEDS)
 
 
-def _left_out(comparison: Comparison) -> str:
-    """What was not compared, as a further sentence."""
+def _left_out(comparison: Comparison) -> list[str]:
+    """What was not compared, as a further line."""
     if not comparison.unseeded:
-        return ""
-    names = " and ".join(
-        {"random": "Python's random", "numpy": "NumPy"}.get(n, n) for n in comparison.unseeded
-    )
-    return (
-        f"\nNot compared: the generator state of {names}, which the script does not seed, or not "
-        f"alike in every process."
-    )
+        return []
+    names = " and ".join(_GENERATORS.get(name, name) for name in comparison.unseeded)
+    return [
+        f"  not compared: the generator state of {names}, which the script does not seed, or not "
+        f"alike in every process"
+    ]
 
 
 def _told(lines: list[str], compared: str, fix: str) -> str:
