@@ -17,6 +17,10 @@ _OURS = (
     "rank, the clock, a file that is changed. If they do not, this is a fault of graphsplit: "
     "please report it with this output."
 )
+_THREADS = (
+    "let all processes use as many threads: set OMP_NUM_THREADS, and do not call "
+    "torch.set_num_threads in some of them alone. Their number changes the bits of sums."
+)
 _SEEDS = (
     "set the seeds of torch, random and numpy before the network is built, and let neither its "
     "values nor the optimizer's settings depend on a rank."
@@ -114,7 +118,7 @@ def failed(
         for number, text in enumerate(refusals, start=1):
             lines.append(indent(f"{number}. {text}", "  "))
         return Findings(1, _told(lines, compared, "do what each of them says."))
-    return Findings(1, _told(lines, compared, "do what the error above says after 'Fix:'."))
+    return Findings(1, _told(lines, compared, "mend what the error above names."))
 
 
 def difference_text(comparison: Comparison, difference: Difference, where: Pinpoint) -> str:
@@ -131,8 +135,13 @@ def difference_text(comparison: Comparison, difference: Difference, where: Pinpo
     others = _others(difference)
     if others:
         lines.append(f"  also different: {others}")
-    is_start = difference.record.what is What.START
-    return _told(lines, _compared(comparison), _SEEDS if is_start else _OURS)
+    return _told(lines, _compared(comparison), _fix(difference))
+
+
+def _fix(difference: Difference) -> str:
+    if difference.first.value.kind is Kind.THREADS:
+        return _THREADS
+    return _SEEDS if difference.record.what is What.START else _OURS
 
 
 def unstable(comparison: Comparison, difference: Difference | Diverged) -> str:

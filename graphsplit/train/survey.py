@@ -7,6 +7,7 @@ in train, eval and predict, whether there is a plan; then it runs the batch eage
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -49,6 +50,7 @@ class SurveyEngine(EagerEngine):
         self._num_workers = num_workers
         self._note = note
         self._seen: set[tuple[Mode, str]] = set()
+        self._told: set[tuple[str, str]] = set()
         self._try("a Model", lambda: check_trained(task))
 
     def train_step(self, division: Division) -> torch.Tensor:
@@ -107,5 +109,7 @@ class SurveyEngine(EagerEngine):
         try:
             action()
         except GraphsplitError as error:
-            where = line_now(error.__traceback__.tb_frame if error.__traceback__ else None)
-            self._note(f"{what}, {where}: {type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            if (what, text) not in self._told:  # once, however many kinds of batches meet it
+                self._told.add((what, text))
+                self._note(f"{what}, {line_now(sys._getframe())}: {text}")

@@ -117,6 +117,14 @@ def test_a_difference_before_the_first_step_is_one_of_seeds() -> None:
     assert "Fix: set the seeds" in text
 
 
+def test_another_number_of_threads_is_told_with_its_own_way_out() -> None:
+    plain = Value(Kind.THREADS, "", "int", "one", ("1",))
+    cut = replace(plain, digest="two", elements=("2",))
+    text = difference_text(*differing(start(plain), start(cut)), Pinpoint())
+    assert "threads: int 1 in the plain loop" in text
+    assert "OMP_NUM_THREADS" in text
+
+
 def test_a_plain_loop_that_is_never_the_same_is_told_as_such() -> None:
     comparison, difference = differing(step(1, WEIGHT_A), step(1, replace(WEIGHT_A, digest="o")))
     text = unstable(comparison, difference)
