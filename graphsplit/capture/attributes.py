@@ -3,7 +3,9 @@
 A captured graph computes values; it does not run the Python code again. So what forward leaves is
 found out when it is captured, and put back as it was::
 
-    self.last = h                 a tensor: nobody will compute it, so forward must not read it
+    self.last = h                 a tensor where none was: nobody will compute it, so forward must
+                                  not read it
+    self.h = h.detach()           a tensor where one was: it becomes a buffer
     self.length = x.shape[1]      a plain value: left again at every step, on every worker
     self.is_scaled = True         the same; and if forward reads it, the next step has another graph
     self.calls += 1               never settles: refused
@@ -146,7 +148,7 @@ class Attributes:
         Raises:
             CaptureError: A tensor that the graph reads was replaced.
         """
-        read = {storage_of(c) for c in constants if isinstance(c, torch.Tensor)}
+        read = _storages(constants)
         found: list[Change] = []
         for module, after in self._after.items():
             if module in self._whole:
@@ -154,11 +156,30 @@ class Attributes:
             before = self._before[module]
             for name in {**before, **after}:
                 old, new = before.get(name, MISSING), after.get(name, MISSING)
-                if isinstance(new, FakeTensor) and _is_among(old, read):
+                if _holds_fake(new) and any(_is_among(leaf, read) for leaf in _leaves(old)):
                     raise self._replaced_tensor(module, name)
                 if _is_plain(old) and _is_plain(new) and not is_same(old, new):
                     found.append(Change((self._paths[module], name), old, new))
         return found
+
+    def replaced_tensors(self, constants: Collection[Any]) -> list[Key]:
+        """Attributes with a tensor to which forward assigns another one.
+
+        If the graph reads it, or its owner could keep the new one in its place.
+
+        Args:
+            constants: Tensors that the graph reads and that are neither parameters nor buffers.
+        """
+        read = _storages(constants)
+        return [
+            (self._paths[module], name)
+            for module, after in self._after.items()
+            if module not in self._whole
+            for name, new in after.items()
+            if isinstance(old := self._before[module].get(name), torch.Tensor)
+            and isinstance(new, FakeTensor)
+            and (_is_among(old, read) or _look(old) == _look(new))
+        ]
 
     def left_tensors(self) -> dict[Key, Any]:
         """Attributes in which forward leaves tensors where there were none before.
@@ -178,8 +199,8 @@ class Attributes:
             f"{type(module).__name__} assigns a new tensor to its attribute "
             f"{label_of((self._paths[module], name))!r} in forward; the captured graph "
             f"would read the old one at every step\n"
-            f"  Fix: register it with register_buffer, and change it in place, as in "
-            f"self.{name}.copy_(new); or keep the module whole with gs.opaque."
+            f"  Fix: keep each tensor in an attribute of its own, or in a buffer "
+            f"(register_buffer); or keep the module whole with gs.opaque."
         )
 
 
@@ -234,6 +255,14 @@ def _is_plain(value: Any) -> bool:
         return False
     inside: Any = (*value.keys(), *value.values()) if isinstance(value, dict) else value
     return len(inside) <= _MAX_LEAVES and all(map(_is_plain, inside))
+
+
+def _storages(tensors: Collection[Any]) -> set[int]:
+    return {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _is_among(value: Any, storages: Collection[int]) -> bool:

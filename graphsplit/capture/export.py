@@ -31,6 +31,7 @@ from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.known_values import answers_known_values, is_all_ones
 from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.old_values import keep_old_values
 from graphsplit.capture.own_errors import raises_by_itself
 from graphsplit.capture.pinned_sizes import check_pinned_sizes
 from graphsplit.capture.recipes import Question
@@ -67,7 +68,7 @@ class _Step(nn.Module):
         inputs = zip(flatten_inputs(args, kwargs), self._is_ones, strict=True)
         answering = answers_known_values([value for value, is_ones in inputs if is_ones])
         with (
-            AssignedBuffers() as buffers,
+            AssignedBuffers(self) as buffers,
             as_in_eager_mode(),
             blocks,
             DataIsDetached(),
@@ -111,7 +112,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     """Capture one step of a network as a graph.
 
     Draws nothing from the default generator, and changes neither parameters, buffers nor other
-    attributes.
+    attributes; but tensors in attributes that forward changes become buffers.
 
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
@@ -128,9 +129,9 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         is_ones,
     )
     step.training = request.network.training
-    state = _state_tensors(step)
     with _only_recording(request):
         recorded = record_program(step, request.network, _how_to_export(step, request))
+    state = _state_tensors(step)
     program = recorded.program
     graph_module = program.graph_module
     name_modules_inside(graph_module, step)
@@ -139,6 +140,8 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
     remove_identities(graph_module.graph)
     unite_tied(program, state)
+    if request.mode is Mode.TRAIN:
+        keep_old_values(graph_module.graph, loss=request.loss)
     make_in_place_explicit(graph_module.graph, state=state_placeholders(program).keys())
     if request.mode is Mode.TRAIN:
         keep_casts(graph_module.graph, _parameters(program, state))
@@ -158,6 +161,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         sizes=sizes,
         changes=recorded.changes,
         is_other_after=recorded.is_other_after,
+        buffers=recorded.buffers,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.attributes import Change
+from graphsplit.capture.attributes import Change, Key
 from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.capture.sizes import DynamicSizes
 from graphsplit.capture.structure import Structure
@@ -136,6 +136,7 @@ class CapturedGraph:
         sizes: For which sizes of its inputs it holds, where it holds for several.
         changes: What forward leaves in attributes of the network.
         is_other_after: Whether the next step has another graph, because of these.
+        buffers: Attributes whose tensors forward changes, and that are buffers since the capture.
     """
 
     mode: Mode
@@ -150,6 +151,7 @@ class CapturedGraph:
     sizes: DynamicSizes | None = None
     changes: tuple[Change, ...] = ()
     is_other_after: bool = False
+    buffers: tuple[Key, ...] = ()
 
     @property
     def loss_node(self) -> int | None:

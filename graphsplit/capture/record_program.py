@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from graphsplit.capture.opaque_automatic import kept_whole_unasked
 from graphsplit.capture.opaque_functions import custom_functions_whole
 from graphsplit.capture.opaque_marks import marked_ones, marked_ones_whole
 from graphsplit.capture.opaque_record import Recorder
+from graphsplit.capture.owned_tensors import make_buffers, written_attributes
 from graphsplit.capture.silent_losses import (
     check_drawn_nothing,
     refuse_own_generators,
@@ -69,11 +70,13 @@ class Recorded:
         program: What ``torch.export`` made of it.
         changes: What forward leaves in attributes of the network.
         is_other_after: Whether another program would be recorded once that is made.
+        buffers: Attributes whose tensors forward changes; they have become buffers.
     """
 
     program: ExportedProgram
     changes: tuple[Change, ...] = ()
     is_other_after: bool = False
+    buffers: tuple[Key, ...] = ()
 
 
 def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recorded:
@@ -88,10 +91,14 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
     whole: list[nn.Module] = []
+    buffers: list[Key] = []
     refused: CaptureError | None = None
     while True:
         try:
-            return _settled(root, export, whole)
+            return replace(_settled(root, export, whole), buffers=tuple(buffers))
+        except _ChangesTensorsError as found:
+            make_buffers(dict(root.named_children()), found.keys)
+            buffers += found.keys
         except _CannotBeTakenApartError as found:
             refused = refused or found.refusal
             if found.module is None or found.module in (root, network, *whole):
@@ -112,6 +119,14 @@ class _CannotBeTakenApartError(Exception):
         super().__init__()
         self.refusal = refusal
         self.module = module
+
+
+class _ChangesTensorsError(Exception):
+    """Tensors in attributes have to become buffers."""
+
+    def __init__(self, keys: Collection[Key]) -> None:
+        super().__init__()
+        self.keys = keys
 
 
 def _settled(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
@@ -161,7 +176,7 @@ def _check_not_read(
     try:
         for key, value in tensors.items():
             set_value(root, key, value)
-        again, _, _ = _record(root, export, whole)
+        again, _, _ = _record(root, export, whole, left=tensors)
     except (CaptureError, _CannotBeTakenApartError):
         raise kept_tensors(tensors) from None
     finally:
@@ -189,7 +204,11 @@ def _text(program: ExportedProgram) -> str:
 
 
 def _record(
-    root: nn.Module, export: Export, whole: Collection[nn.Module]
+    root: nn.Module,
+    export: Export,
+    whole: Collection[nn.Module],
+    *,
+    left: Collection[Key] = (),
 ) -> tuple[ExportedProgram, list[Change], dict[Key, Any]]:
     attributes = Attributes(root, [*marked_ones(root), *whole])
     recorder = Recorder(root)
@@ -201,9 +220,14 @@ def _record(
         attributes.put_back()
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
+    constants = program.constants.values()
+    replaced = [k for k in attributes.replaced_tensors(constants) if k not in left]
+    keys = replaced or written_attributes(program, root)
+    if keys:
+        raise _ChangesTensorsError(keys)
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
-    changed = attributes.changed(program.constants.values())
+    changed = attributes.changed(constants)
     return program, changed, attributes.left_tensors()
 
 

@@ -193,6 +193,11 @@ class Planner:
         """What a network's graphs depend on besides their inputs."""
         return self.requires_grad(), self.attributes.values()
 
+    def _take(self, graph: CapturedGraph) -> None:
+        """Treat attributes as a new graph needs it."""
+        self.attributes.make_buffers(graph)
+        self._watch(graph)
+
     def _watch(self, graph: CapturedGraph) -> None:
         """Tell plans apart by attributes that were not known to change when they were made."""
         new = tuple(self.attributes.watch(graph).values())
@@ -254,10 +259,10 @@ class Planner:
         try:
             plan, programs = self._pure_passes(mode, signature, part)
         except OneByOneError as error:
-            self._watch(error.graph)
+            self._take(error.graph)
             self._one_by_one.add((mode, signature.digest, self._look()))
             raise
-        self._watch(plan.placed.graph)
+        self._take(plan.placed.graph)
         text = "\n".join(
             [
                 note,

@@ -19,6 +19,7 @@ from torch import nn
 
 from graphsplit.capture.attributes import MISSING, Key, set_value, value_at
 from graphsplit.capture.graph import CapturedGraph
+from graphsplit.capture.owned_tensors import make_buffers
 from graphsplit.train.kept_values import from_kept, to_kept
 
 
@@ -47,6 +48,10 @@ class WatchedAttributes:
         new = {c.key: repr(c.old) for c in changes if c.key not in self._watched}
         self._watched += new
         return new
+
+    def make_buffers(self, graph: CapturedGraph) -> None:
+        """Let tensors in attributes that forward changes be buffers, as capture has made them."""
+        make_buffers(self._modules, graph.buffers)
 
     def leave(self, graph: CapturedGraph) -> None:
         """Leave the attributes as forward leaves them."""

@@ -294,7 +294,7 @@ REFUSED: dict[str, tuple[Any, str, str, int | None]] = {
     ),
     "draws again": (draws_again, "preserve_rng_state=False", "leave preserve_rng_state", None),
     "counts": (counts, "steps from 0 to 1", "count in a buffer", None),
-    "carries": (carries, "new tensor to its attribute 'state'", "register_buffer", None),
+    "carries": (carries, "backward would go through the step before", ".detach()", 1),
 }
 
 
