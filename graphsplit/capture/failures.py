@@ -25,7 +25,8 @@ _LEAVES = (
 )
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
-        r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)",
+        r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
+        r"|DataDependentOutput|DynamicOutputShape|NestedTensor",
         _VALUES,
         "replace the Python branch by torch.where, or compute the condition from shapes or "
         f"arguments, or {_OPAQUE}",
@@ -36,7 +37,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         f"pad the sequences and leave packing out, or {_OPAQUE}",
     ),
     (
-        r"fake tensor|FakeTensor|non-fake|data_ptr|numpy",
+        r"fake tensor|FakeTensor|non-fake|data_ptr|numpy|data is not allocated",
         _LEAVES,
         "keep the computation in torch operations, and register extra tensors with "
         f"register_buffer, or {_OPAQUE}",

@@ -31,6 +31,7 @@ from graphsplit.capture.attributes import (
 )
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, quiet_export
+from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
 from graphsplit.capture.opaque import put_in_place
 from graphsplit.capture.opaque_automatic import kept_whole_unasked
 from graphsplit.capture.opaque_functions import custom_functions_whole
@@ -249,6 +250,7 @@ def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]
         stack.enter_context(quiet_export())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
+        stack.enter_context(nested_tensors_kept_whole(recorder))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
         stack.enter_context(silent_losses_refused(recorder))
         stack.enter_context(checkpoints_noted())
