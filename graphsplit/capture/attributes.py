@@ -165,7 +165,8 @@ class Attributes:
     def replaced_tensors(self, constants: Collection[Any]) -> list[Key]:
         """Attributes with a tensor to which forward assigns another one.
 
-        If the graph reads it, or its owner could keep the new one in its place.
+        If the graph reads the old one; or that of another mode may read the new one, which then has
+        no history (a weight that a hook computes for this step has one).
 
         Args:
             constants: Tensors that the graph reads and that are neither parameters nor buffers.
@@ -176,9 +177,9 @@ class Attributes:
             for module, after in self._after.items()
             if module not in self._whole
             for name, new in after.items()
-            if isinstance(old := self._before[module].get(name), torch.Tensor)
-            and isinstance(new, FakeTensor)
-            and (_is_among(old, read) or _look(old) == _look(new))
+            if isinstance(new, FakeTensor)
+            and isinstance(old := self._before[module].get(name), torch.Tensor)
+            and (_is_among(old, read) or (torch.is_grad_enabled() and _may_follow(old, new)))
         ]
 
     def left_tensors(self) -> dict[Key, Any]:
@@ -261,8 +262,10 @@ def _storages(tensors: Collection[Any]) -> set[int]:
     return {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
 
 
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+def _may_follow(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether a tensor may be copied to where another one was."""
+    looks = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in (old, new)]
+    return looks[0] == looks[1] and not old.requires_grad and not new.requires_grad
 
 
 def _is_among(value: Any, storages: Collection[int]) -> bool:

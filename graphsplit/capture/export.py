@@ -42,6 +42,17 @@ from graphsplit.capture.structure import Structure, take_apart
 from graphsplit.capture.tied import state_placeholders, unite_tied
 
 
+class _LossFunction(nn.Module):
+    """A loss that is no module, as one: what is kept whole is a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
 class _Step(nn.Module):
     """What is captured: the network, and its loss where one is asked for."""
 
@@ -56,7 +67,8 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network
-        self.loss_fn = loss_fn
+        is_function = loss_fn is not None and not isinstance(loss_fn, nn.Module)
+        self.loss_fn = _LossFunction(loss_fn) if is_function else loss_fn
         self._run = run
         self._keeps_casts = torch.is_autocast_cache_enabled()
         self._note_structure = note_structure

@@ -89,14 +89,19 @@ def failing_module(error: BaseException) -> nn.Module | None:
 
     Other errors would come again however the module is run.
     """
-    text = f"{type(error).__name__}: {error}"
-    if not any(re.search(pattern, text) for pattern, _, _ in _REASONS):
+    if not comes_of_capture(error):
         return None
     found: nn.Module | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is nn.Module._call_impl.__code__:
             found = frame.f_locals.get("self")
     return found
+
+
+def comes_of_capture(error: BaseException) -> bool:
+    """Whether an error is one that values would have spared."""
+    text = f"{type(error).__name__}: {error}"
+    return any(re.search(pattern, text) for pattern, _, _ in _REASONS)
 
 
 @contextmanager

@@ -39,7 +39,12 @@ def _ctc_loss_of_numbers() -> Iterator[None]:
     original: Any = torch.ctc_loss
 
     def ctc_loss(
-        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **options: Any
+        log_probs: Any,
+        targets: Any,
+        input_lengths: Any,
+        target_lengths: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         lengths = [
             given if isinstance(given, torch.Tensor) else torch.tensor(given)

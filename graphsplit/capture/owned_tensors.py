@@ -30,6 +30,8 @@ from graphsplit.errors import CaptureError
 def make_buffers(modules: Mapping[str, nn.Module], keys: Collection[Key]) -> None:
     """Register tensors in attributes as buffers; those that are buffers stay as they are.
 
+    A graph that was captured before may read such a tensor as a constant.
+
     Args:
         modules: The network and the loss, by the names that begin the paths of keys.
         keys: The attributes.

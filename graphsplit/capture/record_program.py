@@ -44,6 +44,7 @@ from graphsplit.capture.silent_losses import (
     silent_losses_refused,
 )
 from graphsplit.capture.sizes import check_known
+from graphsplit.capture.swallowed import Signals
 from graphsplit.errors import CaptureError, GraphsplitError
 
 # How many values attributes may take in turn, from one call of forward to the next.
@@ -215,8 +216,8 @@ def _record(
     recorder = Recorder(root)
     network = getattr(root, "network", root)
     try:
-        with _recording(recorder, root, whole), attributes.noted():
-            program = _exported(export, network)
+        with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
+            program = _exported(export, network, signals)
     finally:
         attributes.put_back()
     _check(program, root)
@@ -232,16 +233,29 @@ def _record(
     return program, changed, attributes.left_tensors()
 
 
-def _exported(export: Export, network: nn.Module) -> ExportedProgram:
+def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedProgram:
     try:
-        return export.record()
-    except GraphsplitError:
-        raise
+        program = export.record()
     except Exception as error:
+        _check_nothing_swallowed(signals, network)
+        if isinstance(error, GraphsplitError):
+            raise
         module = failing_module(error)
         is_own = module is None and export.raises_by_itself(error)
         # torch's own frames, a hundred of them, would hide the user's line.
         raise _CannotBeTakenApartError(explain(network, error, is_own=is_own), module) from None
+    _check_nothing_swallowed(signals, network)
+    return program
+
+
+def _check_nothing_swallowed(signals: Signals, network: nn.Module) -> None:
+    """Take an error that the user's code has caught as if it had not."""
+    found = signals.swallowed()
+    if found is None:
+        return
+    if isinstance(found.error, GraphsplitError):
+        raise found.error
+    raise _CannotBeTakenApartError(explain(network, found.error), found.module) from None
 
 
 @contextmanager

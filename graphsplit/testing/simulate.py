@@ -55,7 +55,11 @@ class Captures:
     def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a task's step."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
-        key = (mode, signature.text, trained, task.autocast, plain_attributes(task.network))
+        look = (
+            plain_attributes(task.network),
+            tuple(name for name, _ in task.network.named_buffers()),
+        )
+        key = (mode, signature.text, trained, task.autocast, *look)
         if key not in self._graphs:
             self._graphs[key] = capture_graph(task, mode, signature)
         return self._graphs[key]

@@ -195,8 +195,17 @@ class Planner:
 
     def _take(self, graph: CapturedGraph) -> None:
         """Treat attributes as a new graph needs it."""
-        self.attributes.make_buffers(graph)
+        if self.attributes.make_buffers(graph):
+            self._forget_plans()
         self._watch(graph)
+
+    def _forget_plans(self) -> None:
+        """Drop plans in which a tensor that is a buffer now is a constant."""
+        for number in self._numbers.values():
+            self._job.transport.close_plan(number)
+        self.start_over()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def _watch(self, graph: CapturedGraph) -> None:
         """Tell plans apart by attributes that were not known to change when they were made."""

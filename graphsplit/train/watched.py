@@ -36,6 +36,7 @@ class WatchedAttributes:
         if isinstance(loss_fn, nn.Module):
             self._modules["loss_fn"] = loss_fn
         self._watched: list[Key] = []
+        self._buffers: set[Key] = set()
         self._first: dict[Key, Any] = {}  # what was there before forward left something
 
     def values(self) -> tuple[str, ...]:
@@ -49,9 +50,16 @@ class WatchedAttributes:
         self._watched += new
         return new
 
-    def make_buffers(self, graph: CapturedGraph) -> None:
-        """Let tensors in attributes that forward changes be buffers, as capture has made them."""
+    def make_buffers(self, graph: CapturedGraph) -> bool:
+        """Let tensors in attributes that forward changes be buffers, as capture has made them.
+
+        Returns:
+            Whether there are any that no graph before has changed.
+        """
+        new = set(graph.buffers) - self._buffers
         make_buffers(self._modules, graph.buffers)
+        self._buffers |= new
+        return bool(new)
 
     def leave(self, graph: CapturedGraph) -> None:
         """Leave the attributes as forward leaves them."""
