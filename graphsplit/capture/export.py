@@ -7,6 +7,7 @@ as one operation. So the recorded graph, run operation by operation, gives the b
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from graphsplit.capture.known_values import answers_known_values, is_all_ones
 from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
 from graphsplit.capture.old_values import keep_old_values
+from graphsplit.capture.outside_reads import OutsideReads
 from graphsplit.capture.own_errors import raises_by_itself
 from graphsplit.capture.pinned_sizes import check_pinned_sizes
 from graphsplit.capture.recipes import Question
@@ -67,6 +69,7 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network
+        self._plain_loss = loss_fn if inspect.isroutine(loss_fn) else None
         is_function = loss_fn is not None and not isinstance(loss_fn, nn.Module)
         self.loss_fn = _LossFunction(loss_fn) if is_function else loss_fn
         self._run = run
@@ -85,6 +88,7 @@ class _Step(nn.Module):
             blocks,
             DataIsDetached(),
             answering as questions,
+            OutsideReads(self._plain_loss),
         ):
             found = self._run(self.network, self.loss_fn, *args, **kwargs)
         self._note_questions(questions)
