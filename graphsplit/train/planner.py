@@ -15,6 +15,7 @@ from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.annotations import Annotation, mark_planned
+from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.lower import (
     WHOLE_STEP,
     StepPart,
@@ -30,7 +31,12 @@ from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.train.batch import Signature
-from graphsplit.train.overlap import check_overlapping, overlapping
+from graphsplit.train.overlap import (
+    check_overlapping,
+    check_used,
+    modified_state,
+    overlapping,
+)
 from graphsplit.train.passes import (
     OneByOneError,
     all_owners,
@@ -100,6 +106,7 @@ class Planner:
         self.updater = Updater(task.update_rules, self.parameters)
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
+        self._modified: set[str] = set()  # by any graph so far
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = _nothing
@@ -385,12 +392,20 @@ class Planner:
         tensors = self._tensors()
         known = self.known_owners()
         owners = all_owners(plan.placed, known, tensors, self._modules())
-        check_overlapping(self._overlapping, owners)
+        self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
         nodes, workers = plan.placed.graph.nodes, plan.placed.workers
         for position in plan.placed.graph.state_names:
             assert self.owners[nodes[position].target] == workers[position]
         self._free_others()
+
+    def _check_memory(
+        self, placed: PlacedGraph, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]
+    ) -> None:
+        self._modified |= modified_state(placed)
+        trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
+        check_overlapping(self._overlapping, owners, self._modified | trained)
+        check_used(placed, tensors, self._overlapping)
 
     def _free_others(self) -> None:
         """Give what is owned here its memory, and free what others own."""
