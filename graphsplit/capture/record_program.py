@@ -253,7 +253,7 @@ def _check_nothing_swallowed(signals: Signals, network: nn.Module) -> None:
     found = signals.swallowed()
     if found is None:
         return
-    if isinstance(found.error, GraphsplitError):
+    if isinstance(found.error, CaptureError):
         raise found.error
     raise _CannotBeTakenApartError(explain(network, found.error), found.module) from None
 

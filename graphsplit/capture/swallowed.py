@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from graphsplit.capture.failures import comes_of_capture
 from graphsplit.capture.opaque_record import Recorder
 from graphsplit.capture.replaced import replaced
-from graphsplit.errors import GraphsplitError
+from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
 
 # Raised outside of torch's functions, too: by a number that stands for a value.
@@ -40,7 +40,7 @@ _KINDS: tuple[Any, ...] = (
     GuardOnDataDependentSymNode,
     DataDependentOutputException,
     DynamicOutputShapeException,
-    GraphsplitError,
+    CaptureError,  # no other error of ours: torch's compiler looks into them, in branches
 )
 
 
