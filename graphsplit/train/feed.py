@@ -2,11 +2,12 @@
 
 Only workers whose program consumes an input read their loader; the others decode nothing. Before
 each step the *leader*, the reader that stands earliest in the pipeline, tells all others by a
-ticket what the batch looks like, and the generator's state if drawing the batch changed it::
+ticket what the batch looks like, and the states of PyTorch's, Python's and NumPy's generators if
+drawing the batch changed them::
 
     leader     draw batch ── ticket ───────────────► run step
     reader     draw batch ── receive ticket ───────► run step
-    others      receive ticket, take over generator ─► run step
+    others      receive ticket, take over generators ► run step
 
 Checksums cost time, so the leader computes them while it waits for values, and readers when they
 draw, while others still compute. A ticket carries that of the batch before: a difference ends the
@@ -30,9 +31,12 @@ from graphsplit.errors import LoaderMismatchError
 from graphsplit.placement.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.train import records
 from graphsplit.train.batch import fingerprint
+from graphsplit.train.checkpoint.generators import is_same
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.train.loader_memory import loader_memory, share_loader_memory
 from graphsplit.train.microbatches import Divider, Division, Shape
 from graphsplit.train.planner import Planner
 from graphsplit.train.step_plan import PlannedStep, Progress, plan_step
@@ -42,6 +46,7 @@ _FIX = (
     "give all workers the same data, order and seed; a script that draws random numbers must draw "
     "them on every worker."
 )
+_GENERATORS = ("its", "Python's", "NumPy's")
 
 
 def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers: int) -> int:
@@ -117,6 +122,7 @@ class Feed:
         self._epoch_state = torch.default_generator.get_state()
         if start.generator is not None:
             self._epoch_state = start.generator
+        self._epoch_process = ProcessStates.now()
         self._cursor: _Cursor | None = None
         self._step = start.step
         self._checksum: int | None = None  # of the batch drawn last
@@ -139,6 +145,8 @@ class Feed:
             self._step += 1
 
     def _lead(self) -> Iterator[Fed]:
+        watch, memory = GeneratorWatch(), loader_memory(self._loader)
+        watch.look()
         cursor = self._open_cursor()
         known: torch.Tensor | None = None
         planned: PlannedStep | None = None
@@ -146,12 +154,14 @@ class Feed:
         while True:
             if self._step > 0:
                 known = torch.default_generator.get_state()
+                watch.look()
             division = cursor.draw()
+            process = watch.look()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
             previous = self._checksum or 0
             if division is None:
-                self._tickets.send(None, generator=news, previous_checksum=previous)
+                self._end_leading(news, process, previous, memory)
                 return
             shape = division.shape()
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
@@ -161,10 +171,37 @@ class Feed:
                 quiet: Container[int] = ()
             else:
                 quiet = planned.first.woken_by_values
-            self._tickets.send(shape, generator=news, quiet=quiet, previous_checksum=previous)
+            self._tickets.send(
+                shape, generator=news, process=process, quiet=quiet, previous_checksum=previous
+            )
             planned, looked = self._planned(shape), (shape.whole, shape.parts)
             yield planned, division, self._checking(division)
             self._step += 1
+
+    def _end_leading(
+        self, generator: torch.Tensor | None, process: ProcessStates, checksum: int, before: Any
+    ) -> None:
+        """Tell that the epoch is over, and what the loader remembers of it."""
+        now = loader_memory(self._loader)
+        has_changed = not is_same(before, now)
+        self._tickets.send(
+            None,
+            generator=generator,
+            process=process,
+            previous_checksum=checksum,
+            loader_changed=has_changed,
+        )
+        if has_changed:
+            self._share_memory(now)
+
+    def _share_memory(self, memory: Any = None) -> None:
+        share_loader_memory(
+            self._job.control,
+            self._loader,
+            memory,
+            source=self._leader,
+            takes=self._cursor is None,
+        )
 
     def _planned(self, shape: Shape) -> PlannedStep:
         return plan_step(self._planner, self._mode, shape, note=self._note, progress=self._progress)
@@ -194,7 +231,7 @@ class Feed:
                 yield planned, division, None if is_checked else self._checking(division)
             else:
                 self._next = self._next_checksum = None
-                self._take_over_generator(ticket)
+                self._take_over_generators(ticket)
                 yield planned, None, None
             if self._cursor is not None:
                 # In program order the next batch is drawn now, after the step and the callbacks:
@@ -212,7 +249,8 @@ class Feed:
             self._step -= 1
             raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
 
-    def _take_over_generator(self, ticket: Ticket) -> None:
+    def _take_over_generators(self, ticket: Ticket) -> None:
+        ticket.process.put()
         if ticket.generator:
             state = torch.frombuffer(bytearray(ticket.generator), dtype=torch.uint8)
             torch.default_generator.set_state(state)
@@ -239,29 +277,40 @@ class Feed:
                 fix="split and loss_weight must give the same on every worker: let them look at "
                 "nothing but the batch.",
             )
-        if ticket.generator and (
-            torch.default_generator.get_state().numpy().tobytes() != ticket.generator
-        ):
-            raise self._mismatch(
-                "its random generator is in another state", "the batches are equal"
-            )
+        self._compare_generators(ticket)
         return division
+
+    def _compare_generators(self, ticket: Ticket) -> None:
+        """This reader has drawn the batch: its generators must be where the leader's are."""
+        told = (ticket.generator, *ticket.process)
+        if not any(told):
+            return
+        mine = (torch.default_generator.get_state().numpy().tobytes(), *ProcessStates.now())
+        for name, here, there in zip(_GENERATORS, mine, told, strict=True):
+            if there and here != there:
+                raise self._mismatch(
+                    f"{name} random generator is in another state", "the batches are equal"
+                )
 
     def _open_cursor(self) -> _Cursor:
         """Start reading; where earlier batches of this epoch were not read here, skip them."""
-        now = torch.default_generator.get_state()
+        now, process = torch.default_generator.get_state(), ProcessStates.now()
         torch.default_generator.set_state(self._epoch_state)
+        self._epoch_process.put()
         self._cursor = self._new_cursor()
         for _ in range(self._step - self._start.step):
             self._cursor.draw()
         if self._step > 0:
             torch.default_generator.set_state(now)
+            process.put()
         return self._cursor
 
     def _end(self, ticket: Ticket) -> None:
         if self._next is not None:
             raise self._mismatch("its loader has a further batch", "the leader's has ended")
-        self._take_over_generator(ticket)
+        self._take_over_generators(ticket)
+        if ticket.loader_changed:
+            self._share_memory()
 
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(

@@ -11,9 +11,7 @@ from graphsplit.errors import StateError
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import plain_classes
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
-from graphsplit.train.checkpoint.group import ControlGroup, read_message
-from graphsplit.train.checkpoint.layout import meta_from_json, meta_to_json, plain_meta
-from graphsplit.train.checkpoint.values import decode, encode, to_text
+from graphsplit.train.checkpoint.group import ControlGroup, share_value
 from graphsplit.train.task import Task, named_state
 
 
@@ -84,27 +82,13 @@ class StateGatherer:
             owner = self._owner_of.get(id(parameter), -1)
             state = optimizer.state.get(parameter) or {}
             if owner >= 0:
-                state = self._gather_entries(state, owner)
+                mine = dict(state) if owner == self._job.rank else None
+                state = share_value(
+                    self._group, mine, source=owner, what="the state of a parameter"
+                )
             if state:
                 gathered["state"][index] = state
         return gathered
-
-    def _gather_entries(self, state: Mapping[str, Any], owner: int) -> Any:
-        """One parameter's entries: first their description, then every tensor."""
-        is_owner = owner == self._job.rank
-        mine: dict[str, torch.Tensor] = {}
-        described = ""
-        if is_owner:
-            entries = encode(dict(state), mine, path="the state of a parameter")
-            metas = {name: meta_to_json(plain_meta(tensor)) for name, tensor in mine.items()}
-            described = to_text({"entries": entries, "tensors": metas})
-        found = read_message(self._group.share(described, source=owner))
-        tensors: dict[str, torch.Tensor] = {}
-        for name, node in dict(found["tensors"]).items():
-            meta = meta_from_json(node, what=name)
-            value = self._job.control.broadcast(mine.get(name), meta, source=owner)
-            tensors[name] = value.detach().clone() if is_owner else value
-        return decode(found["entries"], tensors.__getitem__)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Load the entries of owned parameters out of a full optimizer state."""

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.errors import FrameError
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.process_generators import NOTHING_DRAWN, ProcessStates, is_state
 from graphsplit.train.batch import Signature
 from graphsplit.train.microbatches import Shape
 from graphsplit.train.signature_text import check_signature_text
@@ -39,6 +40,8 @@ class Ticket(NamedTuple):
         checksum: Of the batch, where all workers hold it; else 0.
         previous_checksum: Of the batch before, where readers drew it from their loaders; else 0.
         generator: State of the generator, where drawing the batch changed it; else empty.
+        process: States of Python's and NumPy's generators, likewise.
+        loader_changed: At the end of an epoch: whether what the loader remembers follows.
     """
 
     step: int
@@ -46,6 +49,8 @@ class Ticket(NamedTuple):
     checksum: int = 0
     previous_checksum: int = 0
     generator: bytes = b""
+    process: ProcessStates = NOTHING_DRAWN
+    loader_changed: bool = False
 
 
 class Tickets:
@@ -62,6 +67,8 @@ class Tickets:
         shape: Shape | None,
         *,
         generator: torch.Tensor | None,
+        process: ProcessStates = NOTHING_DRAWN,
+        loader_changed: bool = False,
         quiet: Container[int] = (),
         checksum: int = 0,
         previous_checksum: int = 0,
@@ -71,16 +78,21 @@ class Tickets:
         Args:
             shape: What the batch and its microbatches look like.
             generator: State of the generator, where drawing the batch changed it.
+            process: States of Python's and NumPy's generators, likewise.
+            loader_changed: Whether what the loader remembers follows, at the end of an epoch.
             quiet: Workers that need not be woken for the ticket.
             checksum: Of the batch, where all workers hold it.
             previous_checksum: Of the batch before, where readers drew it from their loaders.
         """
         self._step += 1
         is_last = shape is not None and self._job.asked_to_stop
-        if shape is not None and shape == self._shape and generator is None and not is_last:
+        has_drawn = generator is not None or process != NOTHING_DRAWN
+        if shape is not None and shape == self._shape and not has_drawn and not is_last:
             data = _padded(_REPEATED.pack(0, self._step, checksum, previous_checksum))
         else:
             ticket = StepTicket(step=self._step, end=shape is None, last=is_last)
+            ticket.python_generator, ticket.numpy_generator = process
+            ticket.loader_changed = loader_changed
             ticket.fingerprint, ticket.previous_fingerprint = checksum, previous_checksum
             if shape is not None:
                 self._describe_shape(shape, ticket)
@@ -139,6 +151,9 @@ class Tickets:
         message.ParseFromString(_content(data))
         if len(message.generator) not in (0, _GENERATOR_BYTES):
             raise FrameError(f"worker {leader} sent a generator state of a wrong size")
+        process = ProcessStates(message.python_generator, message.numpy_generator)
+        if not all(state == b"" or is_state(state) for state in process):
+            raise FrameError(f"worker {leader} sent no state of Python's or NumPy's generator")
         described: list[StepTicket | MicrobatchRun] = [message, *message.microbatches]
         for one in described:
             if one.signature_text:
@@ -151,6 +166,8 @@ class Tickets:
             message.fingerprint,
             message.previous_fingerprint,
             message.generator,
+            process,
+            message.loader_changed,
         )
 
     def _learn(self, message: StepTicket | MicrobatchRun, leader: int) -> None:

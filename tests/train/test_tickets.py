@@ -13,6 +13,7 @@ import torch
 from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
+from graphsplit.runtime.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.train.batch import Signature
 from graphsplit.train.feed import Feed
 from graphsplit.train.microbatches import Divider, Shape
@@ -75,6 +76,23 @@ def test_what_is_news_is_told_although_the_batch_looks_like_the_one_before() -> 
     leading.asked_to_stop = True
     leader.send(shape(10), generator=None)
     assert follower.receive(0).shape == shape(10)
+
+
+def test_pythons_and_numpys_generators_are_told_where_they_were_drawn_from() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    state = ProcessStates.now()
+    for told in (NOTHING_DRAWN, ProcessStates(python=state.python), state, NOTHING_DRAWN):
+        leader.send(shape(10), generator=None, process=told)
+        assert follower.receive(0).process == told
+
+
+def test_the_end_of_an_epoch_tells_whether_the_loader_remembers_it() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    for has_changed in (True, False):
+        leader.send(None, generator=None, loader_changed=has_changed)
+        assert follower.receive(0).loader_changed is has_changed
 
 
 def test_the_batch_before_must_be_known_where_one_like_it_is_announced() -> None:
