@@ -214,6 +214,7 @@ class ThreadCluster:
         together: Workers that die with the first of them, once.
         dies_when: What must be true before anybody dies, besides: a worker whose time has come
             does nothing until then.
+        is_recoverable: Whether calls are remembered, so that the job could go on without a worker.
     """
 
     script: Callable[[int], Any]
@@ -223,6 +224,7 @@ class ThreadCluster:
     comes_back: bool = True
     together: tuple[int, ...] = ()
     dies_when: Callable[[], bool] | None = None
+    is_recoverable: bool = True
 
     def __post_init__(self) -> None:
         self.turns = Turns()
@@ -303,7 +305,8 @@ class ThreadCluster:
             kill_at = lives.pop(0) if lives else None
             _here.job = job = ThreadJob(self, rank, kill_at)
             job.thread = threading.current_thread()
-            job.script = RecoveringScript(job, self.settings)
+            if self.is_recoverable:
+                job.script = RecoveringScript(job, self.settings)
             result = self.script(rank)
             self._finish(job)
             self.results[rank] = result

@@ -23,6 +23,7 @@ from graphsplit.runtime.doors import Doors
 from graphsplit.runtime.endings import WAKE_SIGNAL
 from graphsplit.runtime.meter import Meter
 from graphsplit.runtime.ownership import TensorOwners
+from graphsplit.runtime.readers import LoaderReaders
 from graphsplit.runtime.script import Script
 from graphsplit.transport.base import Transport
 
@@ -40,6 +41,7 @@ class Job:
         joined_generation: The generation in which this process came: above 1 when it takes the
             place of a lost one, and has to catch up.
         owners: Where the tensors of all Models live.
+        readers: Which workers have read the loaders of all Models.
         script: The calls of the user's script that concern all workers.
         num_barriers: How many barriers the script came to in this generation.
         after_recovery: Called by ``finalize`` after a recovery at the end of the job, so that
@@ -70,6 +72,7 @@ class Job:
         self.meter = meter
         self.script = Script()
         self.owners = TensorOwners()
+        self.readers = LoaderReaders()
         self.num_barriers = 0
         self._closed = False
         self._was_asked = False

@@ -153,6 +153,7 @@ class ClusterEngine(Engine):
         self.profiler.forget()  # what was measured of plans that are gone
         self._trace.start_over()
         self.planner.start_over()
+        self._job.readers.forget()
         self._tickets = Tickets(self._job)
 
     def counters(self) -> dict[str, Any]:
@@ -226,7 +227,7 @@ class ClusterEngine(Engine):
 
     def _feed(self, mode: Mode, loader: Iterable[Any], start: EpochStart = FROM_THE_START) -> Feed:
         is_training = mode is Mode.TRAIN
-        leader = self._leader(mode)
+        leader = self._leader(mode, loader)
         if is_training:
             self.loader_rank = leader
         return Feed(
@@ -241,6 +242,7 @@ class ClusterEngine(Engine):
             has_loss_fn=self._has_loss_fn,
             note=self._note() if is_training else "",
             progress=self.progress if is_training else None,
+            readers=self._job.readers,
         )
 
     def _note(self) -> str:
@@ -248,11 +250,17 @@ class ClusterEngine(Engine):
         self.progress.begin()
         return self.progress.agreement(self._task.divider)
 
-    def _leader(self, mode: Mode) -> int:
+    def _leader(self, mode: Mode, loader: Iterable[Any]) -> int:
+        """The earliest consumer, if it has read all that was read from the loader so far."""
         latest = self.planner.latest(mode) or self.planner.latest(Mode.TRAIN)
-        if latest is not None:
-            return latest.consumers[0]
-        return likely_first_reader(self._task.network, self._task.unplaced, self._job.num_workers)
+        network, num_workers = self._task.network, self._job.num_workers
+        expected = (
+            latest.consumers
+            if latest is not None
+            else (likely_first_reader(network, self._task.unplaced, num_workers),)
+        )
+        readers = self._job.readers.reading(loader, num_workers).ranks
+        return next((rank for rank in expected if rank in readers), min(readers))
 
     def _announce(self, mode: Mode, division: Division) -> PlannedStep:
         """Check that all workers were given the same batch."""

@@ -13,6 +13,9 @@ Checksums cost time, so the leader computes them while it waits for values, and 
 draw, while others still compute. A ticket carries that of the batch before: a difference ends the
 job one step late, and names the right one.
 
+Reading may change what a loader is made of, and only readers see that. So a consumer that has
+missed an epoch of a loader is sent its batches by the leader, which has missed none.
+
 Before the first plan nobody knows who reads. The worker of the first placed module leads then; if
 it turns out to consume nothing, it has read one epoch for the others, and the next epoch's leader
 is a consumer.
@@ -32,6 +35,7 @@ from graphsplit.placement.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.process_generators import GeneratorWatch, ProcessStates
+from graphsplit.runtime.readers import LoaderReaders
 from graphsplit.train import records
 from graphsplit.train.batch import fingerprint
 from graphsplit.train.checkpoint.generators import is_same
@@ -39,6 +43,7 @@ from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.loader_memory import loader_memory, share_loader_memory
 from graphsplit.train.microbatches import Divider, Division, Shape
 from graphsplit.train.planner import Planner
+from graphsplit.train.sent_batches import receive_batch, send_batch
 from graphsplit.train.step_plan import PlannedStep, Progress, plan_step
 from graphsplit.train.tickets import Ticket, Tickets
 
@@ -102,6 +107,7 @@ class Feed:
         loader: Iterable[Any],
         divider: Divider,
         has_loss_fn: bool,
+        readers: LoaderReaders,
         note: str = "",
         start: EpochStart = FROM_THE_START,
         progress: Progress | None = None,
@@ -111,6 +117,9 @@ class Feed:
         self._tickets = tickets
         self._mode = mode
         self._leader = leader
+        self._readers = readers
+        self._reading = readers.reading(loader, job.num_workers)
+        self._have_read = {leader}
         records.trust_loader(loader)
         self._loader = loader
         self._divider = divider
@@ -175,6 +184,8 @@ class Feed:
                 shape, generator=news, process=process, quiet=quiet, previous_checksum=previous
             )
             planned, looked = self._planned(shape), (shape.whole, shape.parts)
+            for consumer in self._not_reading(planned):
+                send_batch(self._job.control, division, destination=consumer)
             yield planned, division, self._checking(division)
             self._step += 1
 
@@ -193,6 +204,7 @@ class Feed:
         )
         if has_changed:
             self._share_memory(now)
+        self._readers.note(self._reading, self._have_read)
 
     def _share_memory(self, memory: Any = None) -> None:
         share_loader_memory(
@@ -224,7 +236,11 @@ class Feed:
                 self._end(ticket)
                 return
             planned = self._planned(ticket.shape)
-            if self._job.rank in planned.consumers:
+            waiting = self._not_reading(planned)
+            if self._job.rank in waiting:
+                self._take_over_generators(ticket)
+                yield planned, self._sent(ticket.shape), None
+            elif self._job.rank in planned.consumers:
                 division = self._drawn_for(ticket, ticket.shape)
                 self._checksum, self._next_checksum = self._next_checksum, None
                 is_checked = self._checksum is not None
@@ -241,6 +257,14 @@ class Feed:
                     self._next_checksum = fingerprint(self._next.arguments)
             planned.first.runner.expect_first_value()
             self._step += 1
+
+    def _not_reading(self, planned: PlannedStep) -> list[int]:
+        """Consumers that have missed a part of what was read from this loader, and are sent it."""
+        self._have_read.update(self._reading.ranks.intersection(planned.consumers))
+        return [rank for rank in planned.consumers if rank not in self._reading.ranks]
+
+    def _sent(self, shape: Shape) -> Division:
+        return receive_batch(self._job.control, shape, source=self._leader)
 
     def _compare_previous(self, ticket: Ticket) -> None:
         """Compare the batch before with the leader's, if this worker drew it."""
@@ -311,6 +335,7 @@ class Feed:
         self._take_over_generators(ticket)
         if ticket.loader_changed:
             self._share_memory()
+        self._readers.note(self._reading, self._have_read)
 
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -19,6 +19,7 @@ from graphsplit.runtime.script import Call, Script
 from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.checkpoint.other_loaders import length_of
 from graphsplit.train.checkpoint.position import Position
 from graphsplit.train.checkpoint.states import Loaded, PathLike, States
 from graphsplit.train.cluster_engine import ClusterEngine
@@ -184,8 +185,7 @@ class Model:
     def _run_train(
         self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
     ) -> None:
-        length = len(loader) if isinstance(loader, Sized) else None
-        context = RunContext(self, joined.get_rank(), epochs, length)
+        context = RunContext(self, joined.get_rank(), epochs, length_of(loader))
         run = Training(
             self._engine, self._states, context, callbacks, after_step=self._after_train_step
         )

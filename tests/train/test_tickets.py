@@ -14,6 +14,7 @@ from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.runtime.process_generators import NOTHING_DRAWN, ProcessStates
+from graphsplit.runtime.readers import LoaderReaders
 from graphsplit.train.batch import Signature
 from graphsplit.train.feed import Feed
 from graphsplit.train.microbatches import Divider, Shape
@@ -198,6 +199,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         loader=[batch],
         divider=mine,
         has_loss_fn=True,
+        readers=LoaderReaders(),
     )
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))

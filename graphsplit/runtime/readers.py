@@ -1,0 +1,152 @@
+"""Which workers have read a loader from its first batch on, and so may go on reading it.
+
+Reading may change what a loader is made of: a counter in a data set, a cache, an iterator that is
+used up. Only the workers that read it see that. One that has missed a part must not read on by
+itself; it is sent the batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import data
+
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType,
+    types.BuiltinFunctionType, np.ndarray, np.generic, torch.Tensor, torch.dtype, torch.device,
+    nn.Module,
+)  # fmt: skip
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+# Reading changes nothing in these but generators, whose states all workers are told.
+_TELL_ALL = frozenset(
+    (
+        *(list, tuple, dict, torch.Generator, data.DataLoader, data.TensorDataset, data.Subset),
+        *(data.ConcatDataset, data.BatchSampler, data.SequentialSampler, data.RandomSampler),
+        *(data.SubsetRandomSampler, data.WeightedRandomSampler),
+    )
+)
+_MAX_ITEMS = 100  # of one container: a data set of a million rows has objects like these
+_MAX_PARTS = 2000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A loader that is read next.
+
+    Attributes:
+        loader: The loader.
+        parts: What it is made of, before it is read: an iterator that is used up holds nothing.
+        ranks: The workers that may read it: they have read all that was read of its parts.
+    """
+
+    loader: Any
+    parts: tuple[Any, ...]
+    ranks: frozenset[int]
+
+
+class LoaderReaders:
+    """The workers that have read every batch that a job has read from a loader.
+
+    Two loaders may share a data set, or a sampler: what is noted of one counts for each part of it.
+    All workers note the same.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, frozenset[int]]] = {}
+
+    def reading(self, loader: Any, num_workers: int) -> Reading:
+        """What is known of a loader that is read next."""
+        everybody = found = frozenset(range(num_workers))
+        parts = parts_of(loader)
+        if not all(type(part) in _TELL_ALL for part in parts):
+            for part in parts:
+                found &= self._known.get(id(part), (None, everybody))[1]
+        return Reading(loader, tuple(parts), found)
+
+    def note(self, reading: Reading, ranks: Iterable[int]) -> None:
+        """These workers have read it to the end of an epoch, and had missed nothing before."""
+        for part in reading.parts:
+            self._known[id(part)] = self._hold(part, reading.loader), frozenset(ranks)
+
+    def _hold(self, part: Any, loader: Any) -> Any:
+        """Keep the part's identity from being another's: as long as it, or the loader, lives."""
+        key = id(part)
+        try:
+            return weakref.ref(part, lambda _: self._known.pop(key, None))
+        except TypeError:
+            if key not in self._known and part is not loader:
+                with_loader = functools.partial(self._known.pop, key, None)
+                try:
+                    weakref.finalize(loader, with_loader).atexit = False
+                except TypeError:  # nor can the loader be referred to weakly: it stays
+                    return part
+            return part
+
+    def forget(self) -> None:
+        """The job starts over, with processes that have read nothing."""
+        self._known.clear()
+
+
+def parts_of(loader: Any) -> list[Any]:
+    """The objects that a loader's batches may come from, itself included.
+
+    Found through attributes, containers, closures and iterators. What reading cannot change is left
+    out: numbers, texts, tensors, classes, networks.
+    """
+    found: dict[int, Any] = {}
+    coming = deque((loader,))
+    while coming and len(found) < _MAX_PARTS:
+        part = coming.popleft()
+        if id(part) not in found and not _is_atom(part):
+            found[id(part)] = part
+            coming.extend(_inside(part))
+    return list(found.values())
+
+
+def _is_atom(part: Any) -> bool:
+    is_function = isinstance(part, types.FunctionType)
+    return isinstance(part, _ATOMS) or (is_function and part.__module__.startswith("torch."))
+
+
+def _inside(part: Any) -> Iterator[Any]:
+    """What an object holds, one step further."""
+    if isinstance(part, dict):
+        yield from itertools.islice(part.values(), _MAX_ITEMS)
+    elif isinstance(part, _CONTAINERS):
+        yield from itertools.islice(part, _MAX_ITEMS)
+    elif isinstance(part, types.FunctionType):
+        yield from (cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell))
+        yield from part.__defaults__ or ()
+    elif isinstance(part, types.MethodType):
+        yield from (part.__self__, part.__func__)
+    elif isinstance(part, functools.partial):
+        yield from (part.func, *part.args, *part.keywords.values())
+    elif isinstance(part, types.GeneratorType):
+        yield from part.gi_frame.f_locals.values() if part.gi_frame is not None else ()
+        yield part.gi_yieldfrom
+    elif type(part).__module__ in ("builtins", "itertools"):  # map, zip, islice, ...
+        yield from gc.get_referents(part)
+    yield from vars(part).values() if hasattr(part, "__dict__") else ()
+    for kind in type(part).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(part, name, None)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  empty until its variable is set
+    except ValueError:
+        return False
+    return True
