@@ -58,8 +58,12 @@ class ScheduleError(GraphsplitError, ValueError):
     """Programs that do not fit together: an unmatched message, or a cycle of waits."""
 
 
-class StateError(GraphsplitError, ValueError):
-    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen."""
+class StateError(GraphsplitError, ValueError, RuntimeError):
+    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen.
+
+    A ``RuntimeError`` too, as what PyTorch raises then: what catches one in one process catches the
+    other on several workers.
+    """
 
 
 class CheckpointError(GraphsplitError, RuntimeError):

@@ -134,10 +134,18 @@ def _message(args: Any, kwargs: Any, asked: str) -> str:
     flat: list[Any] = []
     torch.utils._pytree.tree_map(flat.append, (args, kwargs))
     name, owner, _ = next(getattr(a, _WHOSE) for a in flat if isinstance(a, _Elsewhere))
+    fix = (
+        f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers all "
+        f"values."
+    )
+    if asked == "copy_":
+        fix = (
+            "to load a state, call model.load_state_dict(state) on every worker, not "
+            "net.load_state_dict: each takes what it owns."
+        )
     return (
         f"the value of {name!r} lives on worker {owner}, not here (asked for by {asked})\n"
-        f"  Fix: read it on worker {owner}, or call model.state_dict() on every worker, which "
-        f"gathers all values."
+        f"  Fix: {fix}"
     )
 
 

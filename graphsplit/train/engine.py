@@ -213,7 +213,8 @@ class EagerEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """The network's own state dictionary."""
-        return dict(self._task.network.state_dict())
+        found: dict[str, Any] = self._task.network.state_dict()
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load into the network."""
