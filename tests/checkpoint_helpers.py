@@ -64,6 +64,12 @@ class ThreadHolder(Holder):
         for action in waiting.values():
             action()
 
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
 
 class SmallDisk:
     """A disk with room for so many bytes.

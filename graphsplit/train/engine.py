@@ -57,14 +57,6 @@ class Engine(Holder):
         """The network's outputs."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The network's full state."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the network's full state."""
-
-    @abstractmethod
     def optimizer_state_dicts(self) -> list[dict[str, Any]]:
         """The optimizers' full states."""
 

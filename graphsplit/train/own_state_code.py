@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.errors import StateError
+
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _SAVING_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
@@ -38,6 +40,23 @@ def own_loading(network: nn.Module) -> list[str]:
 def own_code_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """The user's code that runs when an optimizer's state is saved or loaded, in words."""
     return list(_own(optimizer, "", _OPTIMIZERS, _OPTIMIZERS_HOOKS))
+
+
+def refuse_own_code(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse to stream the state of an optimizer whose own code expects to see all of it.
+
+    Raises:
+        StateError: Names the code.
+    """
+    for optimizer in optimizers:
+        code = own_code_of(optimizer)
+        if code:
+            raise StateError(
+                f"the state of {type(optimizer).__name__} cannot be saved piece by piece: "
+                f"{code[0]} would see a part of it only\n"
+                f"  Fix: call model.optimizer_state_dict(), which gives it all of the state, and "
+                f"torch.save what it returns on worker 0."
+            )
 
 
 def _of_modules(network: nn.Module, methods: Iterable[str], hooks: Iterable[str]) -> list[str]:
