@@ -40,7 +40,7 @@ class StateGatherer:
         """What the network's own ``state_dict`` gives: hooks have run, values are copied."""
         network = self._task.network
         with plain_classes(network), torch.no_grad():
-            if own_saving(network):  # it may look at every value
+            if own_saving(network, with_extra=True):  # it may look at every value
                 self._bring_values(network)
                 return _copied(network.state_dict())
             found: dict[str, Any] = network.state_dict(keep_vars=True)
@@ -77,7 +77,7 @@ class StateGatherer:
         network = self._task.network
         named = named_state(network, None)
         with plain_classes(network):
-            if own_loading(network):
+            if own_loading(network, with_extra=True):
                 with torch.no_grad():
                     self._bring_values(network)
             error = _error_of(lambda: network.load_state_dict(state))

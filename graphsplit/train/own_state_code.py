@@ -14,9 +14,10 @@ from torch import nn
 
 from graphsplit.errors import StateError
 
-_SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_SAVING = ("state_dict", "_save_to_state_dict")
+_GET_EXTRA, _SET_EXTRA = "get_extra_state", "set_extra_state"
 _SAVING_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+_LOADING = ("load_state_dict", "_load_from_state_dict")
 _LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _OPTIMIZERS = ("state_dict", "load_state_dict")
 _OPTIMIZERS_HOOKS = (
@@ -27,14 +28,21 @@ _OPTIMIZERS_HOOKS = (
 )
 
 
-def own_saving(network: nn.Module) -> list[str]:
-    """The user's code that runs when the network's state is saved, in words."""
-    return _of_modules(network, _SAVING, _SAVING_HOOKS)
+def own_saving(network: nn.Module, *, with_extra: bool) -> list[str]:
+    """The user's code that runs when the network's state is saved, in words.
+
+    Args:
+        network: The network.
+        with_extra: Whether extra state counts, which is an entry of its own.
+    """
+    extra = (_GET_EXTRA,) if with_extra else ()
+    return _of_modules(network, (*_SAVING, *extra), _SAVING_HOOKS)
 
 
-def own_loading(network: nn.Module) -> list[str]:
-    """The user's code that runs when a state is loaded into the network, in words."""
-    return _of_modules(network, _LOADING, _LOADING_HOOKS)
+def own_loading(network: nn.Module, *, with_extra: bool) -> list[str]:
+    """The user's code that runs when a state is loaded into the network; see ``own_saving``."""
+    extra = (_SET_EXTRA,) if with_extra else ()
+    return _of_modules(network, (*_LOADING, *extra), _LOADING_HOOKS)
 
 
 def own_code_of(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -181,7 +181,7 @@ def test_a_state_in_memory_goes_through_the_networks_own_code(kind, change, has_
 
 
 @pytest.mark.parametrize("has_run", [True, False])
-@pytest.mark.parametrize("kind", [HookBefore, HookAfter, HookOnSaving, Versioned, Extra])
+@pytest.mark.parametrize("kind", [HookBefore, HookAfter, HookOnSaving, Versioned])
 def test_a_state_in_a_file_does_too(kind, has_run: bool, tmp_path: Path) -> None:
     def script(place: bool) -> Any:
         file = tmp_path / f"{place}.safetensors"

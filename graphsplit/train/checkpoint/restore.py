@@ -65,7 +65,7 @@ class NetworkLoader:
     ) -> None:
         self._task = task
         self._source = source
-        self._load_whole = load_whole if own_loading(task.network) else None
+        self._load_whole = load_whole if own_loading(task.network, with_extra=False) else None
         values = source.values.get("network")
         self._values: dict[str, Any] = dict(values) if isinstance(values, dict) else {}
         self._metadata = self._values.pop(METADATA, None)

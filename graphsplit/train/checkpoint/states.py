@@ -163,7 +163,8 @@ class States:
         """
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
-        whole: Any = self._holder.state_dict() if own_saving(self._task.network) else None
+        has_own_code = own_saving(self._task.network, with_extra=False)
+        whole: Any = self._holder.state_dict() if has_own_code else None
 
         def make() -> Contents:
             contents = Contents()
