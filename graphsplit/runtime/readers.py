@@ -63,21 +63,30 @@ class LoaderReaders:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, frozenset[int]]] = {}
+        self._known: dict[int, tuple[Any, frozenset[int], bool]] = {}
 
     def reading(self, loader: Any, num_workers: int) -> Reading:
         """What is known of a loader that is read next."""
         everybody = found = frozenset(range(num_workers))
         parts = parts_of(loader)
-        if not all(type(part) in _TELL_ALL for part in parts):
-            for part in parts:
-                found &= self._known.get(id(part), (None, everybody))[1]
+        known = [self._known[id(part)] for part in parts if id(part) in self._known]
+        was_written = any(known_written for _, _, known_written in known)
+        if was_written or not all(type(part) in _TELL_ALL for part in parts):
+            found = everybody.intersection(*(ranks for _, ranks, _ in known))
         return Reading(loader, tuple(parts), found)
 
-    def note(self, reading: Reading, ranks: Iterable[int]) -> None:
-        """These workers have read it to the end of an epoch, and had missed nothing before."""
+    def note(self, reading: Reading, ranks: Iterable[int], *, has_written: bool = False) -> None:
+        """These workers have read it to the end of an epoch, and had missed nothing before.
+
+        Args:
+            reading: What was read.
+            ranks: The workers.
+            has_written: Whether steps have modified the batches, which may be the loader's own.
+        """
         for part in reading.parts:
-            self._known[id(part)] = self._hold(part, reading.loader), frozenset(ranks)
+            held = self._hold(part, reading.loader)
+            was_written = id(part) in self._known and self._known[id(part)][2]
+            self._known[id(part)] = held, frozenset(ranks), has_written or was_written
 
     def _hold(self, part: Any, loader: Any) -> Any:
         """Keep the part's identity from being another's: as long as it, or the loader, lives."""

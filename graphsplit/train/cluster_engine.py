@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +30,7 @@ from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.train.task import Task
 from graphsplit.train.tickets import Tickets
 from graphsplit.train.trace import Trace
+from graphsplit.train.written_inputs import share_written
 from graphsplit.transport.hub import Router
 
 
@@ -56,22 +57,28 @@ class ClusterEngine(Engine):
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
         self._task.network.train()
-        for planned, division, meanwhile in self._feed(Mode.TRAIN, loader, start):
-            yield self._train(planned, division, meanwhile)
+        feed = self._feed(Mode.TRAIN, loader, start)
+        for planned, division, meanwhile in feed:
+            yield self._train(planned, division, feed.holders(planned), meanwhile)
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
         self._task.network.train()
-        return self._train(self._announce(Mode.TRAIN, division), division)
+        return self._train(self._announce(Mode.TRAIN, division), division, self._everybody)
+
+    @property
+    def _everybody(self) -> range:
+        return range(self._job.num_workers)
 
     def _train(
         self,
         planned: PlannedStep,
         division: Division | None,
+        holders: Collection[int],
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        for phase, values in self._run(planned, division, meanwhile):
+        for phase, values in self._run(planned, division, holders, meanwhile):
             loss = phase.planned.plan.placed.graph.loss_node
             assert loss is not None
             losses += [of_microbatch[loss] for of_microbatch in values]
@@ -94,9 +101,10 @@ class ClusterEngine(Engine):
         for metric in metrics.values():
             metric.reset()
         home = 0
-        for planned, division, meanwhile in self._feed(Mode.EVAL, loader):
+        feed = self._feed(Mode.EVAL, loader)
+        for planned, division, meanwhile in feed:
             home = planned.first.plan.home
-            values = self._run_whole(planned, division, meanwhile)
+            values = self._run_whole(planned, division, feed.holders(planned), meanwhile)
             if self._job.rank == home:
                 assert division is not None
                 self._update_metrics(planned.first, division.arguments, values, metrics)
@@ -107,7 +115,7 @@ class ClusterEngine(Engine):
         self._task.network.eval()
         division = Division(arguments, (arguments,))
         step = self._announce(Mode.PREDICT, division)
-        values = self._run_whole(step, division)
+        values = self._run_whole(step, division, self._everybody)
         planned = step.first
         return unflatten_outputs(
             planned.plan.placed.graph, values, leaves(arguments), planned.numbers
@@ -289,21 +297,30 @@ class ClusterEngine(Engine):
         self,
         planned: PlannedStep,
         division: Division | None,
-        meanwhile: Callable[[], None] | None = None,
+        holders: Collection[int],
+        meanwhile: Callable[[], None] | None,
     ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
-        """Run a step; gives each of its phases and, for each microbatch, the values it left."""
+        """Run a step; gives each of its phases and, for each microbatch, the values it left.
+
+        Args:
+            planned: The step.
+            division: The batch; None where it is not here.
+            holders: The workers that have it.
+            meanwhile: What to do while the step waits for its first value.
+        """
         meter = self._job.meter
         if meter is None:
-            return self._run_phases(planned, division, meanwhile)
+            return self._run_phases(planned, division, holders, meanwhile)
         return meter.timed(
             planned.first.plan.placed.graph.mode.value,
-            self._run_phases(planned, division, meanwhile),
+            self._run_phases(planned, division, holders, meanwhile),
         )
 
     def _run_phases(
         self,
         planned: PlannedStep,
         division: Division | None,
+        holders: Collection[int],
         meanwhile: Callable[[], None] | None,
     ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
         step, self._step = self._step, self._step + 1
@@ -322,15 +339,19 @@ class ClusterEngine(Engine):
             if is_watched:
                 self.profiler.end(phase.planned)
             meanwhile = None
+            if phase.planned.written_inputs and division is not None:
+                for inputs in phase.inputs:
+                    share_written(self._job.control, phase.planned, inputs, holders)
             yield phase, state.values
 
     def _run_whole(
         self,
         planned: PlannedStep,
         division: Division | None,
+        holders: Collection[int],
         meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, torch.Tensor]:
-        ((_, (values,)),) = self._run(planned, division, meanwhile)
+        ((_, (values,)),) = self._run(planned, division, holders, meanwhile)
         return values
 
     def _update_metrics(

@@ -120,6 +120,7 @@ class Feed:
         self._readers = readers
         self._reading = readers.reading(loader, job.num_workers)
         self._have_read = {leader}
+        self._has_written = False  # steps have modified batches
         records.trust_loader(loader)
         self._loader = loader
         self._divider = divider
@@ -186,7 +187,7 @@ class Feed:
             planned, looked = self._planned(shape), (shape.whole, shape.parts)
             for consumer in self._not_reading(planned):
                 send_batch(self._job.control, division, destination=consumer)
-            yield planned, division, self._checking(division)
+            yield planned, division, self._checking(division, planned)
             self._step += 1
 
     def _end_leading(
@@ -204,7 +205,7 @@ class Feed:
         )
         if has_changed:
             self._share_memory(now)
-        self._readers.note(self._reading, self._have_read)
+        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
 
     def _share_memory(self, memory: Any = None) -> None:
         share_loader_memory(
@@ -222,11 +223,20 @@ class Feed:
         batches = self._start.open(self._loader)
         return _Cursor(batches, divider=self._divider, has_loss_fn=self._has_loss_fn)
 
-    def _checking(self, division: Division) -> Callable[[], None]:
+    def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
+        """What computes the checksum while the step waits; it is done now if the step writes."""
+
         def check() -> None:
             self._checksum = fingerprint(division.arguments)
 
-        return check
+        if not planned.writes_inputs:
+            return check
+        check()
+        return None
+
+    def holders(self, planned: PlannedStep) -> set[int]:
+        """The workers that have the batch of a step."""
+        return {self._leader, *planned.consumers}
 
     def _follow(self) -> Iterator[Fed]:
         while True:
@@ -244,7 +254,8 @@ class Feed:
                 division = self._drawn_for(ticket, ticket.shape)
                 self._checksum, self._next_checksum = self._next_checksum, None
                 is_checked = self._checksum is not None
-                yield planned, division, None if is_checked else self._checking(division)
+                check = None if is_checked else self._checking(division, planned)
+                yield planned, division, check
             else:
                 self._next = self._next_checksum = None
                 self._take_over_generators(ticket)
@@ -260,6 +271,7 @@ class Feed:
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
         """Consumers that have missed a part of what was read from this loader, and are sent it."""
+        self._has_written |= planned.writes_inputs
         self._have_read.update(self._reading.ranks.intersection(planned.consumers))
         return [rank for rank in planned.consumers if rank not in self._reading.ranks]
 
@@ -335,7 +347,7 @@ class Feed:
         self._take_over_generators(ticket)
         if ticket.loader_changed:
             self._share_memory()
-        self._readers.note(self._reading, self._have_read)
+        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
 
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(

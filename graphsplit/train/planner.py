@@ -49,6 +49,7 @@ from graphsplit.train.task import (
     stateful_modules,
 )
 from graphsplit.train.watched import WatchedAttributes
+from graphsplit.train.written_inputs import written_inputs
 
 _MAX_PLANS = 64
 _MAX_HELD = 4096
@@ -67,6 +68,8 @@ class Planned:
         numbers: Numbers made of the batch's sizes, where the plan holds for several.
         wants_costs: Whether it would be lowered otherwise if costs were measured.
         part: Which part of a step it runs.
+        written_inputs: Flattened inputs that it writes to, each with the workers that have the
+            outcome.
     """
 
     plan: PartitionPlan
@@ -77,6 +80,7 @@ class Planned:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     wants_costs: bool = False
     part: StepPart = WHOLE_STEP
+    written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @cached_property
     def no_inputs(self) -> tuple[None, ...]:
@@ -331,7 +335,15 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
-        return Planned(plan, programs, runner, consumers_of(plan), waiting, numbers)
+        return Planned(
+            plan,
+            programs,
+            runner,
+            consumers_of(plan),
+            waiting,
+            numbers,
+            written_inputs=written_inputs(plan),
+        )
 
     def _pure_passes(
         self, mode: Mode, signature: Signature, part: StepPart

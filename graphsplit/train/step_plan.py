@@ -120,6 +120,11 @@ class PlannedStep:
             return self.plans[0].consumers
         return tuple(dict.fromkeys(itertools.chain(*(plan.consumers for plan in self.plans))))
 
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether the step modifies the batch."""
+        return any(plan.written_inputs for plan in self.plans)
+
     def phases(self, division: Division | None) -> Iterator[Phase]:
         """The plans with what each works on.
 

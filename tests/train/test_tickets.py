@@ -184,7 +184,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     counts = iter([3, 1])
     mine = Divider(2, None, lambda inputs, target: next(counts))
     Tickets(job(wire, 0)).send(theirs.shape(), generator=None)
-    planned = SimpleNamespace(consumers=(0, 1))
+    planned = SimpleNamespace(consumers=(0, 1), written_inputs=())
     planner = SimpleNamespace(
         plan_for=lambda *a, **k: planned,
         keep_at_least=lambda number: None,
