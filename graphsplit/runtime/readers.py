@@ -14,7 +14,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,15 @@ class Reading:
         loader: The loader.
         parts: What it is made of, before it is read: an iterator that is used up holds nothing.
         ranks: The workers that may read it: they have read all that was read of its parts.
+        is_tracked: Whether reading may change it in a way that only readers see.
+        version: How often anything was noted before.
     """
 
     loader: Any
     parts: tuple[Any, ...]
     ranks: frozenset[int]
+    is_tracked: bool
+    version: int
 
 
 class LoaderReaders:
@@ -64,29 +69,60 @@ class LoaderReaders:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, frozenset[int], bool]] = {}
+        self._version = 0
+        self._leaders: list[tuple[Reading, int]] = []  # of the epochs under way
 
     def reading(self, loader: Any, num_workers: int) -> Reading:
         """What is known of a loader that is read next."""
-        everybody = found = frozenset(range(num_workers))
-        parts = parts_of(loader)
+        parts = tuple(parts_of(loader))
         known = [self._known[id(part)] for part in parts if id(part) in self._known]
         was_written = any(known_written for _, _, known_written in known)
-        if was_written or not all(type(part) in _TELL_ALL for part in parts):
-            found = everybody.intersection(*(ranks for _, ranks, _ in known))
-        return Reading(loader, tuple(parts), found)
+        is_tracked = was_written or not all(type(part) in _TELL_ALL for part in parts)
+        ranks = frozenset(range(num_workers))
+        if is_tracked:
+            own = {id(part) for part in parts}
+            for outer, leader in self._leaders:
+                if not own.isdisjoint(map(id, outer.parts)):
+                    ranks &= {leader}
+        return self.again(Reading(loader, parts, ranks, is_tracked, -1))
+
+    @contextmanager
+    def being_read(self, reading: Reading, leader: int) -> Iterator[None]:
+        """An epoch is under way: what callbacks read of the same parts, its leader reads for all.
+
+        It alone then knows what becomes of both.
+        """
+        entry = reading, leader
+        self._leaders.append(entry)
+        try:
+            yield
+        finally:
+            self._leaders = [other for other in self._leaders if other is not entry]
+
+    def again(self, reading: Reading) -> Reading:
+        """The same, in the middle of an epoch: a callback may have read a part of it."""
+        if reading.version == self._version:
+            return reading
+        ranks = reading.ranks
+        if reading.is_tracked:
+            known = (self._known.get(id(part), (None, ranks))[1] for part in reading.parts)
+            ranks = ranks.intersection(*known)
+        return replace(reading, ranks=ranks, version=self._version)
 
     def note(self, reading: Reading, ranks: Iterable[int], *, has_written: bool = False) -> None:
-        """These workers have read it to the end of an epoch, and had missed nothing before.
+        """These workers have read what was read, and had missed nothing before.
 
         Args:
             reading: What was read.
             ranks: The workers.
             has_written: Whether steps have modified the batches, which may be the loader's own.
         """
+        self._version += 1
         for part in reading.parts:
             held = self._hold(part, reading.loader)
-            was_written = id(part) in self._known and self._known[id(part)][2]
-            self._known[id(part)] = held, frozenset(ranks), has_written or was_written
+            _, before, was_written = self._known.get(id(part), (None, ranks, False))
+            found = frozenset(ranks).intersection(before)
+            self._known[id(part)] = held, found, has_written or was_written
 
     def _hold(self, part: Any, loader: Any) -> Any:
         """Keep the part's identity from being another's: as long as it, or the loader, lives."""
@@ -105,6 +141,8 @@ class LoaderReaders:
     def forget(self) -> None:
         """The job starts over, with processes that have read nothing."""
         self._known.clear()
+        self._leaders.clear()
+        self._version += 1
 
 
 def parts_of(loader: Any) -> list[Any]:

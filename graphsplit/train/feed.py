@@ -142,10 +142,9 @@ class Feed:
     def __iter__(self) -> Iterator[Fed]:
         if self._job.num_workers == 1:
             yield from self._alone()
-        elif self._job.rank == self._leader:
-            yield from self._lead()
-        else:
-            yield from self._follow()
+            return
+        with self._readers.being_read(self._reading, self._leader):
+            yield from self._lead() if self._job.rank == self._leader else self._follow()
 
     def _alone(self) -> Iterator[Fed]:
         """There is nobody to tell, and nothing to compare."""
@@ -205,7 +204,7 @@ class Feed:
         )
         if has_changed:
             self._share_memory(now)
-        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
+        self._note_readers()
 
     def _share_memory(self, memory: Any = None) -> None:
         share_loader_memory(
@@ -271,9 +270,22 @@ class Feed:
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
         """Consumers that have missed a part of what was read from this loader, and are sent it."""
+        now = self._readers.again(self._reading)
+        if now is not self._reading:
+            self._reading = now
+            self._stop_reading_where_some_was_missed()
         self._has_written |= planned.writes_inputs
-        self._have_read.update(self._reading.ranks.intersection(planned.consumers))
-        return [rank for rank in planned.consumers if rank not in self._reading.ranks]
+        self._have_read |= now.ranks.intersection(planned.consumers)
+        return [rank for rank in planned.consumers if rank not in now.ranks]
+
+    def _note_readers(self) -> None:
+        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
+
+    def _stop_reading_where_some_was_missed(self) -> None:
+        """A callback has read a part of this loader; the leader of both has missed nothing."""
+        self._have_read &= self._reading.ranks
+        if self._job.rank not in self._reading.ranks:
+            self._cursor = self._next = self._next_checksum = None
 
     def _sent(self, shape: Shape) -> Division:
         return receive_batch(self._job.control, shape, source=self._leader)
@@ -347,7 +359,7 @@ class Feed:
         self._take_over_generators(ticket)
         if ticket.loader_changed:
             self._share_memory()
-        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
+        self._note_readers()
 
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(

@@ -171,3 +171,37 @@ def test_data_behind_two_loaders_is_one() -> None:
     before.put_back()
     for found in ThreadCluster(lambda rank: run(True), 3, is_recoverable=False).run():
         assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [((0, 0), (1, 1)), ((0, 1), (1, 1))])
+def test_data_that_a_callback_reads_meanwhile_is_the_same(trained, evaluated) -> None:
+    class Evaluates(Losses):
+        def __init__(self, other: gs.Model, batches: Any) -> None:
+            super().__init__()
+            self.other, self.batches = other, batches
+
+        def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+            super().on_step_end(context)
+            self.seen.append(self.other.eval(self.batches))
+
+    def run(place: bool) -> Any:
+        torch.manual_seed(0)
+        data, models = Counting(), []
+        for ranks in (trained, evaluated):
+            one = model(place, 0, microbatches=1)
+            for layer, rank in zip((one.network[0], one.network[2]), ranks, strict=True):
+                if place:
+                    layer.place("MS_WORKER", rank)
+            models.append(one)
+        parts = [torch.utils.data.Subset(data, range(8)), torch.utils.data.Subset(data, range(12))]
+        first, second = (DataLoader(part, 4) for part in parts)
+        losses = Evaluates(models[1], second)
+        models[0].train(2, first, callbacks=[losses])
+        models[1].train(1, first, callbacks=[last := Losses()])
+        return copy.deepcopy([losses.seen[::4], losses.seen[4::5], last.seen[::4]])
+
+    before = Generators.now()
+    expected = run(False)
+    before.put_back()
+    for found in ThreadCluster(lambda rank: run(True), 2, is_recoverable=False).run():
+        assert difference(expected, found) is None
