@@ -381,9 +381,11 @@ class Model:
             state: A state dictionary; or a safetensors file, of which each worker reads what it
                 owns. Workers that do not see the file are sent what they own.
 
+        The network's own ``load_state_dict`` runs on every worker, hooks included.
+
         Raises:
-            StateError: Keys or shapes do not fit (for a dictionary in one process: PyTorch's
-                ``RuntimeError``).
+            StateError: It does not fit, or the network's code refuses it; the same on all workers,
+                which may catch it (for a dictionary in one process: what PyTorch raises).
             CheckpointError: The file is not there, or damaged.
         """
         self._script.run(Call("load_state_dict", self._stored.load_network, (state,), subject=self))
