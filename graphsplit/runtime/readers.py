@@ -7,15 +7,20 @@ itself; it is sent the batches.
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import itertools
+import logging
+import re
+import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -23,20 +28,23 @@ import torch
 from torch import nn
 from torch.utils import data
 
+# Never changed by being read, or shared by what has nothing else in common.
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType,
     types.BuiltinFunctionType, np.ndarray, np.generic, torch.Tensor, torch.dtype, torch.device,
-    nn.Module,
+    nn.Module, enum.Enum, re.Pattern, PurePath, logging.Logger,
 )  # fmt: skip
-_CONTAINERS = (list, tuple, set, frozenset, deque)
+_FIXED = (tuple, frozenset)  # looked into, and nothing by themselves
+_CONTAINERS = (list, set, deque, *_FIXED)
 # Reading changes nothing in these but generators, whose states all workers are told.
-_TELL_ALL = frozenset(
+_TOLD = frozenset(
     (
-        *(list, tuple, dict, torch.Generator, data.DataLoader, data.TensorDataset, data.Subset),
-        *(data.ConcatDataset, data.BatchSampler, data.SequentialSampler, data.RandomSampler),
+        *(torch.Generator, data.DataLoader, data.TensorDataset, data.Subset, data.ConcatDataset),
+        *(data.BatchSampler, data.SequentialSampler, data.RandomSampler),
         *(data.SubsetRandomSampler, data.WeightedRandomSampler),
     )
 )
+_TOLD_ALONE = _TOLD | {list, dict}  # where nobody else's code could change them
 _MAX_ITEMS = 100  # of one container: a data set of a million rows has objects like these
 _MAX_PARTS = 2000
 
@@ -74,10 +82,11 @@ class LoaderReaders:
 
     def reading(self, loader: Any, num_workers: int) -> Reading:
         """What is known of a loader that is read next."""
+        self._drop_what_is_gone()
         parts = tuple(parts_of(loader))
         known = [self._known[id(part)] for part in parts if id(part) in self._known]
         was_written = any(known_written for _, _, known_written in known)
-        is_tracked = was_written or not all(type(part) in _TELL_ALL for part in parts)
+        is_tracked = was_written or not all(type(part) in _TOLD_ALONE for part in parts)
         ranks = frozenset(range(num_workers))
         if is_tracked:
             own = {id(part) for part in parts}
@@ -119,24 +128,20 @@ class LoaderReaders:
         """
         self._version += 1
         for part in reading.parts:
-            held = self._hold(part, reading.loader)
+            if type(part) in _TOLD and not has_written:
+                continue
             _, before, was_written = self._known.get(id(part), (None, ranks, False))
             found = frozenset(ranks).intersection(before)
-            self._known[id(part)] = held, found, has_written or was_written
+            self._known[id(part)] = _held(part), found, has_written or was_written
 
-    def _hold(self, part: Any, loader: Any) -> Any:
-        """Keep the part's identity from being another's: as long as it, or the loader, lives."""
-        key = id(part)
-        try:
-            return weakref.ref(part, lambda _: self._known.pop(key, None))
-        except TypeError:
-            if key not in self._known and part is not loader:
-                with_loader = functools.partial(self._known.pop, key, None)
-                try:
-                    weakref.finalize(loader, with_loader).atexit = False
-                except TypeError:  # nor can the loader be referred to weakly: it stays
-                    return part
-            return part
+    def _drop_what_is_gone(self) -> None:
+        """What nobody else holds can be no part of a loader any more.
+
+        So it does not matter when that is noticed, which is not at the same time on all workers.
+        """
+        while gone := _gone(self._known):  # one may be held by another
+            for key in gone:
+                del self._known[key]
 
     def forget(self) -> None:
         """The job starts over, with processes that have read nothing."""
@@ -158,7 +163,32 @@ def parts_of(loader: Any) -> list[Any]:
         if id(part) not in found and not _is_atom(part):
             found[id(part)] = part
             coming.extend(_inside(part))
-    return list(found.values())
+    return [part for part in found.values() if not isinstance(part, _FIXED)]
+
+
+def _held(part: Any) -> Any:
+    """What keeps a part's identity from becoming another's unnoticed."""
+    try:
+        return weakref.ref(part)
+    except TypeError:  # lists, dictionaries, iterators
+        return part
+
+
+def _gone(known: Mapping[int, tuple[Any, ...]]) -> list[int]:
+    """The keys of those that nobody else holds."""
+    return [
+        key
+        for key, entry in known.items()
+        if (
+            entry[0]() is None
+            if isinstance(entry[0], weakref.ref)
+            else sys.getrefcount(entry[0]) <= _OWN_REFERENCES
+        )
+    ]
+
+
+_ENTRY: tuple[Any, ...] = ([],)
+_OWN_REFERENCES = sys.getrefcount(_ENTRY[0])  # of what stands in one entry and nowhere else
 
 
 def _is_atom(part: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,10 +76,35 @@ def test_parts_are_found_in_closures_and_iterators() -> None:
         assert any(part is data for part in parts_of(holder)), holder
 
 
-def test_what_is_gone_is_forgotten() -> None:
-    readers, loader = LoaderReaders(), DataLoader(Data([]))
+def test_what_is_gone_is_forgotten_and_nothing_else() -> None:
+    readers, shared = LoaderReaders(), [1]
+    loader = DataLoader(Data([shared, {"a": 2}, deque()]))
     readers.note(readers.reading(loader, 3), {1})
-    assert readers._known
     del loader
     gc.collect()
+    ranks(readers, [1])
+    assert [held for held, *_ in readers._known.values()] == [shared]
+    assert ranks(readers, DataLoader(Data(shared))) == {1}
+    del shared
+    ranks(readers, [1])
     assert not readers._known
+
+
+def test_what_two_loaders_have_in_common_by_chance_says_nothing() -> None:
+    readers, size, data = LoaderReaders(), (1, 32, 32), TensorDataset(torch.ones(4))
+    readers.note(readers.reading(DataLoader(Data([size, data])), 3), {1})
+    assert ranks(readers, DataLoader(Data([size, data]))) == {0, 1, 2}
+
+
+def test_batches_that_were_written_to_are_of_those_that_read_them() -> None:
+    readers, batches = LoaderReaders(), [[torch.ones(1)]]
+    readers.note(readers.reading(batches, 3), {1}, has_written=True)
+    assert ranks(readers, batches) == {1}
+
+
+def test_the_leader_of_an_epoch_under_way_reads_its_parts_for_all() -> None:
+    readers, data = LoaderReaders(), Data()
+    with readers.being_read(readers.reading(DataLoader(data), 3), 2):
+        assert ranks(readers, DataLoader(Subset(data, [0]))) == {2}
+        assert ranks(readers, DataLoader(Data())) == {0, 1, 2}
+    assert ranks(readers, DataLoader(data)) == {0, 1, 2}
