@@ -26,6 +26,7 @@ from graphsplit.capture.data_attribute import DataIsDetached
 from graphsplit.capture.eager_mode import as_in_eager_mode
 from graphsplit.capture.fake_caches import forget_fake_tensors
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.handed_out import note_written_later
 from graphsplit.capture.identities import remove_identities
 from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.known_values import answers_known_values, is_all_ones
@@ -140,6 +141,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     remove_identities(graph_module.graph)
     unite_tied(program, state)
     make_in_place_explicit(graph_module.graph, state=state_placeholders(program).keys())
+    note_written_later(graph_module.graph)
     if request.mode is Mode.TRAIN:
         keep_casts(graph_module.graph, _parameters(program, state))
     nodes, outputs, constants, state_names = build_nodes(

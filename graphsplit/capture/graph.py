@@ -162,6 +162,11 @@ class CapturedGraph:
         return {node.name: node for node in self.fx_graph.nodes}
 
     @cached_property
+    def positions(self) -> dict[str, int]:
+        """The positions of the nodes, by name."""
+        return {node.name: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
     def modified(self) -> frozenset[int]:
         """State and inputs whose memory an operation modifies."""
         shared = {p for node in self.nodes for p, _ in node.shares_modified}

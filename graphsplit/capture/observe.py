@@ -177,6 +177,42 @@ def unrecorded(observer: Observer) -> Iterator[None]:
         yield
 
 
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the same memory; no operation of what is recorded."""
+    with _untraced(), torch.set_grad_enabled(tensor.requires_grad):
+        return tensor.view_as(tensor)
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new fake tensor that looks the same; no operation of what is recorded."""
+    with _untraced(), torch.set_grad_enabled(tensor.requires_grad):
+        made: torch.Tensor = Pretence.apply(tensor, tensor)
+        return made
+
+
+class Pretence(torch.autograd.Function):
+    """A result without value that depends on operands, on each in more than one way."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """Make the result."""
+        made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
+        if not output.requires_grad:
+            ctx.mark_non_differentiable(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Never runs."""
+        raise AssertionError("nothing was computed")
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    with disable_proxy_modes_tracing(), without_modes(TRACERS):
+        yield
+
+
 @contextmanager
 def _generators_kept(observer: Observer) -> Iterator[None]:
     before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()

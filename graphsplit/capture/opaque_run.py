@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.observe import Pretence
 from graphsplit.capture.opaque import OpaqueCallError
 from graphsplit.capture.structure import take_apart
 
@@ -115,7 +116,7 @@ class Runnable:
     def __call__(self, *operands: Any) -> list[torch.Tensor]:
         """Run the call; returns its outputs."""
         if self.pretended is not None and any(isinstance(o, FakeTensor) for o in operands):
-            pretend: Any = _Pretence.apply
+            pretend: Any = Pretence.apply
             return [pretend(output, *operands, *operands) for output in self.pretended]
         num_arguments = len(self.arguments.slots)
         args, kwargs = self.arguments.filled(operands[:num_arguments])
@@ -127,8 +128,9 @@ class Runnable:
                 stack.enter_context(mode)
             found = self.function(*args, **kwargs)
         leaves = [found] if isinstance(found, torch.Tensor) else take_apart(found)[0]
+        self._check_structure(leaves)
         for position, value in self.plain.items():
-            if position >= len(leaves) or leaves[position] != value:
+            if type(leaves[position]) is not type(value) or leaves[position] != value:
                 raise OpaqueCallError(
                     f"{self.label} returned {leaves[position]!r} where it returned {value!r} when "
                     f"the network was captured\n  Fix: return numbers that depend on the values of "
@@ -138,6 +140,18 @@ class Runnable:
         if self.pretended is not None:
             self._check_graph(outputs, operands)
         return outputs
+
+    def _check_structure(self, leaves: Sequence[Any]) -> None:
+        are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        expected = [i in self.recorded for i in range(len(self.recorded) + len(self.plain))]
+        if are_tensors != expected:
+            shown = ["a tensor" if is_tensor else "a value" for is_tensor in are_tensors]
+            raise OpaqueCallError(
+                f"{self.label} returned {', '.join(shown) or 'nothing'}, which is not what it "
+                f"returned when the network was captured: {sum(expected)} tensors and "
+                f"{len(self.plain)} other values\n"
+                f"  Fix: let what is kept whole return as many results each time, in one order."
+            )
 
     def _check_graph(self, outputs: Sequence[torch.Tensor], operands: Sequence[Any]) -> None:
         """Refuse a gradient that would flow to something that is no operand."""
@@ -163,23 +177,6 @@ class Runnable:
                 if following is not None and following not in seen:
                     seen.add(following)
                     waiting.append(following)
-
-
-class _Pretence(torch.autograd.Function):
-    """A result without value that depends on each operand in more than one way."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *operands: Any) -> torch.Tensor:
-        """Make the result."""
-        made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
-        if not output.requires_grad:
-            ctx.mark_non_differentiable(made)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Never runs."""
-        raise AssertionError("nothing was computed")
 
 
 @contextmanager

@@ -137,6 +137,7 @@ def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
                 original(hooked, hook)
             return hooked
 
+        recorder.hooks.append(hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
         recorder.replace(self, Whole(with_hook, f"register_hook({name})", in_parts=False))
         return handle

@@ -235,11 +235,24 @@ class _Partitioner:
                     tuple(self.leaves[segment.index]),
                     tuple(sorted(parameters)),
                     outputs,
-                    roots,
+                    tuple(sorted(roots, key=self._latest_use)),
                     any(self.nodes[p].is_random for p in segment.nodes),
                 )
             )
         return tuple(result)
+
+    def _latest_use(self, value: int) -> tuple[int, int]:
+        """Two outputs may turn out to be one tensor: its gradient then comes in eager's order."""
+        position, index = max(
+            (use for c in self.gradients.folds.get(value, ()) for use in self._uses_of(c)),
+            key=lambda use: (use[0], -use[1]),
+            default=(len(self.nodes), 0),
+        )
+        return -position, index
+
+    def _uses_of(self, contribution: int) -> tuple[tuple[int, int], ...]:
+        found = self.gradients.contributions[contribution]
+        return found.uses + tuple(use for seed in found.seed for use in self._uses_of(seed))
 
     def _needed_outside_segment(self) -> set[int]:
         segment_of = self.segmentation.segment_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
-from graphsplit.partition.gradients import Contribution
+from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.tensor_meta import TensorMeta
@@ -181,6 +182,12 @@ class PartitionPlan:
     def segments(self) -> tuple[Segment, ...]:
         """All segments, by index."""
         return self.segmentation.segments
+
+    @cached_property
+    def gradient_uses(self) -> dict[int, list[Use]]:
+        """Uses of each value that carry a gradient, in the order in which eager adds them."""
+        graph = self.placed.graph
+        return differentiable_uses(graph.nodes) if graph.has_gradients else {}
 
     @property
     def num_workers(self) -> int:

@@ -28,6 +28,7 @@ from torch import fx
 from graphsplit.capture.checkpoints import CHECKPOINT_KEY
 from graphsplit.capture.effects import alias_roots, written_operands
 from graphsplit.capture.graph import Node
+from graphsplit.capture.opaque import opaque_call
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup
 
@@ -117,6 +118,9 @@ class _Finder:
         number = self._checkpoint_of(node)
         if number is not None:
             return _CHECKPOINT, number
+        made_by = self.fx_nodes.get(node.name)
+        if made_by is not None and opaque_call(made_by) is not None:
+            return None  # it may keep state of its own, in Python, which would change twice
         if self.everything:
             return "everything", None
         if self.paths:

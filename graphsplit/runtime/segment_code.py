@@ -12,9 +12,11 @@ from typing import Any
 from torch import fx
 
 from graphsplit.capture.graph import Mode, Node
+from graphsplit.capture.opaque import OpaqueCall
 from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.partition.gradients import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
+from graphsplit.partition.returned import limits_of
 from graphsplit.runtime.compiled import Compiler
 from graphsplit.runtime.generated_source import forget_with
 from graphsplit.runtime.recomputed import Recomputed
@@ -170,7 +172,10 @@ class _Builder:
             return scope.operand(position, count, reads[count])
 
         args, kwargs = fx.map_arg((old.args, old.kwargs), operand)
-        new = scope.graph.create_node(old.op, old.target, args, kwargs, name=old.name)
+        target = old.target
+        if isinstance(target, OpaqueCall):
+            target = target.within(limits_of(self.plan, position))
+        new = scope.graph.create_node(old.op, target, args, kwargs, name=old.name)
         if position in self.apart and self.pending is not None:
             _take_apart(new, self.apart[position], self.pending)
         scope.whole[position] = new

@@ -12,6 +12,7 @@ from torch import nn
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.partition.edges import partition
+from graphsplit.partition.handed_back import with_known_results
 from graphsplit.partition.in_place import keep_memory_together
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
@@ -128,7 +129,7 @@ def make_plan(
     rules = placement_rules(
         network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
     )
-    placed = keep_memory_together(resolve(graph, rules))
+    placed = keep_memory_together(with_known_results(resolve(graph, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
     check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)

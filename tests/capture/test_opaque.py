@@ -145,7 +145,12 @@ def test_a_constant_made_of_an_attribute_counts_as_another_graph() -> None:
 
 
 def test_other_shapes_than_captured_are_an_error_of_the_step() -> None:
-    traits = Traits(carries_grad=(False,), outputs=((torch.float32, (2, None)),))
+    traits = Traits(
+        carries_grad=(False,),
+        sharing=frozenset({(0, 1)}),
+        outputs=((torch.float32, (2, None)),),
+        strides=((None, 1),),
+    )
     call = OpaqueCall("f", "", lambda x: [x], traits, "net.py:3")
     assert call(torch.ones(2, 7)).shape == (2, 7)
     with pytest.raises(
