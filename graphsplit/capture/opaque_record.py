@@ -64,11 +64,13 @@ class _Run:
     Attributes:
         result: What the call returned.
         observer: What was seen.
+        arguments: Its arguments afterwards.
         guessed: Whether code that asks for values was told made-up ones, or did not run at all.
     """
 
     result: Any
     observer: Observer
+    arguments: Arguments
     guessed: bool = False
 
 
@@ -107,7 +109,7 @@ class Recorder:
         state = self._state_of(modules, operands)
         run = self._run(whole, args, kwargs, [*operands, *state], source)
         state += [t for t in self._lifted(whole, run, source) if not _is_in(t, [*operands, *state])]
-        _check_arguments(whole, arguments, Arguments.of(args, kwargs)[0], source)
+        _check_arguments(whole, arguments, run.arguments, source)
         _check_placements(whole, run.observer, source)
         found, structure = take_apart(run.result)
         _check_results(whole, found, source)
@@ -192,7 +194,8 @@ class Recorder:
             with leaving_no_trace((*reached, function)):
                 with self.not_recording(), unrecorded(observer):
                     result = function(*args, **kwargs)
-            return _Run(result, observer, guessed=answer is not None)
+                after = Arguments.of(args, kwargs)[0]
+            return _Run(result, observer, after, guessed=answer is not None)
 
         if whole.outputs is not None:
             example, output = whole.outputs, _like_output(_asks(operands))

@@ -20,6 +20,7 @@ import functools
 import operator
 import pickle
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -344,7 +345,7 @@ class _Walk:
         held = vars(module)
         self._hold_dict(held, f"an attribute of {label}")
         for kind in ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS):
-            if held.get(kind):
+            if isinstance(held.get(kind), dict):  # a scripted module has others, of its own
                 self._hold_dict(held[kind], f"{label}.{kind}")
         for attribute, value in list(held.items()):
             if attribute not in _MODULE_OWN:
@@ -376,10 +377,16 @@ class _Walk:
                 self._push(getattr(value, slot, None), f"{type(value).__name__}.{slot}")
 
     def _visit_scripted(self, module: Any, name: str) -> None:
-        text = module.dump_to_str(False, True, False).split("submodules {")[0]
-        inside = text.split("attributes {")[1].split("methods {")[0]
-        names = [line.split("=")[0].strip() for line in inside.splitlines() if " = " in line]
-        kept = [n for n in names if n.isidentifier() and isinstance(module.getattr(n), _SCRIPTED)]
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        code = "".join(module._get_method(method).code for method in module._method_names())
+        names = [n for n in dict.fromkeys(re.findall(r"\b\w+\.(\w+)", code)) if module.hasattr(n)]
+        values = {n: module.getattr(n) for n in names}
+        for value in values.values():
+            if isinstance(value, torch._C.ScriptModule):
+                self._visit_scripted(value, name)
+        kept = [n for n, value in values.items() if isinstance(value, _SCRIPTED)]
         if kept:
 
             def write(values: dict[str, Any]) -> None:
