@@ -55,6 +55,7 @@ class Node:
         source: ``file:line`` of the user's code.
         annotation: The ``with gs.place(...)`` block around it, if any.
         is_random: Whether it draws from the default generator.
+        draws_from_process: Whether it may draw from Python's or NumPy's generator.
         with_producer: Whether it must run where its (single) operand is made: an element taken
             out of a tuple.
         stays: Whether it runs where its (last) operand is, whatever is placed around it: it costs
@@ -81,6 +82,7 @@ class Node:
     source: str = ""
     annotation: Annotation | None = None
     is_random: bool = False
+    draws_from_process: bool = False
     with_producer: bool = False
     stays: bool = False
     changes_inputs: bool = False
@@ -206,6 +208,7 @@ class CapturedGraph:
                 f" {name}"
                 for name, on in (
                     ("random", node.is_random),
+                    ("process-random", node.draws_from_process),
                     ("changes", node.changes_inputs),
                     ("grad", node.requires_grad),
                 )

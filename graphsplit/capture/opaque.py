@@ -20,6 +20,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
+from graphsplit.capture.python_state import Holder, Reached
+
 
 class _Placeholder(HigherOrderOperator):
     """Stands for a call kept whole while ``torch.export`` works; never runs."""
@@ -52,6 +54,8 @@ class Limits:
             since something is written to it later, on another worker or in another segment.
         detached: Outputs that are written to later, in place. An operand that came from elsewhere
             is a leaf here, which autograd lets nobody write to.
+        unchanged: Python state that it must leave as it is, each with the line of a call elsewhere
+            that can reach it too.
         keeps_gradients: Whether a gradient that was not expected would be lost.
     """
 
@@ -59,6 +63,7 @@ class Limits:
     same: tuple[Pair, ...] = ()
     as_captured: tuple[Pair, ...] = ()
     detached: tuple[int, ...] = ()
+    unchanged: tuple[tuple[Holder, str], ...] = ()
     keeps_gradients: bool = True
 
 
@@ -68,6 +73,7 @@ class Traits:
 
     Attributes:
         is_random: Whether it draws from the default generator.
+        draws_from_process: Whether it may draw from Python's or NumPy's generator.
         written: Operands that it modifies in place.
         aliased: Operands whose memory an output shares.
         sharing: Pairs of tensors that share memory, of which the second is an output. Tensors are
@@ -80,6 +86,7 @@ class Traits:
     """
 
     is_random: bool = False
+    draws_from_process: bool = False
     written: tuple[int, ...] = ()
     aliased: tuple[int, ...] = ()
     sharing: frozenset[Pair] = frozenset()
@@ -101,6 +108,7 @@ class OpaqueCall:
         run: Takes the operands, and returns the list of its outputs.
         traits: What is known of it.
         source: The user's line.
+        reached: The Python state that it can reach.
         limits: What it must not return; None: all must be related as it was captured.
     """
 
@@ -111,12 +119,14 @@ class OpaqueCall:
         run: Callable[..., Sequence[torch.Tensor]],
         traits: Traits,
         source: str,
+        reached: Reached | None = None,
         limits: Limits | None = None,
     ) -> None:
         self.label = label
         self.text = text
         self.traits = traits
         self.source = source
+        self.reached = reached or Reached()
         self._run = run
         self._limits = limits
         # The generated code of a graph names what it calls.
@@ -128,11 +138,23 @@ class OpaqueCall:
 
     def within(self, limits: Limits) -> OpaqueCall:
         """The same call, free to return all but what these limits forbid."""
-        return OpaqueCall(self.label, self.text, self._run, self.traits, self.source, limits)
+        return OpaqueCall(
+            self.label, self.text, self._run, self.traits, self.source, self.reached, limits
+        )
 
     def __call__(self, *operands: Any) -> Any:
         """Run the call."""
+        watched = self._limits.unchanged if self._limits is not None else ()
+        for holder, _ in watched:
+            holder.note()
         outputs = list(self._run(*operands))
+        for holder, elsewhere in watched:
+            if holder.has_changed():
+                raise OpaqueCallError(
+                    f"{self.label} changes {holder.name}, which a call elsewhere can reach too; "
+                    f"every worker has a state of its own there\n  {self.source}\n  {elsewhere}\n"
+                    f"  Fix: {ONE_STATE}"
+                )
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected
             if output.dtype != dtype or not _fits(output.shape, shape):
@@ -218,6 +240,12 @@ class OpaqueCall:
             return f"operand {number}" if is_operand else f"output {number - len(operands)}"
 
         return f"{name(first)} and {name(second)} of {self.label}"
+
+
+ONE_STATE = (
+    "place both calls on one worker, next to each other if there are several microbatches; or give "
+    "each a state of its own; or hand it from one to the other as a tensor."
+)
 
 
 class _WritableLeaf(torch.autograd.Function):

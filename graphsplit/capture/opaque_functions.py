@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque_record import Recorder, Whole
-from graphsplit.capture.python_state import leaving_no_trace
+from graphsplit.capture.python_state import Reached
 from graphsplit.capture.replaced import replaced
 from graphsplit.capture.users_line import users_line_now
 from graphsplit.errors import CaptureError
@@ -81,7 +81,7 @@ def _record(
         with torch.no_grad():  # forward runs so, and its results carry no gradient
             return apply(*args, **kwargs)
     results = recorder.record(Whole(cls.apply, label, in_parts=False), args, kwargs)
-    with leaving_no_trace((cls, *recorder.hooks, *args)):
+    with Reached().leaving_no_trace((cls, *recorder.hooks, *args)):
         _refuse_random_backward(label, given, results)
     return results
 

@@ -28,7 +28,7 @@ from graphsplit.capture.observe import (
 from graphsplit.capture.opaque import PLACEHOLDER, OpaqueCall, Pair, Traits
 from graphsplit.capture.opaque_answers import run_with_answers
 from graphsplit.capture.opaque_run import Arguments, Place, Runnable
-from graphsplit.capture.python_state import leaving_no_trace
+from graphsplit.capture.python_state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.capture.users_line import users_line_now
 from graphsplit.errors import CaptureError
@@ -65,12 +65,14 @@ class _Run:
         result: What the call returned.
         observer: What was seen.
         arguments: Its arguments afterwards.
+        reached: The Python state that the call can reach.
         guessed: Whether code that asks for values was told made-up ones, or did not run at all.
     """
 
     result: Any
     observer: Observer
     arguments: Arguments
+    reached: Reached
     guessed: bool = False
 
 
@@ -129,12 +131,14 @@ class Recorder:
             [(m, m.training) for top in modules for m in top.modules()],
             whole.label,
             modes_of_others(TRACERS),
+            outside=run.reached.tensors(),
+            checks_graph=run.guessed or (whole.in_parts and not modules),
             pretended=tuple(outputs) if run.guessed else None,
             assigned=_assigned(whole, run, state),
         )
         same = _same(given, [returned[i] for i in recorded], outputs)
         traits = replace(_traits(whole, run, given, outputs, len(operands)), same=same)
-        call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source)
+        call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source, run.reached)
         self._add_node(call, given, outputs, tracer)
         return structure.rebuild(found)
 
@@ -187,15 +191,17 @@ class Recorder:
         def is_foreign(tensor: torch.Tensor) -> bool:
             return id(tensor) not in known and get_proxy_slot(tensor, tracer, None) is not None
 
-        reached = (whole.function, *whole.modules, args, tuple(kwargs.values()))
+        roots = (whole.function, *whole.modules, args, tuple(kwargs.values()))
+        reached = Reached()
 
         def attempt(function: Callable[..., Any], answer: int | None) -> _Run:
             observer = Observer(is_foreign, answer=answer)
-            with leaving_no_trace((*reached, function)):
+            with reached.leaving_no_trace((*roots, function)):
                 with self.not_recording(), unrecorded(observer):
                     result = function(*args, **kwargs)
                 after = Arguments.of(args, kwargs)[0]
-            return _Run(result, observer, after, guessed=answer is not None)
+            reached.note_changed(observer.drawn_from)
+            return _Run(result, observer, after, reached, guessed=answer is not None)
 
         if whole.outputs is not None:
             example, output = whole.outputs, _like_output(_asks(operands))
@@ -360,9 +366,10 @@ def _traits(
             i for i, o in tensors.items() if i >= num_arguments and not isinstance(o, nn.Parameter)
         }
     storages = {storage_of(o) for o in outputs}
-    is_random = run.observer.is_random or run.guessed
+    is_random = run.observer.is_random or run.guessed or run.reached.draws_from_the_process()
     return Traits(
         is_random=is_random if whole.is_random is None else whole.is_random,
+        draws_from_process=run.reached.draws_from_the_process(),
         written=tuple(sorted(written)),
         aliased=tuple(i for i, o in tensors.items() if storage_of(o) in storages),
         sharing=_sharing(operands, outputs),

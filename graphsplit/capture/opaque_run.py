@@ -97,6 +97,8 @@ class Runnable:
         training: For each module kept whole, its train or eval mode.
         label: What it is, for people.
         modes: The user's ``TorchFunctionMode``s that it runs under.
+        outside: By number (``id``), tensors that the code can reach and that are not made by it.
+        checks_graph: Whether a gradient might flow to something that is no operand.
         pretended: Where the code cannot run on tensors without values, and parameters may have
             been missed when it was captured: tensors like its outputs.
         assigned: Which of the state's buffers the code replaces by new tensors.
@@ -110,6 +112,8 @@ class Runnable:
     training: Sequence[tuple[nn.Module, bool]]
     label: str
     modes: tuple[TorchFunctionMode, ...] = ()
+    outside: frozenset[int] = frozenset()
+    checks_graph: bool = False
     pretended: tuple[torch.Tensor, ...] | None = None
     assigned: tuple[int, ...] = ()
 
@@ -137,7 +141,7 @@ class Runnable:
                     f"tensors as tensors."
                 )
         outputs = [leaves[position] for position in self.recorded]
-        if self.pretended is not None:
+        if self.checks_graph:
             self._check_graph(outputs, operands)
         return outputs
 
@@ -167,9 +171,9 @@ class Runnable:
             if function in ends:
                 continue
             variable = getattr(function, "variable", None)
-            if isinstance(variable, torch.Tensor):
+            if isinstance(variable, nn.Parameter) or id(variable) in self.outside:
                 raise OpaqueCallError(
-                    f"{self.label} uses a {list(variable.shape)} parameter that was not seen when "
+                    f"{self.label} uses a {list(variable.shape)} tensor with a gradient that was not seen when "
                     f"the network was captured; its gradient would be lost\n"
                     f"  Fix: use gs.opaque on the module that holds it, or pass it as an argument."
                 )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import collections
 import copy
+import dis
 import functools
 import operator
 import pickle
@@ -31,6 +32,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphsplit.errors import CaptureError
 
@@ -45,7 +48,6 @@ _ATOMS = (
     complex,
     str,
     bytes,
-    torch.Tensor,
     torch.dtype,
     torch.device,
     range,
@@ -67,11 +69,26 @@ _ITERATORS: tuple[type, ...] = (
 )
 
 
+# The generators of the whole process: what everybody draws from who has none of their own.
+PYTHONS: Any = random._inst  # type: ignore[attr-defined]
+NUMPYS: Any = np.random.mtrand._rand
+_GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME")
+
+
 class Holder:
     """Something that holds state, with what it held when it was noted.
 
+    Attributes:
+        key: Equal for two holders of one state.
+        name: What it is, for people.
+        is_generator: Whether it is a generator of random numbers.
+        is_tensor: Whether it is a tensor.
+
     Args:
-        thing: What holds it.
+        thing: What holds it, or a key for it.
         name: For people.
         read: Gives what it holds, apart from it.
         write: Puts that back.
@@ -84,8 +101,11 @@ class Holder:
         read: Callable[[], Any],
         write: Callable[[Any], None],
     ) -> None:
-        self.thing = thing
+        self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
+        self.is_generator = isinstance(thing, _GENERATORS)
+        self.is_tensor = isinstance(thing, torch.Tensor)
+        self._thing = thing  # held, so that nothing else gets its number
         self._read = read
         self._write = write
         self._noted = read()
@@ -100,8 +120,7 @@ class Holder:
 
     def put_back(self) -> None:
         """Let it hold what was noted."""
-        if self.has_changed():
-            self._write(self._noted)
+        self._write(self._noted)
 
 
 @dataclass(frozen=True)
@@ -167,11 +186,17 @@ class _Walk:
         self._hold(thing, name, look, lambda noted: write(noted.kept))
 
     def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, FakeTensor):  # what is written to it on fake tensors is lost
+                self._hold(value, name, lambda: value._version, lambda _: None)
+        elif isinstance(value, types.FunctionType):
             self._visit_function(value)
         elif isinstance(value, types.MethodType):
             self._push(value.__self__, name)
             self._push(value.__func__, name)
+        elif isinstance(value, types.BuiltinMethodType):
+            if not isinstance(value.__self__, types.ModuleType):
+                self._push(value.__self__, name)
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._push(part, name)
@@ -206,27 +231,14 @@ class _Walk:
             self._push(cell, cell_name)
         if vars(function):
             self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
-        names = frozenset(_names(code))
-        self._visit_names(function.__globals__, names, names)
+        self._visit_names(function.__globals__, *_names(code))
 
     def _visit_names(
         self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
     ) -> None:
         own = [name for name in names if name in held or not hasattr(_builtins(held), name)]
-
-        def read() -> dict[str, Any]:
-            return {name: held.get(name, _MISSING) for name in own}
-
-        def write(noted: dict[str, Any]) -> None:
-            for name, value in noted.items():
-                if value is _MISSING:
-                    held.pop(name, None)
-                else:
-                    held[name] = value
-
-        label = f"a global of {held.get('__name__', 'a module')}: {', '.join(sorted(names))}"
-        if own:
-            self._hold((id(held), tuple(sorted(own))), label[:200], read, write)
+        for name in own:
+            self._hold_global(held, name)
         for name in own:
             value = held.get(name)
             if isinstance(value, types.ModuleType):
@@ -234,9 +246,21 @@ class _Walk:
             else:
                 self._push(value, name)
 
+    def _hold_global(self, held: dict[str, Any], name: str) -> None:
+        def write(noted: tuple[Any]) -> None:
+            if noted[0] is _MISSING:
+                held.pop(name, None)
+            else:
+                held[name] = noted[0]
+
+        label = f"the global {name!r} of {held.get('__name__', 'a module')}"
+        self._hold(("global", id(held), name), label, lambda: (held.get(name, _MISSING),), write)
+
     def _visit_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
-        if module.__name__ == "random":
-            self._push(random._inst, "Python's module random")  # type: ignore[attr-defined]
+        if module is random:
+            self._push(PYTHONS, "Python's module random")
+        elif module is np.random or (module is np and "random" in names):
+            self._push(NUMPYS, "numpy.random")
         if not _is_of_library(module.__name__) and id(module) not in self._seen:
             self._seen[id(module)] = module
             self._visit_names(vars(module), names & vars(module).keys(), names)
@@ -283,10 +307,12 @@ class _Walk:
     def _visit_generator(self, value: Any, name: str) -> bool:
         """Generators of random numbers, and iterators."""
         if isinstance(value, random.Random):
+            name = "Python's module random" if value is PYTHONS else name
             self._hold_value(value, name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
             self._hold_value(value, name, value.get_state, value.set_state)
         elif isinstance(value, (np.random.Generator, np.random.RandomState)):
+            name = "numpy.random" if value is NUMPYS else name
             bits: Any = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[union-attr]
             self._hold_value(value, name, lambda: bits.state, lambda s: setattr(bits, "state", s))
         elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
@@ -455,12 +481,17 @@ def _refuse_used(name: str) -> None:
     )
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """All names that code uses, in functions inside it as well."""
-    yield from code.co_names
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals that code uses, in functions inside it as well; and all names in it."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            inner = _names(constant)
+            found |= inner[0]
+            names |= inner[1]
+    return frozenset(found), frozenset(names)
 
 
 def _builtins(held: dict[str, Any]) -> Any:
@@ -472,12 +503,46 @@ def _is_of_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in _LIBRARIES
 
 
-@contextmanager
-def leaving_no_trace(roots: Iterable[Any]) -> Iterator[None]:
-    """Run code that some values lead to, and put back what it changes in Python's state."""
-    found = holders(roots)
-    try:
-        yield
-    finally:
+class Reached:
+    """What code can reach, and what of it was seen to change.
+
+    Attributes:
+        holders: All of it, by key.
+        changed: Keys of what changed.
+    """
+
+    def __init__(self) -> None:
+        self.holders: dict[Any, Holder] = {}
+        self.changed: set[Any] = set()
+
+    def draws_from_the_process(self) -> bool:
+        """Whether it may draw from Python's or NumPy's generator of the whole process."""
+        return id(PYTHONS) in self.holders or id(NUMPYS) in self.holders
+
+    @contextmanager
+    def leaving_no_trace(self, roots: Iterable[Any]) -> Iterator[None]:
+        """Run code that some values lead to, and put back what it changes in Python's state."""
+        with _disable_current_modes():
+            found = holders(roots)
+        try:
+            yield
+        finally:
+            with _disable_current_modes():
+                self._put_back(found)
+
+    def _put_back(self, found: Iterable[Holder]) -> None:
         for holder in found:
-            holder.put_back()
+            self.holders.setdefault(holder.key, holder)
+            if holder.has_changed():
+                self.changed.add(holder.key)
+                holder.put_back()
+
+    def tensors(self) -> frozenset[int]:
+        """The tensors among it, by number (``id``)."""
+        return frozenset(key for key, holder in self.holders.items() if holder.is_tensor)
+
+    def note_changed(self, changed: Iterable[Holder]) -> None:
+        """Note what was seen to change in another way."""
+        for holder in changed:
+            self.holders.setdefault(holder.key, holder)
+            self.changed.add(holder.key)

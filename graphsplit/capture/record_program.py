@@ -249,7 +249,7 @@ def _parameters(program: ExportedProgram, root: nn.Module) -> dict[str, str]:
 
 
 def _check(program: ExportedProgram, root: nn.Module) -> None:
-    refuse_own_generators(program.graph_module)
+    refuse_own_generators(program)
     for node in program.graph.nodes:
         try:
             check_known(node)

@@ -23,6 +23,8 @@ from graphsplit.tensor_meta import TensorMeta
 # Rounds of cutting before splits are foreseen; nearly every graph needs fewer.
 _PATIENCE = 8
 GENERATOR_META = TensorMeta(torch.uint8, (torch.default_generator.get_state().numel(),), (1,))
+# With Python's and NumPy's: twice 624 words and where one stands in them.
+ALL_GENERATORS_META = TensorMeta(torch.uint8, (GENERATOR_META.shape[0] + 2 * 640 * 8,), (1,))
 
 
 def partition(placed: PlacedGraph, *, is_microbatched: bool = False) -> PartitionPlan:
@@ -171,6 +173,7 @@ class _Partitioner:
                     self._add_generator_edge(chain[-1], worker)
 
     def _add_generator_edge(self, value: int, worker: int) -> None:
+        draws = not self.is_microbatched and any(node.draws_from_process for node in self.nodes)
         self.edges.append(
             Edge(
                 len(self.edges),
@@ -178,7 +181,7 @@ class _Partitioner:
                 value,
                 self.workers[value],
                 worker,
-                GENERATOR_META,
+                ALL_GENERATORS_META if draws else GENERATOR_META,
             )
         )
 

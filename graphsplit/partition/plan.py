@@ -189,6 +189,13 @@ class PartitionPlan:
         graph = self.placed.graph
         return differentiable_uses(graph.nodes) if graph.has_gradients else {}
 
+    @cached_property
+    def draws_from_process(self) -> bool:
+        """Whether Python's and NumPy's generators travel with PyTorch's."""
+        return not self.is_microbatched and any(
+            node.draws_from_process for node in self.placed.graph.nodes
+        )
+
     @property
     def num_workers(self) -> int:
         """Size of the cluster."""

@@ -24,6 +24,7 @@ from graphsplit.capture.graph import Mode, Node
 from graphsplit.capture.handed_out import WRITTEN_LATER, WrittenLater
 from graphsplit.capture.memory_calls import MemoryCall
 from graphsplit.capture.opaque import Limits, OpaqueCall, Pair
+from graphsplit.partition.one_state import shared_elsewhere
 from graphsplit.partition.plan import PartitionPlan
 
 # In ``Node.meta`` of a call kept whole: pairs of tensors that the graph takes for one.
@@ -81,6 +82,7 @@ class _Returned:
             distinct=tuple(self._distinct()) if self._graph.has_gradients else (),
             as_captured=tuple(w.pair for w in written if not self._runs_in_place(w)),
             detached=tuple(sorted({w.pair[1] - num_operands for w in written})),
+            unchanged=tuple(shared_elsewhere(self._plan, self._call)),
             keeps_gradients=self._graph.mode is Mode.TRAIN,
         )
 

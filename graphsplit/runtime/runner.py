@@ -31,6 +31,7 @@ from graphsplit.runtime.channels import (
     sparse_gradient,
 )
 from graphsplit.runtime.compiled import Compiler
+from graphsplit.runtime.randomness import all_generators, set_all_generators
 from graphsplit.runtime.segment_code import SegmentCode, build_code
 from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
 from graphsplit.runtime.step_state import Microbatches, StepState
@@ -82,6 +83,10 @@ def first_received(program: WorkerProgram) -> int | None:
 def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
     """A leaf that asks for a gradient; None stands for a value of a branch that was not taken."""
     return None if value is None else value.detach().requires_grad_(True)
+
+
+def _default_generator_state() -> torch.Tensor:
+    return torch.default_generator.get_state()
 
 
 class ProgramRunner:
@@ -429,9 +434,10 @@ class ProgramRunner:
                 state.generators[microbatch], step=state.step, microbatch=microbatch
             )
         if edge.kind is EdgeKind.GENERATOR:
-            return lambda state: send(
-                torch.default_generator.get_state(), step=state.step, microbatch=microbatch
+            read = (
+                all_generators if self._plan.draws_from_process else _default_generator_state
             )
+            return lambda state: send(read(), step=state.step, microbatch=microbatch)
         if edge.kind is EdgeKind.GRADIENT:
             contributions = edge.contributions
 
@@ -462,6 +468,8 @@ class ProgramRunner:
                 assert received is not None
                 if self._is_microbatched:
                     state.generators[microbatch] = received
+                elif self._plan.draws_from_process:
+                    set_all_generators(received)
                 else:
                     torch.default_generator.set_state(received)
 

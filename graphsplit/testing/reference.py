@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.runtime.randomness import microbatch_rng_state
+from graphsplit.runtime.randomness import (
+    all_generators,
+    microbatch_rng_state,
+    process_generators,
+    set_all_generators,
+    set_process_generators,
+)
 from graphsplit.train.microbatches import split_microbatches
 
 
@@ -65,6 +71,7 @@ class EagerLoop:
         self.seed: int | None = None
         self.num_steps = self.num_batches = 0
         self.generator = torch.default_generator.get_state()
+        self.process = process_generators()
         with self._own_generator():
             self.network, self.loss_fn, optimizer, self.scheduler = make()
         one = isinstance(optimizer, torch.optim.Optimizer)
@@ -181,10 +188,11 @@ class EagerLoop:
 
     @contextmanager
     def _own_generator(self) -> Iterator[None]:
-        before = torch.default_generator.get_state()
+        before = all_generators()
         torch.default_generator.set_state(self.generator)
+        set_process_generators(self.process)
         try:
             yield
         finally:
-            self.generator = torch.default_generator.get_state()
-            torch.default_generator.set_state(before)
+            self.generator, self.process = torch.default_generator.get_state(), process_generators()
+            set_all_generators(before)

@@ -28,6 +28,12 @@ from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import TensorOwners
+from graphsplit.runtime.randomness import (
+    all_generators,
+    process_generators,
+    set_all_generators,
+    set_process_generators,
+)
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.train.batch import Arguments, Signature, leaves
@@ -159,6 +165,7 @@ class SimulatedWorker:
         task: Its network, loss and optimizer.
         planner: Its plans, and who owns what.
         generator: The state of its random generator while others run.
+        process: The states of Python's and NumPy's generators, if it draws from them.
         progress: How far its training is.
     """
 
@@ -166,16 +173,21 @@ class SimulatedWorker:
     task: Task
     planner: Planner
     generator: torch.Tensor
+    process: torch.Tensor | None = None
     progress: Progress = field(default_factory=Progress)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let this worker's generator be the default one."""
         torch.default_generator.set_state(self.generator)
+        if self.process is not None:
+            set_process_generators(self.process)
         try:
             yield
         finally:
             self.generator = torch.default_generator.get_state()
+            if self.process is not None:
+                self.process = process_generators()
 
 
 class SimulatedCluster:
@@ -205,7 +217,10 @@ class SimulatedCluster:
                 planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
                 state = torch.default_generator.get_state()
                 progress = Progress(accumulate=task.accumulate)
-                self.workers.append(SimulatedWorker(rank, task, planner, state, progress))
+                self.workers.append(
+                    SimulatedWorker(rank, task, planner, state, progress=progress)
+                )
+            self._process = process_generators()
 
     def train_step(self, arguments: Arguments, *, batch: Any = None) -> list[torch.Tensor]:
         """Train on one batch; returns the loss as each worker knows it.
@@ -270,6 +285,7 @@ class SimulatedCluster:
                 self._planned(worker, mode, division)
                 for worker, division in zip(self.workers, divisions, strict=True)
             ]
+            self._note_draws(planned)
             by_worker = [
                 list(made.phases(division if worker.rank in made.consumers else None))
                 for worker, made, division in zip(self.workers, planned, divisions, strict=True)
@@ -277,6 +293,12 @@ class SimulatedCluster:
             number, self._step = self._step, self._step + 1
             left = [self._run_phase(number, phases) for phases in zip(*by_worker, strict=True)]
         return planned, left
+
+    def _note_draws(self, planned: Sequence[PlannedStep]) -> None:
+        """From now on workers have Python's and NumPy's generators of their own, if they draw."""
+        if planned[0].first.plan.draws_from_process:
+            for worker in self.workers:
+                worker.process = self._process if worker.process is None else worker.process
 
     def _planned(self, worker: SimulatedWorker, mode: Mode, division: Division) -> PlannedStep:
         is_training = mode is Mode.TRAIN
@@ -348,11 +370,11 @@ class SimulatedCluster:
 
 @contextmanager
 def _generator_kept() -> Iterator[None]:
-    before = torch.default_generator.get_state()
+    before = all_generators()
     try:
         yield
     finally:
-        torch.default_generator.set_state(before)
+        set_all_generators(before)
 
 
 def _positions(runners: Sequence[ProgramRunner]) -> str:

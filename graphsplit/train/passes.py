@@ -14,6 +14,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.partition.edges import partition
 from graphsplit.partition.handed_back import with_known_results
 from graphsplit.partition.in_place import keep_memory_together
+from graphsplit.partition.one_state import refuse_shared_state
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.redrawn import refuse_redrawn
@@ -133,6 +134,7 @@ def make_plan(
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
     check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)
+    refuse_shared_state(plan)
     if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
         plan = with_splits(with_recomputation(plan, recompute))
     if update is not None and part.last and graph.mode is Mode.TRAIN:
