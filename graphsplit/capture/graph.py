@@ -164,6 +164,11 @@ class CapturedGraph:
         return {node.name: node for node in self.fx_graph.nodes}
 
     @cached_property
+    def draws_from_process(self) -> bool:
+        """Whether an operation may draw from Python's or NumPy's generator."""
+        return any(node.draws_from_process for node in self.nodes)
+
+    @cached_property
     def positions(self) -> dict[str, int]:
         """The positions of the nodes, by name."""
         return {node.name: position for position, node in enumerate(self.nodes)}

@@ -1,7 +1,7 @@
 """What memory a value may lie in, where a call kept whole may have handed out what it was given.
 
-``y = call(h)`` may be new, or ``h`` itself, or a view of it: that is known once it has run. It makes
-a difference only where something is written to that memory later, in place::
+``y = call(h)`` may be new, or ``h`` itself, or a view of it: that is known once it has run. It
+makes a difference only where something is written to that memory later, in place::
 
     y = call(h)        is h changed as well?  In one segment that comes out by itself: all run in
     y += 1             program order, in place, as in eager mode. Elsewhere it must be as it was
@@ -43,15 +43,9 @@ class WrittenLater:
     is_kept: bool
 
 
-def possible_memories(graph: Graph, roots: Memories | None = None) -> dict[Node, frozenset[Node]]:
-    """For every node, the nodes in whose memory it may lie; results of calls kept whole in their
-    own as well.
-
-    Args:
-        graph: The graph.
-        roots: In whose memory each node lies as captured, where the caller knows.
-    """
-    roots = alias_roots(graph) if roots is None else roots
+def possible_memories(graph: Graph) -> dict[Node, frozenset[Node]]:
+    """For every node, the nodes in whose memory it may lie; for results of calls also their own."""
+    roots = alias_roots(graph)
     found: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
         memories = set(roots[node])
@@ -61,7 +55,7 @@ def possible_memories(graph: Graph, roots: Memories | None = None) -> dict[Node,
         if opaque_call(node) is not None:
             memories |= {node}.union(*(found[n] for n in _tensors(node)))
         elif _element_of_call(node) is not None:
-            memories |= {node} | found[node.args[0]]  # type: ignore[index]
+            memories |= {node} | found[node.all_input_nodes[0]]
         found[node] = frozenset(memories)
     return found
 

@@ -54,9 +54,7 @@ def make_in_place_explicit(graph: Graph, *, state: AbstractSet[str] = frozenset(
         ordinary = _ordinary_form(node)
         if ordinary is not None and (
             _changes_shape_only(node)
-            or (
-                _may_change(node, roots, sharing, position) and not handed_out.is_seen_after(node)
-            )
+            or (_may_change(node, roots, sharing, position) and not handed_out.is_seen_after(node))
         ):
             base = node.args[0]
             assert isinstance(base, Node)

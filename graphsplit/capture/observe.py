@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphsplit.capture.answered_sizes import sized
 from graphsplit.capture.effects import HIDDEN_WRITES
 from graphsplit.capture.function_modes import TRACERS, without_modes
-from graphsplit.capture.python_state import NUMPYS, PYTHONS, Holder, holders
+from graphsplit.capture.python_holders import NUMPYS, PYTHONS, Holder
+from graphsplit.capture.python_reach import holders
 from graphsplit.placement.annotations import NODE_KEY
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
@@ -187,7 +188,8 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 def like(tensor: torch.Tensor) -> torch.Tensor:
     """A new fake tensor that looks the same; no operation of what is recorded."""
     with _untraced(), torch.set_grad_enabled(tensor.requires_grad):
-        made: torch.Tensor = Pretence.apply(tensor, tensor)
+        pretend: Any = Pretence.apply
+        made: torch.Tensor = pretend(tensor, tensor)
         return made
 
 

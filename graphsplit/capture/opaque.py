@@ -20,7 +20,8 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
-from graphsplit.capture.python_state import Holder, Reached
+from graphsplit.capture.python_holders import Holder
+from graphsplit.capture.python_state import Reached
 
 
 class _Placeholder(HigherOrderOperator):

@@ -47,8 +47,8 @@ def _refusing_transforms(recorder: Recorder) -> Apply:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_recording and torch._C._are_functorch_transforms_active():
             raise CaptureError(
-                f"{cls.__qualname__}.apply is a custom torch.autograd.Function inside torch.func or "
-                f"torch.vmap; its own backward would be lost\n  {users_line_now()}\n"
+                f"{cls.__qualname__}.apply is a custom torch.autograd.Function inside torch.func "
+                f"or torch.vmap; its own backward would be lost\n  {users_line_now()}\n"
                 f"  Fix: keep the function that calls torch.func whole, with gs.opaque."
             )
         return original(cls, *args, **kwargs)

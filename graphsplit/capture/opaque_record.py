@@ -208,9 +208,7 @@ class Recorder:
             run = attempt(lambda *a, **k: pytree.tree_map(output, example(*a, **k)), None)
             run.guessed = True
             return run
-        return run_with_answers(
-            lambda answer: attempt(whole.function, answer), whole.label, source
-        )
+        return run_with_answers(lambda answer: attempt(whole.function, answer), whole.label, source)
 
     def _state_of(
         self, modules: Sequence[nn.Module], operands: Sequence[Any]

@@ -171,10 +171,11 @@ class Runnable:
             if function in ends:
                 continue
             variable = getattr(function, "variable", None)
-            if isinstance(variable, nn.Parameter) or id(variable) in self.outside:
+            is_outside = isinstance(variable, nn.Parameter) or id(variable) in self.outside
+            if isinstance(variable, torch.Tensor) and is_outside:
                 raise OpaqueCallError(
-                    f"{self.label} uses a {list(variable.shape)} tensor with a gradient that was not seen when "
-                    f"the network was captured; its gradient would be lost\n"
+                    f"{self.label} uses a {list(variable.shape)} tensor with a gradient that was "
+                    f"not seen when the network was captured; its gradient would be lost\n"
                     f"  Fix: use gs.opaque on the module that holds it, or pass it as an argument."
                 )
             for following, _ in function.next_functions:

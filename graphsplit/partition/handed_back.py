@@ -1,8 +1,9 @@
 """Results that were operands when the network was captured, where gradients need to know it.
 
-What a call kept whole hands back is known when it has run, and need not be known before: but where
-uses of an operand and of the result lie in several segments, their gradients are added up in eager's
-order only if both are one value of the graph. Then they are, and the call must go on returning it.
+What a call kept whole hands back is known when it has run, and need not be known before. But where
+uses of an operand and of the result lie in several segments, their gradients may be added up in
+eager's order only if both are one value of the graph. Then they are, and the call must go on
+returning it.
 """
 
 from __future__ import annotations

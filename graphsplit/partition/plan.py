@@ -19,6 +19,7 @@ class EdgeKind(Enum):
     VALUE = "value"
     GRADIENT = "gradient"
     GENERATOR = "generator"
+    PROCESS_GENERATORS = "process generators"
     TALLY = "tally"
 
 
@@ -28,8 +29,8 @@ class Edge:
 
     Attributes:
         index: Position among all edges of the plan.
-        kind: Forward value, gradient, the state of the random generator, or numbers about
-            gradients.
+        kind: Forward value, gradient, the state of the random generator, those of Python's and
+            NumPy's generators where these do not go with it, or numbers about gradients.
         value: The node it carries (for a generator state: the random operation that left it; for
             numbers about gradients: the first parameter, which stands for all).
         source: Sending worker.
@@ -192,9 +193,7 @@ class PartitionPlan:
     @cached_property
     def draws_from_process(self) -> bool:
         """Whether Python's and NumPy's generators travel with PyTorch's."""
-        return not self.is_microbatched and any(
-            node.draws_from_process for node in self.placed.graph.nodes
-        )
+        return not self.is_microbatched and self.placed.graph.draws_from_process
 
     @property
     def num_workers(self) -> int:

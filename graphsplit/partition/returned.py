@@ -1,7 +1,7 @@
 """What a call kept whole must not return, given where everything around it runs.
 
-A call may hand back an operand itself, or one tensor twice. In eager mode these are one tensor, whose
-uses are added up in one order::
+A call may hand back an operand itself, or one tensor twice. In eager mode these are one tensor,
+whose uses are added up in one order::
 
     y = call(h)         y is h              (d + c) + b, latest use first
     b = g(h)            as two values       y's uses first, d + c, as one term of h: the same here,
@@ -195,7 +195,7 @@ class _Returned:
         one, two = self._uses(earlier), self._uses(later)
         if not one or not two or all(self._is_here(use, None) for use in (*one, *two)):
             return True
-        # What comes from elsewhere enters backward output by output, that with the latest use first.
+        # What comes from elsewhere enters backward output by output, the one used latest first.
         first, second = (one, two) if _is_later(one[0], two[0]) else (two, one)
         return len(first) == 1 and self._is_one_term_before(second, first)
 

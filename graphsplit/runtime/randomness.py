@@ -64,7 +64,8 @@ def set_process_generators(state: torch.Tensor) -> None:
     words, has_gauss, gauss = _unpacked(state[:size])
     random.setstate((3, tuple(words), gauss if has_gauss else None))
     words, has_gauss, gauss = _unpacked(state[size:])
-    np.random.set_state(("MT19937", words[:-1], words[-1], int(has_gauss), gauss))
+    key = np.array(words[:-1], dtype=np.uint32)
+    np.random.set_state(("MT19937", key, words[-1], int(has_gauss), gauss))
 
 
 def _packed(words: tuple[int, ...], has_gauss: bool, gauss: float) -> torch.Tensor:

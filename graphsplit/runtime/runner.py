@@ -31,7 +31,11 @@ from graphsplit.runtime.channels import (
     sparse_gradient,
 )
 from graphsplit.runtime.compiled import Compiler
-from graphsplit.runtime.randomness import all_generators, set_all_generators
+from graphsplit.runtime.generators import (
+    GENERATORS,
+    bind_receive_generators,
+    bind_send_generators,
+)
 from graphsplit.runtime.segment_code import SegmentCode, build_code
 from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
 from graphsplit.runtime.step_state import Microbatches, StepState
@@ -83,10 +87,6 @@ def first_received(program: WorkerProgram) -> int | None:
 def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
     """A leaf that asks for a gradient; None stands for a value of a branch that was not taken."""
     return None if value is None else value.detach().requires_grad_(True)
-
-
-def _default_generator_state() -> torch.Tensor:
-    return torch.default_generator.get_state()
 
 
 class ProgramRunner:
@@ -429,15 +429,8 @@ class ProgramRunner:
         value = edge.value
         if edge.kind is EdgeKind.TALLY:
             return bind_send_tally(self._plan, edge, send)
-        if edge.kind is EdgeKind.GENERATOR and self._is_microbatched:
-            return lambda state: send(
-                state.generators[microbatch], step=state.step, microbatch=microbatch
-            )
-        if edge.kind is EdgeKind.GENERATOR:
-            read = (
-                all_generators if self._plan.draws_from_process else _default_generator_state
-            )
-            return lambda state: send(read(), step=state.step, microbatch=microbatch)
+        if edge.kind in GENERATORS:
+            return bind_send_generators(self._plan, edge, microbatch, send)
         if edge.kind is EdgeKind.GRADIENT:
             contributions = edge.contributions
 
@@ -461,19 +454,8 @@ class ProgramRunner:
         index, value = edge.index, edge.value
         if edge.kind is EdgeKind.TALLY:
             return bind_receive_tally(self._plan, edge, receive)
-        if edge.kind is EdgeKind.GENERATOR:
-
-            def receive_generator(state: StepState) -> None:
-                received = receive(step=state.step, microbatch=microbatch)
-                assert received is not None
-                if self._is_microbatched:
-                    state.generators[microbatch] = received
-                elif self._plan.draws_from_process:
-                    set_all_generators(received)
-                else:
-                    torch.default_generator.set_state(received)
-
-            return receive_generator
+        if edge.kind in GENERATORS:
+            return bind_receive_generators(self._plan, edge, microbatch, receive)
 
         def receive_value(state: StepState) -> None:
             state.values[microbatch][value] = receive(step=state.step, microbatch=microbatch)

@@ -217,9 +217,7 @@ class SimulatedCluster:
                 planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
                 state = torch.default_generator.get_state()
                 progress = Progress(accumulate=task.accumulate)
-                self.workers.append(
-                    SimulatedWorker(rank, task, planner, state, progress=progress)
-                )
+                self.workers.append(SimulatedWorker(rank, task, planner, state, progress=progress))
             self._process = process_generators()
 
     def train_step(self, arguments: Arguments, *, batch: Any = None) -> list[torch.Tensor]:
@@ -296,7 +294,7 @@ class SimulatedCluster:
 
     def _note_draws(self, planned: Sequence[PlannedStep]) -> None:
         """From now on workers have Python's and NumPy's generators of their own, if they draw."""
-        if planned[0].first.plan.draws_from_process:
+        if planned[0].first.plan.placed.graph.draws_from_process:
             for worker in self.workers:
                 worker.process = self._process if worker.process is None else worker.process
 
