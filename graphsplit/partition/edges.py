@@ -26,9 +26,10 @@ _PATIENCE = 8
 GENERATOR_META = TensorMeta(torch.uint8, (torch.default_generator.get_state().numel(),), (1,))
 # Python's and NumPy's: twice 624 words and where one stands in them.
 _PROCESS_BYTES = 2 * 640 * 8
-_ALL_BYTES = torch.default_generator.get_state().numel() + _PROCESS_BYTES
+GENERATOR_BYTES = torch.default_generator.get_state().numel()
+ALL_GENERATORS_BYTES = GENERATOR_BYTES + _PROCESS_BYTES
 PROCESS_GENERATORS_META = TensorMeta(torch.uint8, (_PROCESS_BYTES,), (1,))
-ALL_GENERATORS_META = TensorMeta(torch.uint8, (_ALL_BYTES,), (1,))
+ALL_GENERATORS_META = TensorMeta(torch.uint8, (ALL_GENERATORS_BYTES,), (1,))
 
 
 def partition(placed: PlacedGraph, *, is_microbatched: bool = False) -> PartitionPlan:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphsplit.capture.python_holders import NUMPYS
+
 _WORDS = 640  # of 64 bits for each of Python's and NumPy's generators: 624, and where it stands
 
 
@@ -45,15 +47,21 @@ def set_all_generators(state: torch.Tensor) -> None:
     set_process_generators(state[-size:])
 
 
+def can_be_packed() -> bool:
+    """Whether NumPy's generator is the usual one."""
+    return isinstance(NUMPYS._bit_generator, np.random.MT19937)
+
+
 def process_generators() -> torch.Tensor:
     """The states of Python's and NumPy's generators, as bytes."""
     _, words, gauss = random.getstate()
-    numpy: Any = np.random.get_state()
-    if numpy[0] != "MT19937":
+    if not can_be_packed():
         raise RuntimeError(
-            f"numpy.random draws from {numpy[0]}, whose state cannot be sent to other workers\n"
+            f"numpy.random draws from {type(NUMPYS._bit_generator).__name__}, whose state "
+            f"cannot be sent to other workers\n"
             f"  Fix: leave numpy.random.set_bit_generator out."
         )
+    numpy: Any = np.random.get_state()
     python = _packed(words, gauss is not None, gauss or 0.0)
     return torch.cat([python, _packed((*numpy[1].tolist(), numpy[2]), bool(numpy[3]), numpy[4])])
 

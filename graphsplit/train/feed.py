@@ -27,9 +27,11 @@ from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import LoaderMismatchError
+from graphsplit.partition.edges import ALL_GENERATORS_BYTES
 from graphsplit.placement.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.randomness import all_generators, can_be_packed, set_all_generators
 from graphsplit.train import records
 from graphsplit.train.batch import fingerprint
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
@@ -57,6 +59,11 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
 
 
 Fed = tuple[PlannedStep, Division | None, Callable[[], None] | None]
+
+
+def _draws_from_process(planned: PlannedStep) -> bool:
+    """Whether a step may draw from Python's or NumPy's generator, as a loader may."""
+    return planned.first.plan.placed.graph.draws_from_process
 
 
 class _Cursor:
@@ -149,6 +156,8 @@ class Feed:
             division = cursor.draw()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
+            if planned is None or division is None or _draws_from_process(planned):
+                news = all_generators() if can_be_packed() else news
             previous = self._checksum or 0
             if division is None:
                 self._tickets.send(None, generator=news, previous_checksum=previous)
@@ -215,7 +224,10 @@ class Feed:
     def _take_over_generator(self, ticket: Ticket) -> None:
         if ticket.generator:
             state = torch.frombuffer(bytearray(ticket.generator), dtype=torch.uint8)
-            torch.default_generator.set_state(state)
+            if len(ticket.generator) == ALL_GENERATORS_BYTES:
+                set_all_generators(state)
+            else:
+                torch.default_generator.set_state(state)
 
     def _draw(self) -> Division | None:
         cursor = self._cursor or self._open_cursor()
@@ -239,9 +251,8 @@ class Feed:
                 fix="split and loss_weight must give the same on every worker: let them look at "
                 "nothing but the batch.",
             )
-        if ticket.generator and (
-            torch.default_generator.get_state().numpy().tobytes() != ticket.generator
-        ):
+        mine = torch.default_generator.get_state().numpy().tobytes()
+        if ticket.generator and mine != ticket.generator[: len(mine)]:
             raise self._mismatch(
                 "its random generator is in another state", "the batches are equal"
             )

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.errors import FrameError
+from graphsplit.partition.edges import ALL_GENERATORS_BYTES, GENERATOR_BYTES
 from graphsplit.runtime.job import Job
 from graphsplit.train.batch import Signature
 from graphsplit.train.microbatches import Shape
@@ -27,7 +28,8 @@ from graphsplit.train.signature_text import check_signature_text
 _LENGTH = struct.Struct("<I")
 _REPEATED = struct.Struct("<IQII")
 _STEP_BYTES = 256
-_GENERATOR_BYTES = torch.default_generator.get_state().numel()
+# PyTorch's generator alone, or Python's and NumPy's with it.
+_GENERATOR_BYTES = (GENERATOR_BYTES, ALL_GENERATORS_BYTES)
 
 
 class Ticket(NamedTuple):
@@ -38,7 +40,8 @@ class Ticket(NamedTuple):
         shape: What the batch and its microbatches look like; None at the end of the epoch.
         checksum: Of the batch, where all workers hold it; else 0.
         previous_checksum: Of the batch before, where readers drew it from their loaders; else 0.
-        generator: State of the generator, where drawing the batch changed it; else empty.
+        generator: State of the generator, where drawing the batch changed it; else empty. With
+            Python's and NumPy's generators, where these may matter.
     """
 
     step: int
@@ -137,7 +140,7 @@ class Tickets:
         """A ticket that brings news."""
         message = StepTicket()
         message.ParseFromString(_content(data))
-        if len(message.generator) not in (0, _GENERATOR_BYTES):
+        if len(message.generator) not in (0, *_GENERATOR_BYTES):
             raise FrameError(f"worker {leader} sent a generator state of a wrong size")
         described: list[StepTicket | MicrobatchRun] = [message, *message.microbatches]
         for one in described:

@@ -137,7 +137,7 @@ def compare(
     make_inner: Callable[[], nn.Module],
     use: Use,
     workers: tuple[int, int, int],
-    num: int = 4,
+    num: int = 3,
     **options: Any,
 ) -> None:
     def place(net: Any) -> None:
@@ -154,15 +154,19 @@ def compare(
     )
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("use", [plainly, several_times, beside_itself, after_other_uses])
+IN_TURN = ("new", "itself", "view", "residual")
+
+
 @pytest.mark.parametrize(
-    "make_inner",
+    ("make_inner", "use", "microbatches"),
     [
-        LayerDrop,
-        Shrink,
-        lambda: InTurn("new", "itself", "view", "residual"),
-        lambda: InTurn("itself", "new", "parameter"),
+        (LayerDrop, several_times, 4),
+        (LayerDrop, after_other_uses, 1),
+        (Shrink, plainly, 4),
+        (Shrink, beside_itself, 1),
+        (lambda: InTurn(*IN_TURN), beside_itself, 4),
+        (lambda: InTurn(*IN_TURN), after_other_uses, 1),
+        (lambda: InTurn("itself", "new", "parameter"), several_times, 1),
     ],
 )
 def test_what_is_returned_may_be_another_thing_each_time(
@@ -171,25 +175,25 @@ def test_what_is_returned_may_be_another_thing_each_time(
     compare(make_inner, use, APART, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("use", [between_other_uses, written_alone, written_beside])
 @pytest.mark.parametrize(
-    "kinds", [("itself", "new"), ("new", "itself", "view"), ("view", "new", "itself")]
+    ("kinds", "use"),
+    [
+        (("itself", "new"), between_other_uses),
+        (("new", "itself", "view"), written_beside),
+        (("view", "new", "itself"), written_alone),
+    ],
 )
-def test_on_one_worker_nothing_is_refused(use: Any, kinds: Any) -> None:
+def test_on_one_worker_nothing_is_refused(kinds: Any, use: Any) -> None:
     compare(lambda: InTurn(*kinds), use, TOGETHER)
 
 
-@pytest.mark.parametrize("kinds", [("itself", "new"), ("new", "itself", "view")])
-def test_what_is_written_to_and_read_by_nobody_else_may_be_anything(kinds: Any) -> None:
-    compare(lambda: InTurn(*kinds), written_alone, APART)
+def test_what_is_written_to_and_read_by_nobody_else_may_be_anything() -> None:
+    compare(lambda: InTurn("itself", "new", "view"), written_alone, APART)
 
 
-@pytest.mark.parametrize(
-    "kinds", [("two", "one twice"), ("one twice", "two"), ("itself first", "two", "itself twice")]
-)
-def test_one_tensor_may_be_returned_twice(kinds: Any) -> None:
-    compare(lambda: InTurn(*kinds), both, APART)
-    compare(lambda: InTurn(*kinds), both_often, TOGETHER)
+def test_one_tensor_may_be_returned_twice() -> None:
+    compare(lambda: InTurn("two", "one twice", "itself twice"), both, APART)
+    compare(lambda: InTurn("itself first", "two", "one twice"), both_often, TOGETHER)
 
 
 def test_what_always_is_an_operand_is_one_value_with_it() -> None:
