@@ -364,10 +364,13 @@ def _traits(
             i for i, o in tensors.items() if i >= num_arguments and not isinstance(o, nn.Parameter)
         }
     storages = {storage_of(o) for o in outputs}
-    is_random = run.observer.is_random or run.guessed or run.reached.draws_from_the_process()
+    is_random = run.observer.is_random or run.guessed
+    is_random = is_random if whole.is_random is None else whole.is_random
+    may_draw = run.reached.may_draw_from_process() and whole.is_random is not False
+    draws = may_draw or run.reached.drew_from_process()
     return Traits(
-        is_random=is_random if whole.is_random is None else whole.is_random,
-        draws_from_process=run.reached.draws_from_the_process(),
+        is_random=is_random or draws,
+        draws_from_process=draws,
         written=tuple(sorted(written)),
         aliased=tuple(i for i, o in tensors.items() if storage_of(o) in storages),
         sharing=_sharing(operands, outputs),

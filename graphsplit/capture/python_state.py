@@ -19,6 +19,9 @@ from graphsplit.capture.python_holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.python_reach import holders
 
 
+_OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
+
+
 class Reached:
     """What code can reach, and what of it was seen to change.
 
@@ -31,9 +34,13 @@ class Reached:
         self.holders: dict[Any, Holder] = {}
         self.changed: set[Any] = set()
 
-    def draws_from_the_process(self) -> bool:
-        """Whether it may draw from Python's or NumPy's generator of the whole process."""
-        return id(PYTHONS) in self.holders or id(NUMPYS) in self.holders
+    def may_draw_from_process(self) -> bool:
+        """Whether it can reach Python's or NumPy's generator of the whole process."""
+        return not _OF_THE_PROCESS.isdisjoint(self.holders)
+
+    def drew_from_process(self) -> bool:
+        """Whether it was seen to draw from one of these."""
+        return not _OF_THE_PROCESS.isdisjoint(self.changed)
 
     @contextmanager
     def leaving_no_trace(self, roots: Iterable[Any]) -> Iterator[None]:

@@ -33,4 +33,4 @@ def drawing_node(graph: CapturedGraph, segmentation: Segmentation) -> int | None
 
 def _was_seen(graph: CapturedGraph, position: int) -> bool:
     call = graph.fx_nodes[graph.nodes[position].name].target
-    return isinstance(call, OpaqueCall) and not call.reached.changed.isdisjoint(OF_THE_PROCESS)
+    return isinstance(call, OpaqueCall) and call.reached.drew_from_process()
