@@ -230,9 +230,12 @@ class _Walk:
             self._hold_value(value, name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
             self._hold_value(value, name, value.get_state, lambda s: _set_state(value, s))
-        elif isinstance(value, (np.random.Generator, np.random.RandomState)):
+        elif isinstance(value, np.random.RandomState):
             name = "numpy.random" if value is NUMPYS else name
-            bits: Any = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[union-attr]
+            read = functools.partial(value.get_state, legacy=False)
+            self._hold_value(value, name, read, value.set_state)
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
             self._hold_value(value, name, lambda: bits.state, lambda s: setattr(bits, "state", s))
         elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
             self._hold(value, name, lambda: _position_of(value), lambda s: _refuse_used(name))

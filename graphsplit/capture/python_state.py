@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphsplit.capture.python_holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.python_reach import holders
 
-
 _OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 
 

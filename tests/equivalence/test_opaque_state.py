@@ -89,8 +89,6 @@ class Counting(torch.autograd.Function):
 class Scripted(nn.Module):
     """Counts in an attribute."""
 
-    calls: int
-
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
@@ -148,6 +146,7 @@ def test_a_class_counts_every_backward_once() -> None:
     assert Counting.backwards - before == 2 * 3 * 4
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("mark", [gs.opaque, lambda module: module])
 def test_attributes_of_a_scripted_module_are_those_of_eager_mode(mark: Any) -> None:
     class Around(nn.Module):
@@ -234,22 +233,20 @@ def test_state_that_is_only_read_may_be_shared(microbatches: int) -> None:
     compare(gs.opaque(reads_entry), gs.opaque(reads_entry), microbatches=microbatches)
 
 
+times: list[int] = []
+
+
 def changes_late(h: torch.Tensor) -> torch.Tensor:
-    if kept.attribute < 0:
+    times.append(1)
+    if len(times) == 4:  # in the second step, by a worker
         shared["calls"] += 1
     return h * 2
 
 
-def test_shared_state_that_changes_later_is_refused_then(monkeypatch: Any) -> None:
-    compare(gs.opaque(changes_late), gs.opaque(reads_entry))
-
-    def steps_on(network: nn.Module) -> None:
-        kept.attribute = -1
-
+def test_shared_state_that_changes_later_is_refused_then() -> None:
     message = r"(?s)changes shared, which a call elsewhere can reach .*Fix: place both calls"
-    monkeypatch.setattr(kept, "attribute", 0)
     with pytest.raises(StepFailedError, match=message):
-        compare(gs.opaque(changes_late), gs.opaque(reads_entry), on_gradients=steps_on)
+        compare(gs.opaque(changes_late), gs.opaque(reads_entry))
 
 
 def takes_numbers(h: torch.Tensor) -> torch.Tensor:
