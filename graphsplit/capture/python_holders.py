@@ -24,6 +24,7 @@ class Holder:
         name: What it is, for people.
         is_generator: Whether it is a generator of random numbers.
         is_tensor: Whether it is a tensor.
+        decides: Whether what it holds may decide over values: no cache, and not the name of code.
 
     Args:
         thing: What holds it, or a key for it.
@@ -38,11 +39,14 @@ class Holder:
         name: str,
         read: Callable[[], Any],
         write: Callable[[Any], None],
+        *,
+        decides: bool = True,
     ) -> None:
         self.key: Any = thing if isinstance(thing, tuple) else id(thing)
         self.name = name
         self.is_generator = isinstance(thing, _GENERATORS)
         self.is_tensor = isinstance(thing, torch.Tensor)
+        self.decides = decides
         self._thing = thing  # held, so that nothing else gets its number
         self._read = read
         self._write = write
@@ -55,6 +59,10 @@ class Holder:
     def note(self) -> None:
         """Note what it holds now."""
         self._noted = self._read()
+
+    def forget(self) -> None:
+        """Let go of what was noted."""
+        self._noted = None
 
     def put_back(self) -> None:
         """Let it hold what was noted."""

@@ -18,6 +18,7 @@ import random
 import re
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,6 +50,8 @@ _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MISSING: Any = object()
 _ALL = slice(None)
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_MAX_COPIED = 1 << 24
 _ITERATORS: tuple[type, ...] = (
     *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
     type(iter(range(0))),
@@ -128,8 +131,10 @@ class _Walk:
             self._visit_cell(value, name)
         elif isinstance(value, type):
             self._visit_class(value)
-        elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
-            self._hold(value, name, lambda: value.cache_info(), lambda _: value.cache_clear())
+        elif isinstance(value, functools._lru_cache_wrapper):
+            clear = value.cache_clear
+            holder = Holder(value, name, value.cache_info, lambda _: clear(), decides=False)
+            self._found.append(holder)
             self._push(value.__wrapped__, name)
         elif not self._visit_generator(value, name) and not self._visit_container(value, name):
             self._visit_object(value, name)
@@ -173,7 +178,11 @@ class _Walk:
                 held[name] = noted[0]
 
         label = f"the global {name!r} of {held.get('__name__', 'a module')}"
-        self._hold(("global", id(held), name), label, lambda: (held.get(name, _MISSING),), write)
+        decides = not isinstance(held.get(name), _CODE)
+        key = ("global", id(held), name)
+        self._found.append(
+            Holder(key, label, lambda: (held.get(name, _MISSING),), write, decides=decides)
+        )
 
     def _visit_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
         if module is random:
@@ -257,7 +266,7 @@ class _Walk:
         elif isinstance(value, set):
             self._hold(value, name, lambda: frozenset(value), lambda s: _set_members(value, s))
         elif isinstance(value, np.ndarray):
-            self._hold_value(value, name, value.copy, lambda s: np.copyto(value, s))
+            self._visit_array(value, name)
         elif not isinstance(value, (tuple, frozenset)):
             return False
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
@@ -265,6 +274,18 @@ class _Walk:
                 self._push(item, name)
         self._visit_attributes(value, name)
         return True
+
+    def _visit_array(self, value: np.ndarray[Any, Any], name: str) -> None:
+        if value.dtype == object:
+            for item in value.flat:
+                self._push(item, name)
+            self._hold(value, name, lambda: list(value.flat), lambda s: _set_items(value, s))
+        elif value.nbytes <= _MAX_COPIED:
+            self._hold_value(value, name, value.copy, lambda s: np.copyto(value, s))
+        else:
+            self._hold(
+                value, name, lambda: zlib.crc32(value.tobytes()), lambda _: _refuse_large(name)
+            )
 
     def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
         def write(noted: dict[Any, Any]) -> None:
@@ -377,6 +398,11 @@ def _set_slots(value: Any, noted: dict[str, Any]) -> None:
             object.__delattr__(value, slot)
 
 
+def _set_items(value: np.ndarray[Any, Any], items: list[Any]) -> None:
+    for index, item in enumerate(items):
+        value.flat[index] = item
+
+
 def _set_queue(value: collections.deque[Any], items: list[Any]) -> None:
     value.clear()
     value.extend(items)
@@ -396,6 +422,15 @@ def _position_of(iterator: Any) -> Any:
         return repr(iterator.__reduce__())
     except (TypeError, AttributeError):
         return None
+
+
+def _refuse_large(name: str) -> None:
+    raise CaptureError(
+        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and does "
+        f"not keep copies of arrays above {_MAX_COPIED >> 20} MiB\n"
+        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it is "
+        f"then not run when a plan is made."
+    )
 
 
 def _refuse_used(name: str) -> None:

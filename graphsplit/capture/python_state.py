@@ -58,6 +58,7 @@ class Reached:
             if holder.has_changed():
                 self.changed.add(holder.key)
                 holder.put_back()
+            holder.forget()
 
     def tensors(self) -> frozenset[int]:
         """The tensors among it, by number (``id``)."""

@@ -33,7 +33,7 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
             holder = one.reached.holders[key]
             changes = key in one.reached.changed or key in two.reached.changed
             is_own = holder.is_generator and key not in OF_THE_PROCESS
-            if (changes or is_own) and not _travels(plan, key):
+            if holder.decides and (changes or is_own) and not _travels(plan, key):
                 raise _refusal(plan, holder, one, two)
 
 
@@ -47,7 +47,7 @@ def shared_elsewhere(plan: PartitionPlan, position: int) -> Iterator[tuple[Holde
             for key in mine.keys() & call.reached.holders.keys():
                 found.setdefault(key, call.source)
     for key, source in found.items():
-        if not _travels(plan, key):
+        if mine[key].decides and not _travels(plan, key):
             yield mine[key], source
 
 
