@@ -73,6 +73,7 @@ class Traits:
     """What is known of a call. Operands and outputs are given by position.
 
     Attributes:
+        in_parts: Whether autograd sees what it does inside, not one function.
         is_random: Whether it draws from the default generator.
         draws_from_process: Whether it may draw from Python's or NumPy's generator.
         written: Operands that it modifies in place.
@@ -86,6 +87,7 @@ class Traits:
         strides: For each output, its strides; None as one that may change.
     """
 
+    in_parts: bool = True
     is_random: bool = False
     draws_from_process: bool = False
     written: tuple[int, ...] = ()

@@ -369,6 +369,7 @@ def _traits(
     may_draw = run.reached.may_draw_from_process() and whole.is_random is not False
     draws = may_draw or run.reached.drew_from_process()
     return Traits(
+        in_parts=whole.in_parts,
         is_random=is_random or draws,
         draws_from_process=draws,
         written=tuple(sorted(written)),

@@ -60,6 +60,14 @@ class Holder:
         """Note what it holds now."""
         self._noted = self._read()
 
+    def held(self) -> Any:
+        """What it holds now, for ``hold``."""
+        return self._read()
+
+    def hold(self, state: Any) -> None:
+        """Let it hold what it held once."""
+        self._write(state)
+
     def forget(self) -> None:
         """Let go of what was noted."""
         self._noted = None

@@ -426,10 +426,10 @@ def _position_of(iterator: Any) -> Any:
 
 def _refuse_large(name: str) -> None:
     raise CaptureError(
-        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and does "
-        f"not keep copies of arrays above {_MAX_COPIED >> 20} MiB\n"
-        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it is "
-        f"then not run when a plan is made."
+        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and "
+        f"keeps no copies of arrays above {_MAX_COPIED >> 20} MiB\n"
+        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
     )
 
 

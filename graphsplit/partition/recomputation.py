@@ -119,8 +119,9 @@ class _Finder:
         if number is not None:
             return _CHECKPOINT, number
         made_by = self.fx_nodes.get(node.name)
-        if made_by is not None and opaque_call(made_by) is not None:
-            return None  # it may keep state of its own, in Python, which would change twice
+        call = opaque_call(made_by) if made_by is not None else None
+        if call is not None and call.traits.in_parts:
+            return None  # ordinary code: what it keeps in Python would change twice
         if self.everything:
             return "everything", None
         if self.paths:

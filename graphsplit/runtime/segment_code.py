@@ -13,6 +13,7 @@ from torch import fx
 
 from graphsplit.capture.graph import Mode, Node
 from graphsplit.capture.opaque import OpaqueCall
+from graphsplit.capture.python_holders import Holder
 from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.partition.gradients import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
@@ -212,11 +213,19 @@ class _Builder:
             changing=[arguments.index(argument) for argument in changing],
             is_random=any(self.nodes[p].is_random for p in members),
             repeats_writes=group.repeats_writes,
+            state=() if group.repeats_writes else self._python_state(members),
         )
         results = scope.graph.call_function(run, arguments)
         for index, position in enumerate(made):
             scope.whole[position] = scope.graph.call_function(operator.getitem, (results, index))
         return region
+
+    def _python_state(self, members: AbstractSet[int]) -> tuple[Holder, ...]:
+        """What the calls kept whole in a group can reach."""
+        targets = (self.captured.fx_nodes[self.nodes[p].name].target for p in members)
+        calls = [target for target in targets if isinstance(target, OpaqueCall)]
+        found = {key: held for call in calls for key, held in call.reached.holders.items()}
+        return tuple(holder for holder in found.values() if holder.decides)
 
     def _read_outside(self, members: AbstractSet[int]) -> tuple[int, ...]:
         """What a group makes that its segment needs elsewhere."""

@@ -276,7 +276,8 @@ def test_what_is_run_again_is_not_kept(how: str) -> None:
     cluster.train_step((batches_of(4, 6)[0], {}))
     assert max(alive) == (3 if how == "kept" else 0)
     assert alive[-1] == 0
-    assert len(Watch.kept) == (3 if how == "kept" else 6)
+    # A checkpoint of the network's own runs its code once more, in eager mode too.
+    assert len(Watch.kept) == (6 if how == "checkpoints" else 3)
 
 
 def test_an_operation_that_fails_inside_is_named() -> None:
