@@ -151,13 +151,7 @@ class OpaqueCall:
         for holder, _ in watched:
             holder.note()
         outputs = list(self._run(*operands))
-        for holder, elsewhere in watched:
-            if holder.has_changed():
-                raise OpaqueCallError(
-                    f"{self.label} changes {holder.name}, which a call elsewhere can reach too; "
-                    f"every worker has a state of its own there\n  {self.source}\n  {elsewhere}\n"
-                    f"  Fix: {ONE_STATE}"
-                )
+        self._check_unchanged(watched)
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected
             if output.dtype != dtype or not _fits(output.shape, shape):
@@ -170,6 +164,15 @@ class OpaqueCall:
         if not any(isinstance(output, FakeTensor) for output in outputs):
             self._check_returned(operands, outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _check_unchanged(self, watched: Sequence[tuple[Holder, str]]) -> None:
+        for holder, elsewhere in watched:
+            if holder.has_changed():
+                raise OpaqueCallError(
+                    f"{self.label} changes {holder.name}, which a call elsewhere can reach too; "
+                    f"every worker has a state of its own there\n  {self.source}\n  {elsewhere}\n"
+                    f"  Fix: {ONE_STATE}"
+                )
 
     def _check_returned(self, operands: Sequence[Any], outputs: list[torch.Tensor]) -> None:
         limits = self._limits or self._as_captured(operands)
@@ -192,16 +195,7 @@ class OpaqueCall:
                     f"  Fix: return a copy each time, x.clone(), or place all that uses the two "
                     f"on its worker."
                 )
-        for pair in limits.as_captured:
-            is_shared = share_memory(tensors[pair[0]], tensors[pair[1]])
-            if is_shared != (pair in self.traits.sharing):
-                raise OpaqueCallError(
-                    f"{self._what(*pair, operands)} {'' if is_shared else 'do not '}share memory, "
-                    f"which was otherwise when the network was captured; what is written to it "
-                    f"later in place would be seen in the wrong places\n  {self.source}\n"
-                    f"  Fix: return a copy, x.clone(), or do not write to what it returns in "
-                    f"place."
-                )
+        self._check_memory(limits, operands, outputs)
         self._check_strides(outputs)
         for index, carries in enumerate(self.traits.carries_grad):
             if limits.keeps_gradients and outputs[index].requires_grad and not carries:
@@ -214,6 +208,21 @@ class OpaqueCall:
             if outputs[index].is_leaf and outputs[index].requires_grad:
                 apart: Any = _WritableLeaf.apply
                 outputs[index] = apart(outputs[index])
+
+    def _check_memory(
+        self, limits: Limits, operands: Sequence[Any], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        tensors = [*operands, *outputs]
+        for pair in limits.as_captured:
+            is_shared = share_memory(tensors[pair[0]], tensors[pair[1]])
+            if is_shared != (pair in self.traits.sharing):
+                raise OpaqueCallError(
+                    f"{self._what(*pair, operands)} {'' if is_shared else 'do not '}share memory, "
+                    f"which was otherwise when the network was captured; what is written to it "
+                    f"later in place would be seen in the wrong places\n  {self.source}\n"
+                    f"  Fix: return a copy, x.clone(), or do not write to what it returns in "
+                    f"place."
+                )
 
     def _check_strides(self, outputs: Sequence[torch.Tensor]) -> None:
         for index, (output, strides) in enumerate(zip(outputs, self.traits.strides, strict=True)):
