@@ -147,6 +147,12 @@ class OpaqueCall:
 
     def __call__(self, *operands: Any) -> Any:
         """Run the call."""
+        if any(isinstance(operand, FakeTensor) for operand in operands):
+            with self.reached.kept():  # a plan is being made
+                return self._called(operands)
+        return self._called(operands)
+
+    def _called(self, operands: Sequence[Any]) -> Any:
         watched = self._limits.unchanged if self._limits is not None else ()
         for holder, _ in watched:
             holder.note()

@@ -52,6 +52,18 @@ class Reached:
             with _disable_current_modes():
                 self._put_back(found)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Run the code once more on fake tensors, and put back what it changes."""
+        with _disable_current_modes():
+            for holder in self.holders.values():
+                holder.note()
+        try:
+            yield
+        finally:
+            with _disable_current_modes():
+                self._put_back(tuple(self.holders.values()))
+
     def _put_back(self, found: Iterable[Holder]) -> None:
         for holder in found:
             self.holders.setdefault(holder.key, holder)

@@ -276,3 +276,43 @@ def test_a_generator_of_its_own_in_plain_forward_is_refused_with_its_line() -> N
         assert_same_bits(
             WithGenerator, batches_of(8, 4), num_workers=2, loss_fn=rows_against_target
         )
+
+
+class CountsAndWrites(nn.Module):
+    """Changes a buffer that another worker reads: planning looks at that operation once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.ones(8, 4))
+        self.calls = 0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        sums = self.get_buffer("sums")
+        sums += h.detach().mean() * self.calls
+        return sums[: h.shape[0]]
+
+
+class ReadElsewhere(nn.Module):
+    """Hands the buffer to the other worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = gs.opaque(CountsAndWrites())
+        self.last = nn.Linear(4, 4).place("MS_WORKER", 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        sums = self.inner(h)
+        return self.last(h) * sums
+
+
+def test_looking_once_more_at_a_call_that_writes_leaves_no_trace() -> None:
+    assert_same_bits(
+        ReadElsewhere,
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        place=lambda net: net.first.place("MS_WORKER", 0),
+        loss_fn=rows_against_target,
+    )
