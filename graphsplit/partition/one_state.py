@@ -27,7 +27,7 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
     """
     calls = _calls(plan)
     for (first, one), (second, two) in itertools.combinations(calls, 2):
-        if _is_in_order(plan, first, second):
+        if _is_in_order(plan, first, second) and not _meet_in_backward(plan, one, two):
             continue
         for key in one.reached.holders.keys() & two.reached.holders.keys():
             holder = one.reached.holders[key]
@@ -66,6 +66,15 @@ def _is_in_order(plan: PartitionPlan, first: int, second: int) -> bool:
     if one.index == two.index:
         return True
     return one.worker == two.worker and one.level < two.level and not plan.is_microbatched
+
+
+def _meet_in_backward(plan: PartitionPlan, one: OpaqueCall, two: OpaqueCall) -> bool:
+    """Whether one runs in forward and the other, a hook or a function of its own, in backward.
+
+    The plain loop runs a microbatch's backward before the next one's forward.
+    """
+    is_training = plan.is_microbatched and plan.placed.graph.has_gradients
+    return is_training and one.traits.in_parts != two.traits.in_parts
 
 
 def _travels(plan: PartitionPlan, key: object) -> bool:

@@ -316,3 +316,40 @@ def test_looking_once_more_at_a_call_that_writes_leaves_no_trace() -> None:
         place=lambda net: net.first.place("MS_WORKER", 0),
         loss_fn=rows_against_target,
     )
+
+
+class HookReads(nn.Module):
+    """A hook on a gradient reads what a call in forward counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.counts = {"calls": 0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = self.counts
+
+        def count_it(h: torch.Tensor) -> torch.Tensor:
+            counts["calls"] += 1
+            return h * 2
+
+        h = self.first(x).sin()
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * counts["calls"])
+        return gs.opaque(count_it)(h)
+
+
+def compare_hook_reads(microbatches: int) -> None:
+    assert_same_bits(
+        HookReads,
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+    )
+
+
+def test_what_backward_reads_of_forward_is_right_or_refused() -> None:
+    compare_hook_reads(1)
+    with pytest.raises(PlacementError, match=r"(?s)share .* several microbatches at once.*Fix: "):
+        compare_hook_reads(4)
