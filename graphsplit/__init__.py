@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         get_rank,
         get_role,
         get_world_size,
+        ignore,
         init,
         is_initialized,
         latest_checkpoint,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         microbatch_rng_state,
         op,
         opaque,
+        per_parameter,
         place,
         split_microbatches,
     )
@@ -58,6 +60,7 @@ __all__ = [
     "get_rank",
     "get_role",
     "get_world_size",
+    "ignore",
     "init",
     "is_initialized",
     "latest_checkpoint",
@@ -65,6 +68,7 @@ __all__ = [
     "microbatch_rng_state",
     "op",
     "opaque",
+    "per_parameter",
     "place",
     "split_microbatches",
 ]

@@ -2,6 +2,7 @@
 
 from graphsplit import errors as errors
 from graphsplit.capture.opaque_marks import opaque
+from graphsplit.guards.ignored import ignore
 from graphsplit.placement import annotations as _annotations
 from graphsplit.placement.annotations import op, place
 from graphsplit.placement.rules import apply_placement
@@ -17,6 +18,7 @@ from graphsplit.runtime.joined import (
     init,
     is_initialized,
 )
+from graphsplit.runtime.per_parameter import per_parameter
 from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.train import callbacks, metrics
 from graphsplit.train.checkpoint.series import latest_checkpoint
@@ -39,6 +41,7 @@ __all__ = [
     "get_rank",
     "get_role",
     "get_world_size",
+    "ignore",
     "init",
     "is_initialized",
     "latest_checkpoint",
@@ -46,6 +49,7 @@ __all__ = [
     "microbatch_rng_state",
     "op",
     "opaque",
+    "per_parameter",
     "place",
     "split_microbatches",
 ]

@@ -30,6 +30,10 @@ class PlanMismatchError(GraphsplitError, ValueError):
     """Workers of one job made different plans. Shows the first difference."""
 
 
+class StaleGraphError(GraphsplitError, RuntimeError):
+    """A captured graph is not what would be captured now, though nothing watched has changed."""
+
+
 class LoaderMismatchError(GraphsplitError, ValueError):
     """Workers that read the same loader saw different batches. Names the step."""
 
@@ -58,12 +62,20 @@ class ScheduleError(GraphsplitError, ValueError):
     """Programs that do not fit together: an unmatched message, or a cycle of waits."""
 
 
-class StateError(GraphsplitError, ValueError):
-    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen."""
+class StateError(GraphsplitError, ValueError, RuntimeError):
+    """A state dictionary does not fit. Lists every key that is missing, unknown or misshapen.
+
+    A ``RuntimeError`` too, as what PyTorch raises then: what catches one in one process catches the
+    other on several workers.
+    """
 
 
 class CheckpointError(GraphsplitError, RuntimeError):
     """A save could not be written, or not be read. Names the file, the worker and the reason."""
+
+
+STOPPED_STATUS = 143
+"""The exit status of a process that was asked to end by SIGTERM: 128 + 15."""
 
 
 class StoppedInOrder(SystemExit):
@@ -72,12 +84,18 @@ class StoppedInOrder(SystemExit):
     Leaves the script like ``sys.exit(143)``: no error, so ``except Exception`` does not catch it.
     """
 
+    def __init__(self, status: int = STOPPED_STATUS) -> None:
+        super().__init__(status)
+
+
+class EnoughSteps(StoppedInOrder):
+    """``graphsplit check`` has seen as many training steps as it asked for.
+
+    Leaves the script like ``sys.exit(0)``, on all workers after the same step.
+    """
+
     def __init__(self) -> None:
-        super().__init__(STOPPED_STATUS)
-
-
-STOPPED_STATUS = 143
-"""The exit status of a process that was asked to end by SIGTERM: 128 + 15."""
+        super().__init__(0)
 
 
 class ClusterError(GraphsplitError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -30,11 +31,16 @@ def is_users(file: str) -> bool:
     return not file.startswith(_PYTHON) or "site-packages" in file
 
 
-def _not_the_users() -> Iterable[str]:
+def _not_the_users() -> tuple[str, ...]:
     # Not imported: the scheduler's tests do without torch, and its frames are none then.
     torch = sys.modules.get("torch")
     file = getattr(torch, "__file__", None)
-    return (_OWN,) if file is None else (_OWN, f"{Path(file).parent}/")
+    return (_OWN,) if file is None else (_OWN, _folder_of(file))
+
+
+@functools.lru_cache
+def _folder_of(file: str) -> str:
+    return f"{Path(file).parent}/"
 
 
 def line_of(trace: TracebackType | None) -> str:

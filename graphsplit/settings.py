@@ -39,6 +39,7 @@ class Watching:
         full_traceback: Whether tracebacks show graphsplit's own frames.
         report_file: Where to leave what ended this process; the launcher's, empty without one.
         launcher_line: Number of the socket to the launcher; the scheduler's, empty without one.
+        check_file: Where to note what is computed, for ``graphsplit check``; empty without one.
         metrics_host: Where metrics are served.
         metrics_port: The scheduler's port for metrics; worker r takes the r + 1st after it. None
             serves none.
@@ -48,6 +49,7 @@ class Watching:
     full_traceback: bool = False
     report_file: str = ""
     launcher_line: str = ""
+    check_file: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
 
@@ -83,6 +85,7 @@ class ClusterSettings:
         snapshot_disk_every: Training steps from one snapshot on disk to the next.
         recovery_path: The folder of the scheduler's journal; empty: it keeps none.
         transport: ``"auto"``, ``"shm"``, ``"grpc"``, ``"gloo"`` or ``"nccl"``.
+        recapture_every: After how many steps graphs are captured again and compared; 0: never.
         trace: The folder for a trace of the first training steps; empty for none.
         watching: How this process can be watched.
         security: Certificates, the job's token, and what the user allowed to go without.
@@ -105,6 +108,7 @@ class ClusterSettings:
     snapshot_every: int = 10
     snapshot_disk_every: int = 100
     transport: str = "auto"
+    recapture_every: int = 0
     trace: str = ""
     watching: Watching = field(default_factory=Watching)
     security: SecurityOptions = field(default_factory=SecurityOptions)
@@ -164,6 +168,7 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         snapshot_every=reader.steps("GS_SNAPSHOT_EVERY", default=10),
         snapshot_disk_every=reader.steps("GS_SNAPSHOT_DISK_EVERY", default=100),
         transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
+        recapture_every=reader.steps("GS_RECAPTURE_EVERY", default=0, least=0),
         trace=reader.text("GS_TRACE"),
         watching=_read_watching(reader),
         security=read_options(reader),
@@ -177,6 +182,7 @@ def _read_watching(reader: _Reader) -> Watching:
         full_traceback=reader.flag("GS_FULL_TRACEBACK"),
         report_file=reader.text("GS_REPORT_FILE"),
         launcher_line=reader.text("GS_LAUNCHER_LINE"),
+        check_file=reader.text("GS_CHECK_FILE"),
         metrics_host=reader.host("GS_METRICS_HOST"),
         metrics_port=reader.integer("GS_METRICS_PORT", lowest=1, highest=65535) if port else None,
     )
@@ -268,15 +274,15 @@ class _Reader:
         self.problem(name, f"a whole number from {lowest} to {highest}", fix)
         return 0
 
-    def steps(self, name: str, *, default: int) -> int:
+    def steps(self, name: str, *, default: int, least: int = 1) -> int:
         """A number of training steps."""
         value = self.text(name)
         if not value:
             return default
-        if re.fullmatch(r"[0-9]{1,9}", value) and int(value) >= 1:
+        if re.fullmatch(r"[0-9]{1,9}", value) and int(value) >= least:
             return int(value)
         fix = f"unset it for the default, {default}"
-        self.problem(name, "a number of training steps, 1 or more", fix)
+        self.problem(name, f"a number of training steps, {least} or more", fix)
         return default
 
     def seconds(self, name: str, *, default: float) -> float:

@@ -46,6 +46,7 @@ class ThreadHolder(Holder):
         self.loader_rank = loader_rank
         self.progress = Progress()
         self.waiting: dict[str, Callable[[], None]] = {}
+        self.network: Any = None  # where it has code of its own for states
 
     def group(self) -> Group:
         return self._group
@@ -63,6 +64,14 @@ class ThreadHolder(Holder):
         waiting, self.waiting = self.waiting, {}
         for action in waiting.values():
             action()
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.network is not None
+        return self.network.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert self.network is not None
+        self.network.load_state_dict(state)
 
 
 class SmallDisk:
@@ -102,7 +111,9 @@ class _OnSmallDisk:
 
 def alone(task: Task) -> States:
     """The state of a task in one process."""
-    return States(task, ThreadHolder(Alone(), {}))
+    holder = ThreadHolder(Alone(), {})
+    holder.network = task.network
+    return States(task, holder)
 
 
 def task_of(network: Any, optimizer: Any = None, loss_fn: Any = None) -> Task:

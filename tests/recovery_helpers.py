@@ -26,6 +26,7 @@ from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.runtime import joined
 from graphsplit.runtime.control import ControlChannels
 from graphsplit.runtime.job import Job
+from graphsplit.testing.simulate import moved_to
 from graphsplit.train import passes, planner
 from graphsplit.train.recovery.replicator import Replicator
 from graphsplit.train.recovery.script import RecoveringScript
@@ -214,6 +215,7 @@ class ThreadCluster:
         together: Workers that die with the first of them, once.
         dies_when: What must be true before anybody dies, besides: a worker whose time has come
             does nothing until then.
+        is_recoverable: Whether calls are remembered, so that the job could go on without a worker.
     """
 
     script: Callable[[int], Any]
@@ -223,6 +225,7 @@ class ThreadCluster:
     comes_back: bool = True
     together: tuple[int, ...] = ()
     dies_when: Callable[[], bool] | None = None
+    is_recoverable: bool = True
 
     def __post_init__(self) -> None:
         self.turns = Turns()
@@ -303,7 +306,8 @@ class ThreadCluster:
             kill_at = lives.pop(0) if lives else None
             _here.job = job = ThreadJob(self, rank, kill_at)
             job.thread = threading.current_thread()
-            job.script = RecoveringScript(job, self.settings)
+            if self.is_recoverable:
+                job.script = RecoveringScript(job, self.settings)
             result = self.script(rank)
             self._finish(job)
             self.results[rank] = result
@@ -384,16 +388,21 @@ class _Captures:
     def __init__(self) -> None:
         self._graphs: dict[Any, Any] = {}
 
-    def graph(self, task: Any, mode: Any, signature: Any) -> Any:
+    def graph(self, task: Any, mode: Any, signature: Any, *, lift: Any = ()) -> Any:
         parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
-        options = (task.autocast, task.with_loss, str(task.dynamic_dims))
+        modes = tuple(m.training for m in task.network.modules())
+        options = (modes, task.autocast, task.with_loss, str(task.dynamic_dims))
         look = (str(task.network), plain_attributes(task.network), str(task.loss_fn))
         key = (look, options, parameters, mode, signature.text)
-        if any("_graphsplit_opaque" in vars(module) for module in task.network.modules()):
-            return _capture_graph(task, mode, signature)
-        if key not in self._graphs:
-            self._graphs[key] = _capture_graph(task, mode, signature)
-        return self._graphs[key]
+        is_marked = any("_graphsplit_opaque" in vars(m) for m in task.network.modules())
+        if key in self._graphs and not is_marked and not lift:
+            moved = moved_to(self._graphs[key], task)
+            if moved.state.guards.hold():
+                return moved
+        graph = _capture_graph(task, mode, signature, lift=lift)
+        if not lift:
+            self._graphs[key] = graph
+        return graph
 
 
 _CAPTURES = _Captures()

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgraphsplit/_proto/step.proto\x12\ngraphsplit\"\xf4\x01\n\nStepTicket\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x08\x12\x18\n\x10signature_digest\x18\x03 \x01(\t\x12\x16\n\x0esignature_text\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\r\x12\x1c\n\x14previous_fingerprint\x18\x07 \x01(\r\x12/\n\x0cmicrobatches\x18\x08 \x03(\x0b\x32\x19.graphsplit.MicrobatchRun\x12\x14\n\x0closs_weights\x18\t \x03(\x01\x12\x11\n\tgenerator\x18\x06 \x01(\x0c\x12\x0c\n\x04last\x18\n \x01(\x08\"P\n\rMicrobatchRun\x12\x18\n\x10signature_digest\x18\x01 \x01(\t\x12\x16\n\x0esignature_text\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgraphsplit/_proto/step.proto\x12\ngraphsplit\"\x8d\x03\n\nStepTicket\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x08\x12\x18\n\x10signature_digest\x18\x03 \x01(\t\x12\x16\n\x0esignature_text\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\r\x12\x1c\n\x14previous_fingerprint\x18\x07 \x01(\r\x12/\n\x0cmicrobatches\x18\x08 \x03(\x0b\x32\x19.graphsplit.MicrobatchRun\x12\x14\n\x0closs_weights\x18\t \x03(\x01\x12\x11\n\tgenerator\x18\x06 \x01(\x0c\x12\x0c\n\x04last\x18\n \x01(\x08\x12\x18\n\x10python_generator\x18\x0b \x01(\x0c\x12\x17\n\x0fnumpy_generator\x18\x0c \x01(\x0c\x12\x16\n\x0eloader_changed\x18\r \x01(\x08\x12\x11\n\trecording\x18\x0e \x01(\r\x12\x0e\n\x06lifted\x18\x0f \x03(\x01\x12)\n\x07\x63hanged\x18\x10 \x03(\x0b\x32\x18.graphsplit.ChangedPlace\",\n\x0c\x43hangedPlace\x12\r\n\x05place\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"P\n\rMicrobatchRun\x12\x18\n\x10signature_digest\x18\x01 \x01(\t\x12\x16\n\x0esignature_text\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'graphsplit._proto.step_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPTICKET']._serialized_start=45
-  _globals['_STEPTICKET']._serialized_end=289
-  _globals['_MICROBATCHRUN']._serialized_start=291
-  _globals['_MICROBATCHRUN']._serialized_end=371
+  _globals['_STEPTICKET']._serialized_end=442
+  _globals['_CHANGEDPLACE']._serialized_start=444
+  _globals['_CHANGEDPLACE']._serialized_end=488
+  _globals['_MICROBATCHRUN']._serialized_start=490
+  _globals['_MICROBATCHRUN']._serialized_end=570
 # @@protoc_insertion_point(module_scope)

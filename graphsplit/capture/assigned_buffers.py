@@ -1,7 +1,8 @@
 """Buffers that a network replaces in forward: ``self.average = self.average * 0.9 + x``.
 
 ``torch.export`` drops the assignment. So while a network is captured the new tensor is what the
-rest of forward sees, as in eager mode, and at the end it is copied into the buffer.
+rest of forward sees, as in eager mode, and at the end it is copied into the buffer. What forward
+read before stays as it was for backward (`graphsplit.capture.old_values`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
+from graphsplit.capture.old_values import noted_as_assignment
 from graphsplit.capture.users_line import users_line_now
 from graphsplit.errors import CaptureError
 
@@ -38,10 +40,14 @@ class _Assigned:
 class AssignedBuffers:
     """Watches assignments to buffers while a network runs.
 
-    ``with AssignedBuffers() as buffers:`` runs the network; ``buffers.copy_in`` ends it.
+    ``with AssignedBuffers(root) as buffers:`` runs the network; ``buffers.copy_in`` ends it.
+
+    Args:
+        root: The module that holds all others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._assigned: dict[tuple[int, str], _Assigned] = {}
         self._finals: list[tuple[_Assigned, Any]] = []
 
@@ -82,7 +88,7 @@ class AssignedBuffers:
         """
         memories = {_memory(found.original) for found, _ in self._finals}
         outputs = [value.clone() if _memory(value) in memories else value for value in outputs]
-        copies = []
+        copies: list[tuple[_Assigned, torch.Tensor, bool]] = []
         for found, value in self._finals:
             original = found.original
             if value is original:
@@ -90,11 +96,28 @@ class AssignedBuffers:
             if not isinstance(value, torch.Tensor) or _look(value) != _look(original):
                 change = f"{_look(original)} by {_look(value)}"
                 raise _refusal(found.module, found.name, change, found.line)
+            self._check_not_shared(found)
             shares = _memory(value) in memories  # two buffers that change places
-            copies.append((original, value.detach().clone() if shares else value.detach()))
-        for original, value in copies:
-            original.copy_(value)
+            final = value.detach().clone() if shares else value.detach()
+            copies.append((found, final, value.requires_grad))
+        for found, value, has_gradient in copies:
+            with noted_as_assignment(found.line, has_gradient=has_gradient):
+                found.original.copy_(value)
         return outputs
+
+    def _check_not_shared(self, found: _Assigned) -> None:
+        """Refuse a buffer whose memory somebody else keeps: that is not assigned anew."""
+        memory = _memory(found.original)
+        for module in self._root.modules():
+            for name, held in module._buffers.items():
+                is_itself = module is found.module and name == found.name
+                if not is_itself and held is not None and _memory(held) == memory:
+                    raise CaptureError(
+                        f"{type(found.module).__name__} replaces its buffer {found.name!r} in "
+                        f"forward, whose memory is also that of the buffer {name!r} of "
+                        f"{type(module).__name__}\n  {found.line}\n"
+                        f"  Fix: give each buffer memory of its own."
+                    )
 
 
 def _memory(value: Any) -> int | None:

@@ -3,7 +3,9 @@
 A captured graph computes values; it does not run the Python code again. So what forward leaves is
 found out when it is captured, and put back as it was::
 
-    self.last = h                 a tensor: nobody will compute it, so forward must not read it
+    self.last = h                 a tensor where none was: nobody will compute it, so forward must
+                                  not read it
+    self.h = h.detach()           a tensor where one was: it becomes a buffer
     self.length = x.shape[1]      a plain value: left again at every step, on every worker
     self.is_scaled = True         the same; and if forward reads it, the next step has another graph
     self.calls += 1               never settles: refused
@@ -14,9 +16,8 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from graphsplit.capture.observe import storage_of
 from graphsplit.errors import CaptureError
+from graphsplit.guards.values import MISSING
 
 _NOT_THE_USERS = frozenset(
     (
@@ -43,34 +45,6 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_LEAVES = 1000
 
 Key = tuple[str, str]  # (path of a module, name of its attribute)
-
-
-class _Missing:
-    """Stands for an attribute that is not there."""
-
-    def __repr__(self) -> str:
-        return "(nothing)"
-
-
-MISSING = _Missing()
-
-
-@dataclass(frozen=True)
-class Change:
-    """A plain attribute that forward has changed.
-
-    Attributes:
-        key: Whose it is, and its name.
-        old: Its value before; ``MISSING`` where there was none.
-        new: Its value after; ``MISSING`` where it was deleted.
-    """
-
-    key: Key
-    old: Any
-    new: Any
-
-    def __str__(self) -> str:
-        return f"{label_of(self.key)} from {self.old!r} to {self.new!r}"
 
 
 def label_of(key: Key) -> str:
@@ -93,11 +67,6 @@ def set_value(root: nn.Module, key: Key, value: Any) -> None:
         held[key[1]] = copy.deepcopy(value)
 
 
-def state_after(before: Mapping[Key, Any], changes: Collection[Change]) -> dict[Key, Any]:
-    """The values of attributes once some of them have changed."""
-    return {**before, **{change.key: change.new for change in changes}}
-
-
 class Attributes:
     """The attributes of a network's modules at one moment.
 
@@ -113,6 +82,7 @@ class Attributes:
         self._whole = frozenset(inside)
         self._after: dict[nn.Module, dict[str, Any]] = {}
         self._before = {m: _attributes(m) for m in root.modules()}
+        self._marks: dict[Key, bool] = {}
         self._paths = {m: path for path, m in root.named_modules()}
 
     @contextmanager
@@ -121,12 +91,42 @@ class Attributes:
 
         def note(module: nn.Module, args: Any, outputs: Any) -> None:
             self._after = {module: _attributes(module) for module in self._before}
+            marks = self._trained()
+            self._marks = {key: on for key, on in marks.items() if before.get(key, on) is not on}
 
-        handle = self._root.register_forward_hook(note)
+        before: dict[Key, bool] = {}
+        handles = [
+            self._root.register_forward_pre_hook(lambda *_: before.update(self._trained())),
+            self._root.register_forward_hook(note),
+        ]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _trained(self) -> dict[Key, bool]:
+        return {
+            (path, name): parameter.requires_grad
+            for module, path in self._paths.items()
+            if module not in self._whole
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def check_marks(self) -> None:
+        """Refuse a forward that decides itself which parameters are trained.
+
+        Raises:
+            CaptureError: It does.
+        """
+        for key, on in self._marks.items():
+            raise CaptureError(
+                f"forward sets requires_grad of {label_of(key)!r} to {on}; in the captured graph "
+                f"that would be so at no step\n"
+                f"  Fix: call requires_grad_({on}) between two steps; or use .detach() in forward "
+                f"where the parameter is not to be trained."
+            )
 
     def put_back(self) -> None:
         """Take away what was left: tensors that have no values, and plain values."""
@@ -137,28 +137,44 @@ class Attributes:
                 if module in self._whole or _holds_fake(new) or not was_made:
                     _restore(module, name, before)
 
-    def changed(self, constants: Collection[Any]) -> list[Change]:
-        """Attributes with plain values that are not what they were.
+    def check_replaced(self, constants: Collection[Any]) -> None:
+        """Refuse a forward that puts another tensor in the place of one that the graph reads.
 
         Args:
             constants: Tensors that the graph reads and that are neither parameters nor buffers.
 
         Raises:
-            CaptureError: A tensor that the graph reads was replaced.
+            CaptureError: It does.
         """
-        read = {storage_of(c) for c in constants if isinstance(c, torch.Tensor)}
-        found: list[Change] = []
+        read = _storages(constants)
         for module, after in self._after.items():
             if module in self._whole:
                 continue
             before = self._before[module]
             for name in {**before, **after}:
                 old, new = before.get(name, MISSING), after.get(name, MISSING)
-                if isinstance(new, FakeTensor) and _is_among(old, read):
+                if _holds_fake(new) and any(_is_among(leaf, read) for leaf in _leaves(old)):
                     raise self._replaced_tensor(module, name)
-                if _is_plain(old) and _is_plain(new) and not is_same(old, new):
-                    found.append(Change((self._paths[module], name), old, new))
-        return found
+
+    def replaced_tensors(self, constants: Collection[Any]) -> list[Key]:
+        """Attributes with a tensor to which forward assigns another one.
+
+        If the graph reads the old one; or that of another mode may read the new one, which then has
+        no history (a weight that a hook computes for this step has one).
+
+        Args:
+            constants: Tensors that the graph reads and that are neither parameters nor buffers.
+        """
+        read = _storages(constants)
+        return [
+            (self._paths[module], name)
+            for module, after in self._after.items()
+            if module not in self._whole
+            for name, new in after.items()
+            if isinstance(new, FakeTensor)
+            and isinstance(old := self._before[module].get(name), torch.Tensor)
+            and (_is_among(old, read) or (torch.is_grad_enabled() and _may_follow(old, new)))
+        ]
 
     def left_tensors(self) -> dict[Key, Any]:
         """Attributes in which forward leaves tensors where there were none before.
@@ -178,8 +194,8 @@ class Attributes:
             f"{type(module).__name__} assigns a new tensor to its attribute "
             f"{label_of((self._paths[module], name))!r} in forward; the captured graph "
             f"would read the old one at every step\n"
-            f"  Fix: register it with register_buffer, and change it in place, as in "
-            f"self.{name}.copy_(new); or keep the module whole with gs.opaque."
+            f"  Fix: keep each tensor in an attribute of its own, or in a buffer "
+            f"(register_buffer); or keep the module whole with gs.opaque."
         )
 
 
@@ -201,16 +217,6 @@ def kept_tensors(keys: Collection[Key]) -> CaptureError:
     )
 
 
-def changing_attributes(changes: Collection[Change]) -> CaptureError:
-    """What to say of attributes that every forward changes."""
-    return CaptureError(
-        f"forward changes attributes of the network at every call, and the captured graph would "
-        f"compute with what they were when it was captured:\n  {', '.join(map(str, changes))}\n"
-        f"  Fix: count in a buffer that is changed in place, in a callback, or keep the module "
-        f"whole with gs.opaque."
-    )
-
-
 def plain_attributes(root: nn.Module) -> str:
     """All plain attributes of a network, as text."""
     found = (
@@ -222,11 +228,6 @@ def plain_attributes(root: nn.Module) -> str:
     return repr(list(found))
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same."""
-    return type(one) is type(other) and (one == other or repr(one) == repr(other))
-
-
 def _is_plain(value: Any) -> bool:
     if value is MISSING or isinstance(value, _PLAIN):
         return True
@@ -234,6 +235,16 @@ def _is_plain(value: Any) -> bool:
         return False
     inside: Any = (*value.keys(), *value.values()) if isinstance(value, dict) else value
     return len(inside) <= _MAX_LEAVES and all(map(_is_plain, inside))
+
+
+def _storages(tensors: Collection[Any]) -> set[int]:
+    return {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+
+
+def _may_follow(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether a tensor may be copied to where another one was."""
+    looks = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in (old, new)]
+    return looks[0] == looks[1] and not old.requires_grad and not new.requires_grad
 
 
 def _is_among(value: Any, storages: Collection[int]) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from graphsplit.capture.memory_calls import KeepVersion, MemoryCall
-from graphsplit.capture.opaque import opaque_call, operands_at
+from graphsplit.capture.opaque import OpaqueCall, opaque_call, operands_at
 
 # Operators whose schema does not say that they write to their running statistics:
 # name -> (position of the flag that turns it on, positions of what is written).
@@ -87,6 +87,12 @@ def is_random(node: Node) -> bool:
     if name == "aten::scaled_dot_product_attention":
         return bool(_argument(node, 4, "dropout_p", 0.0) != 0)
     return True
+
+
+def draws_from_process(node: Node) -> bool:
+    """Whether an operation may draw from Python's or NumPy's generator of the process."""
+    made_of = node.target.target if hasattr(node.target, "target") else node.target
+    return isinstance(made_of, OpaqueCall) and made_of.traits.draws_from_process
 
 
 def written_operands(node: Node) -> tuple[Node, ...]:

@@ -7,6 +7,7 @@ as one operation. So the recorded graph, run operation by operation, gives the b
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,19 +27,35 @@ from graphsplit.capture.data_attribute import DataIsDetached
 from graphsplit.capture.eager_mode import as_in_eager_mode
 from graphsplit.capture.fake_caches import forget_fake_tensors
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.handed_out import note_written_later
 from graphsplit.capture.identities import remove_identities
 from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.known_values import answers_known_values, is_all_ones
 from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
+from graphsplit.capture.old_values import keep_old_values
+from graphsplit.capture.outside_reads import OutsideReads
 from graphsplit.capture.own_errors import raises_by_itself
 from graphsplit.capture.pinned_sizes import check_pinned_sizes
+from graphsplit.capture.python_guards import StateWatch
 from graphsplit.capture.recipes import Question
 from graphsplit.capture.record_program import Export, record_program
 from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
 from graphsplit.capture.sizes import DynamicSizes, dynamic_shapes
 from graphsplit.capture.structure import Structure, take_apart
 from graphsplit.capture.tied import state_placeholders, unite_tied
+from graphsplit.guards.places import Place
+
+
+class _LossFunction(nn.Module):
+    """A loss that is no module, as one: what is kept whole is a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 class _Step(nn.Module):
@@ -52,11 +69,15 @@ class _Step(nn.Module):
         note_structure: Callable[[Structure], None],
         note_questions: Callable[[list[Question]], None],
         is_ones: Sequence[bool],
+        watch: StateWatch,
     ) -> None:
         super().__init__()
         self.network = network
-        self.loss_fn = loss_fn
+        self._plain_loss = loss_fn if inspect.isroutine(loss_fn) else None
+        is_function = loss_fn is not None and not isinstance(loss_fn, nn.Module)
+        self.loss_fn = _LossFunction(loss_fn) if is_function else loss_fn
         self._run = run
+        self._watch = watch
         self._keeps_casts = torch.is_autocast_cache_enabled()
         self._note_structure = note_structure
         self._note_questions = note_questions
@@ -67,11 +88,13 @@ class _Step(nn.Module):
         inputs = zip(flatten_inputs(args, kwargs), self._is_ones, strict=True)
         answering = answers_known_values([value for value, is_ones in inputs if is_ones])
         with (
-            AssignedBuffers() as buffers,
+            AssignedBuffers(self) as buffers,
             as_in_eager_mode(),
             blocks,
             DataIsDetached(),
             answering as questions,
+            self._watch.watching(),
+            OutsideReads(self._plain_loss),
         ):
             found = self._run(self.network, self.loss_fn, *args, **kwargs)
         self._note_questions(questions)
@@ -94,6 +117,7 @@ class CaptureRequest:
             count, and whether a mask is nothing but ones.
         kwargs: Example keyword inputs.
         dynamic_dims: Dimensions of the inputs that may change, with the largest size of each.
+        lift: Places whose numbers are operands of the graph, not constants in it.
     """
 
     network: nn.Module
@@ -104,6 +128,7 @@ class CaptureRequest:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dynamic_dims: Mapping[int, int] = field(default_factory=dict)
+    lift: tuple[Place, ...] = ()
 
 
 @as_kernels_accept()
@@ -111,7 +136,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     """Capture one step of a network as a graph.
 
     Draws nothing from the default generator, and changes neither parameters, buffers nor other
-    attributes.
+    attributes; but tensors in attributes that forward changes become buffers.
 
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
@@ -119,6 +144,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     structures: list[Structure] = []
     is_ones = [is_all_ones(leaf) for leaf in flatten_inputs(request.args, request.kwargs)]
     questions: list[list[Question]] = []
+    watch = StateWatch(request.lift)
     step = _Step(
         request.run,
         request.network,
@@ -126,20 +152,24 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         structures.append,
         questions.append,
         is_ones,
+        watch,
     )
     step.training = request.network.training
-    state = _state_tensors(step)
     with _only_recording(request):
-        recorded = record_program(step, request.network, _how_to_export(step, request))
+        recorded = record_program(step, request.network, _how_to_export(step, request, watch))
+    state = _state_tensors(step)
     program = recorded.program
     graph_module = program.graph_module
     name_modules_inside(graph_module, step)
     check_pinned_sizes(graph_module.graph)
-    sizes = DynamicSizes.of(program, questions[-1])
+    sizes = DynamicSizes.of(program, questions[-1], recorded.state.lifted)
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
     remove_identities(graph_module.graph)
     unite_tied(program, state)
+    if request.mode is Mode.TRAIN:
+        keep_old_values(graph_module.graph, loss=request.loss)
     make_in_place_explicit(graph_module.graph, state=state_placeholders(program).keys())
+    note_written_later(graph_module.graph)
     if request.mode is Mode.TRAIN:
         keep_casts(graph_module.graph, _parameters(program, state))
     nodes, outputs, constants, state_names = build_nodes(
@@ -156,17 +186,18 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         loss=request.loss,
         state_names=state_names,
         sizes=sizes,
-        changes=recorded.changes,
-        is_other_after=recorded.is_other_after,
+        state=recorded.state,
+        buffers=recorded.buffers,
     )
 
 
-def _how_to_export(step: _Step, request: CaptureRequest) -> Export:
+def _how_to_export(step: _Step, request: CaptureRequest, watch: StateWatch) -> Export:
     run = partial(request.run, request.network, request.loss_fn)
     arguments = request.args, request.kwargs
     return Export(
         lambda: _export(step, request),
         lambda error: raises_by_itself(step, run, arguments, error),
+        watch,
     )
 
 

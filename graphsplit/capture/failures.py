@@ -25,7 +25,8 @@ _LEAVES = (
 )
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
-        r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)",
+        r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
+        r"|DataDependentOutput|DynamicOutputShape|NestedTensor",
         _VALUES,
         "replace the Python branch by torch.where, or compute the condition from shapes or "
         f"arguments, or {_OPAQUE}",
@@ -36,7 +37,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         f"pad the sequences and leave packing out, or {_OPAQUE}",
     ),
     (
-        r"fake tensor|FakeTensor|non-fake|data_ptr|numpy",
+        r"fake tensor|FakeTensor|non-fake|data_ptr|numpy|data is not allocated",
         _LEAVES,
         "keep the computation in torch operations, and register extra tensors with "
         f"register_buffer, or {_OPAQUE}",
@@ -88,14 +89,19 @@ def failing_module(error: BaseException) -> nn.Module | None:
 
     Other errors would come again however the module is run.
     """
-    text = f"{type(error).__name__}: {error}"
-    if not any(re.search(pattern, text) for pattern, _, _ in _REASONS):
+    if not comes_of_capture(error):
         return None
     found: nn.Module | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is nn.Module._call_impl.__code__:
             found = frame.f_locals.get("self")
     return found
+
+
+def comes_of_capture(error: BaseException) -> bool:
+    """Whether an error is one that values would have spared."""
+    text = f"{type(error).__name__}: {error}"
+    return any(re.search(pattern, text) for pattern, _, _ in _REASONS)
 
 
 @contextmanager

@@ -14,11 +14,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
-from graphsplit.capture.attributes import Change
+from graphsplit.capture.attributes import Key
+from graphsplit.capture.python_guards import NO_STATE, PythonState
 from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.capture.sizes import DynamicSizes
 from graphsplit.capture.structure import Structure
+from graphsplit.guards.changes import Change
 from graphsplit.placement.annotations import Annotation
 from graphsplit.tensor_meta import TensorMeta
 
@@ -55,6 +58,7 @@ class Node:
         source: ``file:line`` of the user's code.
         annotation: The ``with gs.place(...)`` block around it, if any.
         is_random: Whether it draws from the default generator.
+        draws_from_process: Whether it may draw from Python's or NumPy's generator.
         with_producer: Whether it must run where its (single) operand is made: an element taken
             out of a tuple.
         stays: Whether it runs where its (last) operand is, whatever is placed around it: it costs
@@ -81,6 +85,7 @@ class Node:
     source: str = ""
     annotation: Annotation | None = None
     is_random: bool = False
+    draws_from_process: bool = False
     with_producer: bool = False
     stays: bool = False
     changes_inputs: bool = False
@@ -134,8 +139,8 @@ class CapturedGraph:
         state_names: For every state node (by position), all qualified names of that tensor:
             tied parameters have several.
         sizes: For which sizes of its inputs it holds, where it holds for several.
-        changes: What forward leaves in attributes of the network.
-        is_other_after: Whether the next step has another graph, because of these.
+        state: The Python values that it depends on, and what it leaves of them.
+        buffers: Attributes whose tensors forward changes, and that are buffers since the capture.
     """
 
     mode: Mode
@@ -148,8 +153,18 @@ class CapturedGraph:
     loss: int | None
     state_names: dict[int, tuple[str, ...]]
     sizes: DynamicSizes | None = None
-    changes: tuple[Change, ...] = ()
-    is_other_after: bool = False
+    state: PythonState = NO_STATE
+    buffers: tuple[Key, ...] = ()
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What forward and loss leave of the Python values around them."""
+        return self.state.changes
+
+    @property
+    def is_other_after(self) -> bool:
+        """Whether the next call may find another state than this one did."""
+        return any(change.is_read for change in self.state.changes)
 
     @property
     def loss_node(self) -> int | None:
@@ -160,6 +175,16 @@ class CapturedGraph:
     def fx_nodes(self) -> dict[str, torch.fx.Node]:
         """The nodes of ``fx_graph`` by name; looked up once for all segments."""
         return {node.name: node for node in self.fx_graph.nodes}
+
+    @cached_property
+    def draws_from_process(self) -> bool:
+        """Whether an operation may draw from Python's or NumPy's generator."""
+        return any(node.draws_from_process for node in self.nodes)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The positions of the nodes, by name."""
+        return {node.name: position for position, node in enumerate(self.nodes)}
 
     @cached_property
     def modified(self) -> frozenset[int]:
@@ -193,6 +218,11 @@ class CapturedGraph:
         loss = self.loss_node
         return self.mode is Mode.TRAIN and loss is not None and self.nodes[loss].requires_grad
 
+    def code_of_branches(self) -> list[str]:
+        """The code of graphs inside this one: numbers stand in it that are no operand of it."""
+        modules = self.fx_owner.named_modules() if self.fx_owner is not None else ()
+        return [f"  {n}: {m.code}" for n, m in modules if n and isinstance(m, GraphModule)]
+
     def describe(self) -> str:
         """The graph as text, one line per node; part of the plan on which workers must agree."""
         lines = [f"graph {self.mode.value}"]
@@ -201,6 +231,7 @@ class CapturedGraph:
                 f" {name}"
                 for name, on in (
                     ("random", node.is_random),
+                    ("process-random", node.draws_from_process),
                     ("changes", node.changes_inputs),
                     ("grad", node.requires_grad),
                 )
@@ -214,7 +245,8 @@ class CapturedGraph:
             )
         for name in sorted(self.constants):
             lines.append(f"  constant {name}: {_digest(self.constants[name])}")
-        lines += [f"  leaves {change}" for change in self.changes]
+        lines += self.code_of_branches()
+        lines += [f"  leaves {change.told()}" for change in self.changes]
         outputs = ", ".join(
             repr(out.constant) if out.node is None else f"%{out.node}" for out in self.outputs
         )

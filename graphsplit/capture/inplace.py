@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from graphsplit.capture.effects import OWN_MEMORY, roots_of, written_operands
+from graphsplit.capture.handed_out import possible_memories
+from graphsplit.capture.opaque import opaque_call
 from graphsplit.capture.regions import region_of
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
@@ -43,13 +45,17 @@ def make_in_place_explicit(graph: Graph, *, state: AbstractSet[str] = frozenset(
             buffer.
     """
     position = {node: i for i, node in enumerate(graph.nodes)}
+    handed_out = _HandedOut(graph, position)
     roots: dict[Node, frozenset[Node]] = {}
     sharing: dict[Node, list[Node]] = {}  # for each root, the values so far that share its memory
     for node in graph.nodes:
         roots[node] = roots_of(node, roots)
         _refuse_new_memory(node, state)
         ordinary = _ordinary_form(node)
-        if ordinary is not None and _may_change(node, roots, sharing, position):
+        if ordinary is not None and (
+            _changes_shape_only(node)
+            or (_may_change(node, roots, sharing, position) and not handed_out.is_seen_after(node))
+        ):
             base = node.args[0]
             assert isinstance(base, Node)
             later = [user for user in base.users if position[user] > position[node]]
@@ -64,6 +70,33 @@ def make_in_place_explicit(graph: Graph, *, state: AbstractSet[str] = frozenset(
     graph.lint()
 
 
+class _HandedOut:
+    """Memory that calls kept whole may have handed out; which they did is known when they run."""
+
+    def __init__(self, graph: Graph, position: dict[Node, int]) -> None:
+        self._position = position
+        calls = any(opaque_call(node) is not None for node in graph.nodes)
+        self._memories = possible_memories(graph) if calls else {}
+        self._last_use = {
+            node: max((position[user] for user in node.users), default=-1)
+            for node in self._memories
+        }
+
+    def is_seen_after(self, write: Node) -> bool:
+        """Whether others than the written value may see what an operation writes to it."""
+        base = write.args[0]
+        assert isinstance(base, Node)
+        memories = self._memories.get(base, frozenset())
+        return any(
+            node is not base
+            and node is not write
+            and not memories.isdisjoint(others)
+            and (node.op == "placeholder" or self._last_use[node] > self._position[write])
+            and self._position[node] < self._position[write]
+            for node, others in self._memories.items()
+        )
+
+
 def _may_change(
     node: Node,
     roots: dict[Node, frozenset[Node]],
@@ -72,8 +105,6 @@ def _may_change(
 ) -> bool:
     base = node.args[0]
     assert isinstance(base, Node)
-    if _changes_shape_only(node):
-        return True
     if roots[base] != {base} or base.op == "placeholder":
         return False
     if not _same_in_region(node, roots[base]) or _is_summed_as_a_view(node, base, position):

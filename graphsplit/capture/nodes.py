@@ -13,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node as FxNode
 
 from graphsplit.capture.branch_calls import EnterBranches, Guarded
-from graphsplit.capture.effects import alias_roots, is_random, written_operands
+from graphsplit.capture.effects import alias_roots, draws_from_process, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
 from graphsplit.capture.memory_calls import MemoryCall
 from graphsplit.capture.opaque import OpaqueCall, opaque_call
@@ -175,6 +175,7 @@ class NodeBuilder:
             source=users_line_of_trace(fx_node.meta.get("stack_trace") or ""),
             annotation=_annotation(fx_node),
             is_random=is_random(fx_node),
+            draws_from_process=draws_from_process(fx_node),
             with_producer=is_element and any(self.nodes[r].meta is None for r in reads),
             stays=isinstance(fx_node.target, EnterBranches),
             changes_inputs=bool(written),

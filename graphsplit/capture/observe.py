@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.fx.traceback
 from torch import nn
@@ -30,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphsplit.capture.answered_sizes import sized
 from graphsplit.capture.effects import HIDDEN_WRITES
 from graphsplit.capture.function_modes import TRACERS, without_modes
+from graphsplit.capture.python_holders import NUMPYS, PYTHONS, Holder
+from graphsplit.capture.python_reach import holders
 from graphsplit.placement.annotations import NODE_KEY
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
@@ -51,6 +51,7 @@ class Observer(TorchDispatchMode):
         written: Storages that were modified.
         foreign: Tensors that were read and that ``is_foreign`` is true of, in order of first use.
         placements: Lines of ``with gs.place(...)`` blocks that were entered.
+        drawn_from: Python's and NumPy's generators, where something was drawn from them.
         assigned: Buffers that were replaced by new tensors, and are back in their places.
 
     Args:
@@ -67,6 +68,7 @@ class Observer(TorchDispatchMode):
         self.written: set[int] = set()
         self.foreign: dict[int, torch.Tensor] = {}
         self.placements: list[str] = []
+        self.drawn_from: list[Holder] = []
         self.assigned: dict[int, torch.Tensor] = {}
         self._is_foreign = is_foreign
         self._answer = answer
@@ -177,16 +179,56 @@ def unrecorded(observer: Observer) -> Iterator[None]:
         yield
 
 
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the same memory; no operation of what is recorded."""
+    with _untraced(), torch.set_grad_enabled(tensor.requires_grad):
+        return tensor.view_as(tensor)
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new fake tensor that looks the same; no operation of what is recorded."""
+    with _untraced(), torch.set_grad_enabled(tensor.requires_grad):
+        pretend: Any = Pretence.apply
+        made: torch.Tensor = pretend(tensor, tensor)
+        return made
+
+
+class Pretence(torch.autograd.Function):
+    """A result without value that depends on operands, on each in more than one way."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, *operands: Any) -> torch.Tensor:
+        """Make the result."""
+        made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
+        if not output.requires_grad:
+            ctx.mark_non_differentiable(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Never runs."""
+        raise AssertionError("nothing was computed")
+
+
+@contextmanager
+def _untraced() -> Iterator[None]:
+    with disable_proxy_modes_tracing(), without_modes(TRACERS):
+        yield
+
+
 @contextmanager
 def _generators_kept(observer: Observer) -> Iterator[None]:
-    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    before = torch.default_generator.get_state()
+    of_process = holders((PYTHONS, NUMPYS))
     try:
         yield
     finally:
-        observer.is_random |= not torch.equal(torch.default_generator.get_state(), before[0])
-        torch.default_generator.set_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        observer.is_random |= not torch.equal(torch.default_generator.get_state(), before)
+        torch.default_generator.set_state(before)
+        for holder in of_process:
+            if holder.has_changed():
+                observer.drawn_from.append(holder)
+                holder.put_back()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
 torch.jit.script functions           run, once warm, with a backward of their own
 modules with backward hooks          the hooks sit on nodes of autograd, and would be lost
+torch.cov, corrcoef                  ask for values, to warn; there are none
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _TRANSFORMS = (
     ("torch._functorch.eager_transforms", "_jvp_with_argnums", "torch.func.jvp"),
 )
 
+_ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("cov", "corrcoef"))
+
 
 @contextmanager
 def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
@@ -35,18 +38,23 @@ def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, label in _TRANSFORMS:
             stack.enter_context(_recorded(recorder, importlib.import_module(module), name, label))
+        for owner, name in _ASKING:
+            label = f"torch.{name}"
+            stack.enter_context(_recorded(recorder, owner, name, label, is_random=False))
         stack.enter_context(_vjp_refused(recorder))
         stack.enter_context(_scripted_recorded(recorder))
         yield
 
 
-def _recorded(recorder: Recorder, owner: Any, name: str, label: str) -> Any:
+def _recorded(
+    recorder: Recorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
+) -> Any:
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
             return original(*args, **kwargs)
-        return recorder.record(Whole(original, label), args, kwargs)
+        return recorder.record(Whole(original, label, is_random=is_random), args, kwargs)
 
     return replaced(owner, name, call)
 

@@ -18,43 +18,60 @@ from torch.utils.checkpoint import CheckpointFunction
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque_record import Recorder, Whole
+from graphsplit.capture.python_state import Reached
+from graphsplit.capture.replaced import replaced
 from graphsplit.capture.users_line import users_line_now
 from graphsplit.errors import CaptureError
 
 Apply = Callable[..., Any]
+_SINGLE_LEVEL: Any = torch.autograd.function._SingleLevelFunction
 
 
 @contextmanager
 def custom_functions_whole(recorder: Recorder) -> Iterator[None]:
-    """Record every custom autograd function that autograd asks something of as one node."""
+    """Record every custom autograd function that autograd asks something of as one node.
+
+    Where torch itself goes on from ``Function.apply``: scripts keep that one, ``f = STE.apply``.
+    """
     function_class: Any = torch.autograd.Function
-    original = function_class.__dict__["apply"]
+    with (
+        replaced(function_class, "apply", classmethod(_refusing_transforms(recorder))),
+        replaced(_SINGLE_LEVEL, "apply", classmethod(_recording(recorder))),
+    ):
+        yield
+
+
+def _refusing_transforms(recorder: Recorder) -> Apply:
+    original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording and torch._C._are_functorch_transforms_active():
+            raise CaptureError(
+                f"{cls.__qualname__}.apply is a custom torch.autograd.Function inside torch.func "
+                f"or torch.vmap; its own backward would be lost\n  {users_line_now()}\n"
+                f"  Fix: keep the function that calls torch.func whole, with gs.opaque."
+            )
+        return original(cls, *args, **kwargs)
+
+    return apply
+
+
+def _recording(recorder: Recorder) -> Apply:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def apply_it(*args: Any, **kwargs: Any) -> Any:
-            return original.__func__(cls, *args, **kwargs)
+            return super(_SINGLE_LEVEL, cls).apply(*args, **kwargs)
 
         if not recorder.is_recording:
             return apply_it(*args, **kwargs)
         return _record(recorder, cls, apply_it, args, kwargs)
 
-    function_class.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        function_class.apply = original
+    return apply
 
 
 def _record(
     recorder: Recorder, cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     label = f"{cls.__qualname__}.apply"
-    if torch._C._are_functorch_transforms_active():
-        raise CaptureError(
-            f"{label} is a custom torch.autograd.Function inside torch.func or torch.vmap; its own "
-            f"backward would be lost\n  {users_line_now()}\n"
-            f"  Fix: keep the function that calls torch.func whole, with gs.opaque."
-        )
     if not torch.is_grad_enabled():
         return apply(*args, **kwargs)
     if cls is CheckpointFunction:
@@ -64,7 +81,8 @@ def _record(
         with torch.no_grad():  # forward runs so, and its results carry no gradient
             return apply(*args, **kwargs)
     results = recorder.record(Whole(cls.apply, label, in_parts=False), args, kwargs)
-    _refuse_random_backward(label, given, results)
+    with Reached().leaving_no_trace((cls, *recorder.hooks, *args)):
+        _refuse_random_backward(label, given, results)
     return results
 
 

@@ -151,7 +151,9 @@ def _mark_and_reason(
 def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) -> Iterator[None]:
     """Let calls of one module, with its hooks, be recorded."""
     original: Callable[..., Any] = module._call_impl
-    label = f"{type(module).__name__} ({path.partition('.')[2] or 'network'})"
+    top, _, inner = path.partition(".")
+    name = inner or ("loss" if top == "loss_fn" else "network")
+    label = f"{type(module).__name__.lstrip('_')} ({name})"
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:

@@ -6,10 +6,9 @@ are the node's outputs; what it was seen to do are the node's traits.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,13 +19,16 @@ from torch.utils import _pytree as pytree
 from graphsplit.capture.function_modes import TRACERS, modes_of_others
 from graphsplit.capture.observe import (
     Observer,
+    alias_of,
+    like,
     reachable_values,
     storage_of,
     unrecorded,
 )
-from graphsplit.capture.opaque import PLACEHOLDER, OpaqueCall, Traits
+from graphsplit.capture.opaque import PLACEHOLDER, OpaqueCall, Pair, Traits
 from graphsplit.capture.opaque_answers import run_with_answers
 from graphsplit.capture.opaque_run import Arguments, Place, Runnable
+from graphsplit.capture.python_state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.capture.users_line import users_line_now
 from graphsplit.errors import CaptureError
@@ -62,11 +64,15 @@ class _Run:
     Attributes:
         result: What the call returned.
         observer: What was seen.
+        arguments: Its arguments afterwards.
+        reached: The Python state that the call can reach.
         guessed: Whether code that asks for values was told made-up ones, or did not run at all.
     """
 
     result: Any
     observer: Observer
+    arguments: Arguments
+    reached: Reached
     guessed: bool = False
 
 
@@ -75,10 +81,14 @@ class Recorder:
 
     Attributes:
         calls: What was recorded; nodes name them by position.
+        modules: The modules whose parameters and buffers these calls may use, by identity.
+        hooks: What the network's code has put on gradients of values.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.calls: list[OpaqueCall] = []
+        self.modules: dict[int, nn.Module] = {}
+        self.hooks: list[Callable[..., Any]] = []
         self._root = root
         self._depth = 0
 
@@ -86,6 +96,11 @@ class Recorder:
     def is_recording(self) -> bool:
         """Whether what is called now is being recorded, and not inside what is kept whole."""
         return self._depth == 0 and get_proxy_mode() is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what is called now runs inside something that is kept whole."""
+        return self._depth > 0
 
     def record(self, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call on fake tensors, as one node of the graph.
@@ -103,12 +118,16 @@ class Recorder:
         state = self._state_of(modules, operands)
         run = self._run(whole, args, kwargs, [*operands, *state], source)
         state += [t for t in self._lifted(whole, run, source) if not _is_in(t, [*operands, *state])]
-        _check_arguments(whole, arguments, Arguments.of(args, kwargs)[0], source)
+        _check_arguments(whole, arguments, run.arguments, source)
         _check_placements(whole, run.observer, source)
         found, structure = take_apart(run.result)
         _check_results(whole, found, source)
         given = [*operands, *state]
-        recorded = _recorded(found, given, run.observer.written)
+        returned = found
+        found = _apart(whole, returned, given, run.observer.written)
+        if run.guessed and whole.outputs is None and _asks(given):
+            _ask_gradients(found, given)
+        recorded = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
         outputs = [found[i] for i in recorded]
         runnable = Runnable(
             whole.function,
@@ -116,15 +135,19 @@ class Recorder:
             tuple(self._places(t) for t in state),
             tuple(recorded),
             {i: leaf for i, leaf in enumerate(found) if not isinstance(leaf, torch.Tensor)},
-            [(m, m.training) for top in modules for m in top.modules()],
             whole.label,
             modes_of_others(TRACERS),
+            outside=run.reached.tensors(),
+            checks_graph=run.guessed or (whole.in_parts and not modules),
             pretended=tuple(outputs) if run.guessed else None,
             assigned=_assigned(whole, run, state),
         )
-        traits = _traits(whole, run, given, outputs, len(operands))
-        call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source)
+        same = _same(given, [returned[i] for i in recorded], outputs)
+        traits = replace(_traits(whole, run, given, outputs, len(operands)), same=same)
+        call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source, run.reached)
         self._add_node(call, given, outputs, tracer)
+        self.modules.update((id(m), m) for top in modules for m in top.modules())
+        self.modules.update((id(p.module), p.module) for t in state for p in self._places(t))
         return structure.rebuild(found)
 
     def num_constants(self) -> int:
@@ -176,28 +199,24 @@ class Recorder:
         def is_foreign(tensor: torch.Tensor) -> bool:
             return id(tensor) not in known and get_proxy_slot(tensor, tracer, None) is not None
 
+        roots = (whole.function, *whole.modules, args, tuple(kwargs.values()))
+        reached = Reached()
+
         def attempt(function: Callable[..., Any], answer: int | None) -> _Run:
             observer = Observer(is_foreign, answer=answer)
-            with self.not_recording(), unrecorded(observer):
-                result = function(*args, **kwargs)
-            return _Run(result, observer, guessed=answer is not None)
+            with reached.leaving_no_trace((*roots, function)):
+                with self.not_recording(), unrecorded(observer):
+                    result = function(*args, **kwargs)
+                after = Arguments.of(args, kwargs)[0]
+            reached.note_changed(observer.drawn_from)
+            return _Run(result, observer, after, reached, guessed=answer is not None)
 
-        asks = torch.is_grad_enabled() and any(
-            t.requires_grad for t in operands if isinstance(t, torch.Tensor)
-        )
         if whole.outputs is not None:
-            example, like = whole.outputs, _like_output(asks)
-            run = attempt(lambda *a, **k: pytree.tree_map(like, example(*a, **k)), None)
+            example, output = whole.outputs, _like_output(_asks(operands))
+            run = attempt(lambda *a, **k: pytree.tree_map(output, example(*a, **k)), None)
             run.guessed = True
             return run
-        found = run_with_answers(
-            lambda answer: attempt(whole.function, answer), whole.label, source
-        )
-        if found.guessed and asks:  # in a branch that was not taken a gradient may flow
-            for leaf in pytree.tree_leaves(found.result):
-                if _is_differentiable(leaf) and not _is_in(leaf, operands):
-                    leaf.requires_grad_(True)
-        return found
+        return run_with_answers(lambda answer: attempt(whole.function, answer), whole.label, source)
 
     def _state_of(
         self, modules: Sequence[nn.Module], operands: Sequence[Any]
@@ -304,17 +323,39 @@ def _depends_on_values(size: Any) -> bool:
     return bool(free_unbacked_symbols(size))
 
 
-def _recorded(found: Sequence[Any], operands: Sequence[Any], written: set[int]) -> list[int]:
-    """Which results are outputs: not what is an operand, unchanged, or another result again."""
-    unchanged = [
-        o for o in operands if isinstance(o, torch.Tensor) and storage_of(o) not in written
-    ]
-    recorded: list[int] = []
+def _apart(
+    whole: Whole, found: Sequence[Any], operands: Sequence[Any], written: set[int]
+) -> list[Any]:
+    """The results, each a tensor of its own, for the next run may return something else.
+
+    An operand that was written to is still itself: what reads it later must run after the call.
+    """
+    unchanged = [o for o in operands if isinstance(o, torch.Tensor)]
+    unchanged = [o for o in unchanged if storage_of(o) not in written]
+    results: list[Any] = []
     for index, leaf in enumerate(found):
-        is_new = isinstance(leaf, torch.Tensor) and not _is_in(leaf, unchanged)
-        if is_new and not _is_in(leaf, [found[i] for i in recorded]):
-            recorded.append(index)
-    return recorded
+        if not isinstance(leaf, torch.Tensor):
+            results.append(leaf)
+            continue
+        known = [*unchanged, *(t for t in found[:index] if isinstance(t, torch.Tensor))]
+        if whole.in_parts and storage_of(leaf) in map(storage_of, known):
+            results.append(like(leaf))
+        else:
+            results.append(alias_of(leaf) if _is_in(leaf, known) else leaf)
+    return results
+
+
+def _ask_gradients(found: Sequence[Any], operands: Sequence[Any]) -> None:
+    """Expect gradients of all results: in a branch that was not taken one may flow."""
+    for leaf in found:
+        if _is_differentiable(leaf) and not _is_in(leaf, operands):
+            leaf.requires_grad_(True)
+
+
+def _asks(operands: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        t.requires_grad for t in operands if isinstance(t, torch.Tensor)
+    )
 
 
 def _traits(
@@ -332,44 +373,56 @@ def _traits(
         }
     storages = {storage_of(o) for o in outputs}
     is_random = run.observer.is_random or run.guessed
+    is_random = is_random if whole.is_random is None else whole.is_random
+    may_draw = run.reached.may_draw_from_process() and whole.is_random is not False
+    draws = may_draw or run.reached.drew_from_process()
     return Traits(
-        is_random=is_random if whole.is_random is None else whole.is_random,
+        in_parts=whole.in_parts,
+        is_random=is_random or draws,
+        draws_from_process=draws,
         written=tuple(sorted(written)),
         aliased=tuple(i for i, o in tensors.items() if storage_of(o) in storages),
+        sharing=_sharing(operands, outputs),
         carries_grad=tuple(o.requires_grad for o in outputs),
-        repeated=_repeated(whole, run, tensors, outputs),
+        repeated=_repeated(whole, tensors),
         outputs=tuple((o.dtype, tuple(map(_size, o.shape))) for o in outputs),
+        strides=tuple(tuple(map(_size, _strides(o))) for o in outputs),
     )
+
+
+def _strides(tensor: torch.Tensor) -> Sequence[Any]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _repeated(
-    whole: Whole,
-    run: _Run,
-    operands: Mapping[int, torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-) -> tuple[int, ...]:
-    """Operands at which more than one edge of the call's own backward graph arrives."""
-    if not whole.in_parts:
-        return ()
-    asking = {i: o for i, o in operands.items() if o.requires_grad}
-    if run.guessed:
-        return tuple(asking)
-    ends: dict[Any, int] = {}
-    for index, operand in asking.items():
-        edge = torch.autograd.graph.get_gradient_edge(operand)
-        ends[edge.node, edge.output_nr] = index
-    arrivals: Counter[int] = Counter()
-    waiting = [o.grad_fn for o in outputs if o.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        for following in waiting.pop().next_functions:
-            if following in ends:
-                arrivals[ends[following]] += 1
-            elif following[0] is not None and following[0] not in seen:
-                seen.add(following[0])
-                waiting.append(following[0])
-    return tuple(sorted(index for index, count in arrivals.items() if count > 1))
+def _repeated(whole: Whole, operands: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+    """Operands that the call may use more than once, if not every time: it is ordinary code."""
+    return tuple(i for i, o in operands.items() if o.requires_grad) if whole.in_parts else ()
+
+
+def _same(
+    operands: Sequence[Any], returned: Sequence[Any], outputs: Sequence[Any]
+) -> frozenset[Pair]:
+    """Which results were operands or earlier results, and are now tensors of their own."""
+    tensors, first = [*operands, *returned], len(operands)
+    return frozenset(
+        (i, first + index)
+        for index, (leaf, output) in enumerate(zip(returned, outputs, strict=True))
+        if leaf is not output
+        for i in range(first + index)
+        if tensors[i] is leaf
+    )
+
+
+def _sharing(operands: Sequence[Any], outputs: Sequence[torch.Tensor]) -> frozenset[Pair]:
+    tensors = [*operands, *outputs]
+    memories = [storage_of(t) if isinstance(t, torch.Tensor) else None for t in tensors]
+    return frozenset(
+        (i, j)
+        for j in range(len(operands), len(tensors))
+        for i in range(j)
+        if memories[i] == memories[j]
+    )

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.observe import Pretence
 from graphsplit.capture.opaque import OpaqueCallError
 from graphsplit.capture.structure import take_apart
 
@@ -93,9 +94,10 @@ class Runnable:
         places: For each operand after those of the arguments, where modules keep it.
         recorded: Which flattened results are its outputs.
         plain: The other flattened results, by position: numbers and None, as they were captured.
-        training: For each module kept whole, its train or eval mode.
         label: What it is, for people.
         modes: The user's ``TorchFunctionMode``s that it runs under.
+        outside: By number (``id``), tensors that the code can reach and that are not made by it.
+        checks_graph: Whether a gradient might flow to something that is no operand.
         pretended: Where the code cannot run on tensors without values, and parameters may have
             been missed when it was captured: tensors like its outputs.
         assigned: Which of the state's buffers the code replaces by new tensors.
@@ -106,38 +108,51 @@ class Runnable:
     places: tuple[tuple[Place, ...], ...]
     recorded: tuple[int, ...]
     plain: Mapping[int, Any]
-    training: Sequence[tuple[nn.Module, bool]]
     label: str
     modes: tuple[TorchFunctionMode, ...] = ()
+    outside: frozenset[int] = frozenset()
+    checks_graph: bool = False
     pretended: tuple[torch.Tensor, ...] | None = None
     assigned: tuple[int, ...] = ()
 
     def __call__(self, *operands: Any) -> list[torch.Tensor]:
         """Run the call; returns its outputs."""
         if self.pretended is not None and any(isinstance(o, FakeTensor) for o in operands):
-            pretend: Any = _Pretence.apply
+            pretend: Any = Pretence.apply
             return [pretend(output, *operands, *operands) for output in self.pretended]
         num_arguments = len(self.arguments.slots)
         args, kwargs = self.arguments.filled(operands[:num_arguments])
         with ExitStack() as stack:
             state = operands[num_arguments:]
             stack.enter_context(state_in_place(self.places, state, self.assigned))
-            stack.enter_context(_modes_set(self.training))
             for mode in self.modes:
                 stack.enter_context(mode)
             found = self.function(*args, **kwargs)
         leaves = [found] if isinstance(found, torch.Tensor) else take_apart(found)[0]
+        self._check_structure(leaves)
         for position, value in self.plain.items():
-            if position >= len(leaves) or leaves[position] != value:
+            if type(leaves[position]) is not type(value) or leaves[position] != value:
                 raise OpaqueCallError(
                     f"{self.label} returned {leaves[position]!r} where it returned {value!r} when "
                     f"the network was captured\n  Fix: return numbers that depend on the values of "
                     f"tensors as tensors."
                 )
         outputs = [leaves[position] for position in self.recorded]
-        if self.pretended is not None:
+        if self.checks_graph:
             self._check_graph(outputs, operands)
         return outputs
+
+    def _check_structure(self, leaves: Sequence[Any]) -> None:
+        are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        expected = [i in self.recorded for i in range(len(self.recorded) + len(self.plain))]
+        if are_tensors != expected:
+            shown = ["a tensor" if is_tensor else "a value" for is_tensor in are_tensors]
+            raise OpaqueCallError(
+                f"{self.label} returned {', '.join(shown) or 'nothing'}, which is not what it "
+                f"returned when the network was captured: {sum(expected)} tensors and "
+                f"{len(self.plain)} other values\n"
+                f"  Fix: let what is kept whole return as many results each time, in one order."
+            )
 
     def _check_graph(self, outputs: Sequence[torch.Tensor], operands: Sequence[Any]) -> None:
         """Refuse a gradient that would flow to something that is no operand."""
@@ -153,33 +168,17 @@ class Runnable:
             if function in ends:
                 continue
             variable = getattr(function, "variable", None)
-            if isinstance(variable, torch.Tensor):
+            is_outside = isinstance(variable, nn.Parameter) or id(variable) in self.outside
+            if isinstance(variable, torch.Tensor) and is_outside:
                 raise OpaqueCallError(
-                    f"{self.label} uses a {list(variable.shape)} parameter that was not seen when "
-                    f"the network was captured; its gradient would be lost\n"
+                    f"{self.label} uses a {list(variable.shape)} tensor with a gradient that was "
+                    f"not seen when the network was captured; its gradient would be lost\n"
                     f"  Fix: use gs.opaque on the module that holds it, or pass it as an argument."
                 )
             for following, _ in function.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     waiting.append(following)
-
-
-class _Pretence(torch.autograd.Function):
-    """A result without value that depends on each operand in more than one way."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, *operands: Any) -> torch.Tensor:
-        """Make the result."""
-        made = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
-        if not output.requires_grad:
-            ctx.mark_non_differentiable(made)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Never runs."""
-        raise AssertionError("nothing was computed")
 
 
 @contextmanager
@@ -213,15 +212,3 @@ def state_in_place(
     finally:
         for held, name, tensor in before:
             held[name] = tensor
-
-
-@contextmanager
-def _modes_set(training: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    changed = [module for module, mode in training if module.training != mode]
-    for module in changed:
-        module.training = not module.training
-    try:
-        yield
-    finally:
-        for module in changed:
-            module.training = not module.training

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
+from graphsplit.capture.lifted import NUMBER
 from graphsplit.capture.sizes import is_number
 
 _aten = torch.ops.aten
@@ -32,7 +33,7 @@ def check_pinned_sizes(graph: Graph) -> None:
         elif node.target in _ITEMS and _is_known(node):
             _check_item(node)
             _replace(node, _plain(node.meta["val"]))
-        elif is_number(node) and not node.all_input_nodes:
+        elif is_number(node) and not node.all_input_nodes and node.target is not NUMBER:
             _replace(node, node.target(*node.args, **node.kwargs))
         elif node.target is _aten._assert_scalar.default and node.args[0] is True:
             graph.erase_node(node)

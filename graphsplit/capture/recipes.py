@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-Symbols = dict[Any, int]
+Symbols = dict[Any, Any]
 
 
 def evaluate(expression: Any, symbols: Symbols) -> Any:

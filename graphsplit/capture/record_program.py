@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,32 +20,29 @@ from torch.fx import GraphModule
 
 from graphsplit.capture.attributes import (
     Attributes,
-    Change,
     Key,
-    changing_attributes,
-    is_same,
     kept_tensors,
     set_value,
-    state_after,
     value_at,
 )
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, quiet_export
+from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
 from graphsplit.capture.opaque import put_in_place
 from graphsplit.capture.opaque_automatic import kept_whole_unasked
 from graphsplit.capture.opaque_functions import custom_functions_whole
 from graphsplit.capture.opaque_marks import marked_ones, marked_ones_whole
 from graphsplit.capture.opaque_record import Recorder
+from graphsplit.capture.owned_tensors import make_buffers, written_attributes
+from graphsplit.capture.python_guards import PythonState, StateWatch
 from graphsplit.capture.silent_losses import (
     check_drawn_nothing,
     refuse_own_generators,
     silent_losses_refused,
 )
 from graphsplit.capture.sizes import check_known
+from graphsplit.capture.swallowed import Signals
 from graphsplit.errors import CaptureError, GraphsplitError
-
-# How many values attributes may take in turn, from one call of forward to the next.
-_MAX_STATES = 4
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,12 @@ class Export:
     Attributes:
         record: Calls ``torch.export``.
         raises_by_itself: Whether an error comes in plain PyTorch too.
+        watch: Watches the Python code of the step.
     """
 
     record: Callable[[], ExportedProgram]
     raises_by_itself: Callable[[Exception], bool]
+    watch: StateWatch
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,13 @@ class Recorded:
 
     Attributes:
         program: What ``torch.export`` made of it.
-        changes: What forward leaves in attributes of the network.
-        is_other_after: Whether another program would be recorded once that is made.
+        state: The Python values that it depends on, and what it leaves of them.
+        buffers: Attributes whose tensors forward changes; they have become buffers.
     """
 
     program: ExportedProgram
-    changes: tuple[Change, ...] = ()
-    is_other_after: bool = False
+    state: PythonState
+    buffers: tuple[Key, ...] = ()
 
 
 def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recorded:
@@ -88,10 +87,14 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
     whole: list[nn.Module] = []
+    buffers: list[Key] = []
     refused: CaptureError | None = None
     while True:
         try:
-            return _settled(root, export, whole)
+            return replace(_checked(root, export, whole), buffers=tuple(buffers))
+        except _ChangesTensorsError as found:
+            make_buffers(dict(root.named_children()), found.keys)
+            buffers += found.keys
         except _CannotBeTakenApartError as found:
             refused = refused or found.refusal
             if found.module is None or found.module in (root, network, *whole):
@@ -114,39 +117,20 @@ class _CannotBeTakenApartError(Exception):
         self.module = module
 
 
-def _settled(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
-    """Record, and find out what comes of the attributes that forward changes.
+class _ChangesTensorsError(Exception):
+    """Tensors in attributes have to become buffers."""
 
-    Raises:
-        CaptureError: They are others after every call.
-    """
-    program, changes, tensors = _record(root, export, whole)
+    def __init__(self, keys: Collection[Key]) -> None:
+        super().__init__()
+        self.keys = keys
+
+
+def _checked(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
+    """Record, and see that nobody will read the tensors that forward leaves in attributes."""
+    recorded, tensors = _record(root, export, whole)
     if tensors:
-        _check_not_read(root, export, whole, program, tensors)
-    if not changes:
-        return Recorded(program)
-    start = {change.key: value_at(root, change.key) for change in changes}
-    state, following, states = dict(start), changes, [dict(start)]
-    differs = False
-    try:
-        while following:
-            state = state_after(state, following)
-            for key, value in state.items():
-                start.setdefault(key, value_at(root, key))
-                set_value(root, key, value)
-            if any(_is_same_state(state, known, start) for known in states):
-                break
-            if len(states) == _MAX_STATES:
-                moving = {change.key for change in following}
-                first = [change for change in changes if change.key in moving]
-                raise changing_attributes(first or following)
-            states.append(state)
-            again, following, _ = _record(root, export, whole)
-            differs |= _text(again) != _text(program)
-    finally:
-        for key, value in start.items():
-            set_value(root, key, value)
-    return Recorded(program, tuple(changes), differs or bool(following) or len(states) > 2)
+        _check_not_read(root, export, whole, recorded.program, tensors)
+    return recorded
 
 
 def _check_not_read(
@@ -161,20 +145,14 @@ def _check_not_read(
     try:
         for key, value in tensors.items():
             set_value(root, key, value)
-        again, _, _ = _record(root, export, whole)
+        again, _ = _record(root, export, whole, left=tensors)
     except (CaptureError, _CannotBeTakenApartError):
         raise kept_tensors(tensors) from None
     finally:
         for key, value in start.items():
             set_value(root, key, value)
-    if _text(again) != _text(program):
+    if _text(again.program) != _text(program):
         raise kept_tensors(tensors)
-
-
-def _is_same_state(
-    one: Mapping[Key, Any], other: Mapping[Key, Any], start: Mapping[Key, Any]
-) -> bool:
-    return all(is_same(one.get(key, old), other.get(key, old)) for key, old in start.items())
 
 
 def _text(program: ExportedProgram) -> str:
@@ -189,34 +167,61 @@ def _text(program: ExportedProgram) -> str:
 
 
 def _record(
-    root: nn.Module, export: Export, whole: Collection[nn.Module]
-) -> tuple[ExportedProgram, list[Change], dict[Key, Any]]:
+    root: nn.Module,
+    export: Export,
+    whole: Collection[nn.Module],
+    *,
+    left: Collection[Key] = (),
+) -> tuple[Recorded, dict[Key, Any]]:
     attributes = Attributes(root, [*marked_ones(root), *whole])
     recorder = Recorder(root)
+    export.watch.begin(root, lambda: recorder.is_inside)
     network = getattr(root, "network", root)
     try:
-        with _recording(recorder, root, whole), attributes.noted():
-            program = _exported(export, network)
+        with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
+            program = _exported(export, network, signals)
     finally:
         attributes.put_back()
+        export.watch.put_back()
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
+    constants = program.constants.values()
+    replaced = [k for k in attributes.replaced_tensors(constants) if k not in left]
+    keys = replaced or written_attributes(program, root)
+    if keys:
+        raise _ChangesTensorsError(keys)
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
-    changed = attributes.changed(program.constants.values())
-    return program, changed, attributes.left_tensors()
+    attributes.check_replaced(constants)
+    attributes.check_marks()
+    return Recorded(
+        program, export.watch.state(recorder.modules.values())
+    ), attributes.left_tensors()
 
 
-def _exported(export: Export, network: nn.Module) -> ExportedProgram:
+def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedProgram:
     try:
-        return export.record()
-    except GraphsplitError:
-        raise
+        program = export.record()
     except Exception as error:
+        _check_nothing_swallowed(signals, network)
+        if isinstance(error, GraphsplitError):
+            raise
         module = failing_module(error)
         is_own = module is None and export.raises_by_itself(error)
         # torch's own frames, a hundred of them, would hide the user's line.
         raise _CannotBeTakenApartError(explain(network, error, is_own=is_own), module) from None
+    _check_nothing_swallowed(signals, network)
+    return program
+
+
+def _check_nothing_swallowed(signals: Signals, network: nn.Module) -> None:
+    """Take an error that the user's code has caught as if it had not."""
+    found = signals.swallowed()
+    if found is None:
+        return
+    if isinstance(found.error, CaptureError):
+        raise found.error
+    raise _CannotBeTakenApartError(explain(network, found.error), found.module) from None
 
 
 @contextmanager
@@ -225,6 +230,7 @@ def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]
         stack.enter_context(quiet_export())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
+        stack.enter_context(nested_tensors_kept_whole(recorder))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
         stack.enter_context(silent_losses_refused(recorder))
         stack.enter_context(checkpoints_noted())
@@ -249,7 +255,7 @@ def _parameters(program: ExportedProgram, root: nn.Module) -> dict[str, str]:
 
 
 def _check(program: ExportedProgram, root: nn.Module) -> None:
-    refuse_own_generators(program.graph_module)
+    refuse_own_generators(program)
     for node in program.graph.nodes:
         try:
             check_known(node)

@@ -6,13 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_INHERITED: Any = object()
+
 
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Let ``owner`` have another attribute inside."""
-    original = getattr(owner, name)
+    # What stands in a class itself is not what it gives, as for a class method.
+    own = vars(owner).get(name, _INHERITED) if isinstance(owner, type) else getattr(owner, name)
     setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node as FxNode
 
 from graphsplit.capture.effects import alias_roots, aliased_operands, written_operands
-from graphsplit.capture.graph import CapturedGraph, NodeKind
+from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.memory_calls import (
     ITSELF,
     Changed,
@@ -85,10 +85,6 @@ class SharedMemory:
         value = root.meta.get("val")
         if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
             raise self.refusal(root, "has no memory of which a copy could be modified")
-        if root.op == "placeholder" and self.notes[root.name].kind is NodeKind.CONSTANT:
-            raise self.refusal(
-                root, "is a plain attribute of a module", fix="register it with register_buffer"
-            )
 
     def note_same(self, node: FxNode, operand: FxNode) -> None:
         """An in-place operation returned its operand: the very same tensor."""
@@ -162,15 +158,15 @@ class SharedMemory:
         offset = view.storage_offset() - memory.storage_offset()
         return Placed(tuple(view.shape), view.stride(), offset)
 
-    def refusal(self, node: FxNode, why: str, *, fix: str = "") -> PlacementError:
+    def refusal(self, node: FxNode, why: str) -> PlacementError:
         """The error for memory that cannot be made functional."""
         note = self.notes.get(node.name)
         target, source = (note.target, note.source) if note is not None else (node.target, "")
-        fix = fix or "place the operations that use it on one worker"
         return PlacementError(
             f"{node.name} ({target}) {why}, and operations that are placed apart modify its memory "
             f"in place\n  {source}\n"
-            f"  Fix: {fix}, or use operations that return new tensors."
+            f"  Fix: place the operations that use it on one worker, or use operations that return "
+            f"new tensors."
         )
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx import GraphModule
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import checkpoint
 
@@ -137,6 +138,7 @@ def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
                 original(hooked, hook)
             return hooked
 
+        recorder.hooks.append(hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
         recorder.replace(self, Whole(with_hook, f"register_hook({name})", in_parts=False))
         return handle
@@ -162,21 +164,34 @@ def _check_hook(tensor: torch.Tensor, hook: Any) -> None:
         )
 
 
-def refuse_own_generators(graph_module: GraphModule) -> None:
+def refuse_own_generators(program: ExportedProgram) -> None:
     """Refuse operations that draw from a generator other than the default one.
 
     Each worker has a copy of such a generator; only one worker's would advance.
     """
-    for module in graph_module.modules():
+    for module in program.graph_module.modules():
         nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
         for node in nodes:
             values: Sequence[Any] = (*node.args, *node.kwargs.values())
             if any(isinstance(value, torch.Generator) for value in values):
-                raise CaptureError(
-                    f"{node.target} draws from a generator of its own, of which every worker has "
-                    f"a copy\n  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
-                    f"  Fix: leave generator= out, or {_OPAQUE}."
-                )
+                raise _own_generator(node)
+    # One that is held somewhere comes in as an input.
+    generators = {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if isinstance(program.constants.get(str(spec.target)), torch.Generator)
+    }
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in generators and node.users:
+            raise _own_generator(next(iter(node.users)))
+
+
+def _own_generator(node: Node) -> CaptureError:
+    return CaptureError(
+        f"{node.target} draws from a generator of its own, of which every worker has a copy\n"
+        f"  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
+        f"  Fix: leave generator= out, or {_OPAQUE}."
+    )
 
 
 def check_drawn_nothing(generator: torch.Tensor, python: Any, numpy: Any) -> None:

@@ -8,6 +8,7 @@ are computed by every worker for itself: all of them know the shapes of each bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.lifted import NUMBER, Lifted
 from graphsplit.capture.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError, ConfigurationError
@@ -93,6 +95,7 @@ class DynamicSizes:
         ranges: The smallest and the largest value of every symbol.
         conditions: Expressions that must be true.
         questions: What was asked of known values; the answers must be the same.
+        lifted: The symbols of the numbers that Python holds, in their order.
         numbers: Names of the number nodes in program order, each with its expression, or with the
             function and the arguments that give it.
     """
@@ -101,39 +104,50 @@ class DynamicSizes:
     ranges: Mapping[Any, tuple[int, int]]
     conditions: tuple[Any, ...]
     questions: tuple[Question, ...]
+    lifted: tuple[Any, ...]
     numbers: tuple[tuple[str, Any, tuple[Any, ...], dict[str, Any]], ...]
 
     @classmethod
-    def of(cls, program: ExportedProgram, questions: Sequence[Question]) -> DynamicSizes | None:
-        """The sizes of a freshly exported program; None if it has no dynamic one."""
+    def of(
+        cls, program: ExportedProgram, questions: Sequence[Question], lifted: Lifted
+    ) -> DynamicSizes | None:
+        """The numbers of a freshly exported program; None if it has none that may change."""
         nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
         user_inputs = set(program.graph_signature.user_inputs)
         values = [n.meta.get("val") for n in nodes if n.name in user_inputs or _is_plain(n)]
         sizes: list[Any] = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
         symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
-        if not symbolic:
+        if not symbolic and not lifted.symbols:
             return None
-        environment: Any = symbolic[0].node.shape_env
         inputs = tuple(
             (*map(expression_of, value.shape), *map(expression_of, value.stride()))
             if isinstance(value, torch.Tensor)
             else None
             for value in values
         )
-        conditions = dict.fromkeys(environment.replace(guard.expr) for guard in environment.guards)
-        known = {symbol for leaf in inputs for size in leaf or () for symbol in _symbols(size)}
-        bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
-        ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
+        conditions, ranges = dict.fromkeys(lifted.conditions), {}
+        if symbolic:
+            environment: Any = symbolic[0].node.shape_env
+            conditions.update(
+                dict.fromkeys(environment.replace(g.expr) for g in environment.guards)
+            )
+            known = {symbol for leaf in inputs for size in leaf or () for symbol in _symbols(size)}
+            bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
+            ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
         numbers = tuple(_number(n) for n in program.graph.nodes if is_number(n))
-        return cls(inputs, ranges, tuple(conditions), tuple(questions), numbers)
+        made_of = tuple(lifted.symbols)
+        return cls(inputs, ranges, tuple(conditions), tuple(questions), made_of, numbers)
 
-    def bind(self, leaves: Sequence[Any]) -> Symbols | None:
+    def bind(self, leaves: Sequence[Any], lifted: Sequence[Any] = ()) -> Symbols | None:
         """The symbols' values for a batch; None if the graph does not hold for it.
 
         Args:
             leaves: The flattened arguments; only shapes and strides of tensors are looked at.
+            lifted: The values of the lifted numbers.
         """
-        symbols: Symbols = {}
+        if not all(map(math.isfinite, lifted)):
+            return None  # x - x is 0 for a symbol, and no number for infinity
+        symbols: Symbols = dict(zip(self.lifted, lifted, strict=True))
         compound: list[tuple[Any, int]] = []
         for leaf, expected in zip(leaves, self.inputs, strict=True):
             if expected is None:
@@ -188,6 +202,8 @@ def _number(node: FxNode) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
     sympy may write 0.1 * t * 0.3 as 0.03 * t, which is another number.
     """
     operands = node.all_input_nodes
+    if node.target is NUMBER:
+        return node.name, node.meta["val"].node.expr, (), {}
     if all(is_number(n) for n in operands):
         given: Any = torch.fx.map_arg((node.args, node.kwargs), _reference)
         return node.name, node.target, *given

@@ -8,6 +8,7 @@ running --first failure--> grace 5 s --> SIGTERM --2 s--> SIGKILL
 running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL
 running --SIGTERM--------> SIGTERM at once --20 s--> SIGTERM --2 s--> SIGKILL
 running --last worker----> the scheduler has 30 s --> SIGTERM --2 s--> SIGKILL
+running --out of time----> SIGTERM at once --2 s--> SIGKILL
 running --killed, and it may be started again--> running
 running --frozen, and given up by the job--> SIGKILL for that one
 ```
@@ -20,6 +21,9 @@ from dataclasses import dataclass, field
 
 EX_TEMPFAIL = 75
 """The status of a process that asks to be started again."""
+
+EX_TIMEOUT = 124
+"""The status of what took longer than it may, as ``timeout`` has it."""
 
 GRACE_S = 5.0
 STOP_S = 20.0
@@ -126,6 +130,13 @@ class JobEnding:
             (now_s + grace_s, signal.SIGTERM),
             (now_s + grace_s + TERMINATE_S, signal.SIGKILL),
         ]
+
+    def expired(self, limit_s: float, *, now_s: float) -> None:
+        """The processes have run for longer than they may."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            self._blame(EX_TIMEOUT, f"not over after {limit_s:g} s")
+            self._end_from(now_s)
 
     def due(self, now_s: float) -> signal.Signals | None:
         """Return the signal that all running processes must get now, if any."""

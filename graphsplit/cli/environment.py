@@ -19,6 +19,7 @@ GIB, MIB = 1 << 30, 1 << 20
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT, _LAST_PORT = 10_000, 65_535  # well-known services have lower ones
 _PORT_TRIES = 50
+_OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,14 @@ def job_children(
         own |= _tls(certificates, f"worker-{rank}")
         children.append(ChildSpec(f"worker {rank}", {**shared, **own}))
     return tuple(children)
+
+
+def lone_child(base: Mapping[str, str], name: str) -> ChildSpec:
+    """One process that runs a script by itself, with all else as a job's processes have it."""
+    variables = {**_defaults(), **base}
+    for variable in _OF_A_JOB:
+        variables.pop(variable, None)
+    return ChildSpec(name, variables)
 
 
 def _tls(folder: Path | None, name: str) -> dict[str, str]:

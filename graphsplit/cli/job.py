@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,16 @@ _OPTIONS = (
         help="A folder made by `graphsplit certs`: use mutual TLS.",
         metavar="DIR",
     ),
-    click.option(
-        "--restarts",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="How often to start again what was lost: a killed process under "
-        "GS_RECOVERY=wait_rejoin, the whole job under GS_RECOVERY=restart.",
-    ),
+)
+_RESTARTS = click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often to start again what was lost: a killed process under "
+    "GS_RECOVERY=wait_rejoin, the whole job under GS_RECOVERY=restart.",
+)
+_SCRIPT = (
     click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]..."),
 )
@@ -75,9 +78,9 @@ class JobOptions:
         host: The address that the scheduler listens on.
         log_dir: Where each process's output is also written.
         certificates: A folder with certificates, for mutual TLS.
-        restarts: How often to start again what was lost.
         script: What every process runs.
         arguments: The script's own arguments.
+        restarts: How often to start again what was lost.
     """
 
     num_workers: int
@@ -85,31 +88,58 @@ class JobOptions:
     host: str
     log_dir: Path | None
     certificates: Path | None
-    restarts: int
     script: Path
     arguments: tuple[str, ...]
+    restarts: int = 0
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a job; it is called with ``JobOptions``, then with its own."""
+    return _with_options(command, (*_OPTIONS, _RESTARTS, *_SCRIPT))
+
+
+def single_job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As ``job_options``, for a job of which nothing is started again."""
+    return _with_options(command, (*_OPTIONS, *_SCRIPT))
+
+
+def _with_options(
+    command: Callable[..., None], options: Sequence[Callable[..., Any]]
+) -> Callable[..., None]:
+    names = list(JobOptions.__annotations__)
 
     @wraps(command)
     def call(**given: Any) -> None:
-        options = JobOptions(**{name: given.pop(name) for name in JobOptions.__annotations__})
-        command(options, **given)
+        parts = {name: given.pop(name) for name in names if name in given}
+        command(JobOptions(**parts), **given)
 
     found: Callable[..., None] = call
-    for option in reversed(_OPTIONS):
+    for option in reversed(options):
         found = option(found)
     return found
 
 
-def run_job(options: JobOptions, environ: Mapping[str, str]) -> int:
+def terminal() -> Console:
+    """A console on the launcher's own output."""
+    return Console(Sink.of(sys.stdout.buffer), Sink.of(sys.stderr.buffer), clock=time.monotonic)
+
+
+def run_job(
+    options: JobOptions,
+    environ: Mapping[str, str],
+    *,
+    console: Console | None = None,
+    own: Callable[[str], Mapping[str, str]] = lambda name: {},
+    limit_s: float = math.inf,
+) -> int:
     """Start a scheduler and workers, and wait for their end.
 
     Args:
         options: What to start.
         environ: The environment that they start from.
+        console: Shows their output; None: on this terminal.
+        own: Further variables of one process, by its name.
+        limit_s: How long they may take.
 
     Returns:
         The job's exit status.
@@ -124,7 +154,6 @@ def run_job(options: JobOptions, environ: Mapping[str, str]) -> int:
                 f"({error})",
                 param_hint="--host",
             ) from error
-    console = Console(Sink.of(sys.stdout.buffer), Sink.of(sys.stderr.buffer), clock=time.monotonic)
     specs = job_children(
         environ,
         num_workers=options.num_workers,
@@ -132,12 +161,22 @@ def run_job(options: JobOptions, environ: Mapping[str, str]) -> int:
         port=port,
         certificates=options.certificates,
     )
-    command = [sys.executable, str(options.script), *options.arguments]
+    specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
     restarts = _restarts(options.restarts, environ)
     with kept_token(specs[0].variables, options.host, port):
         return supervise(
-            specs, command, console=console, log_dir=options.log_dir, restarts=restarts
+            specs,
+            script_command(options),
+            console=console or terminal(),
+            log_dir=options.log_dir,
+            restarts=restarts,
+            limit_s=limit_s,
         )
+
+
+def script_command(options: JobOptions) -> list[str]:
+    """What every process runs."""
+    return [sys.executable, str(options.script), *options.arguments]
 
 
 def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:

@@ -6,6 +6,7 @@ One thread and one loop; ``ending.py`` decides, this file does.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -77,12 +78,19 @@ def supervise(
     console: Console,
     log_dir: Path | None,
     restarts: Restarts = NO_RESTARTS,
+    limit_s: float = math.inf,
     start: StartChild = start_child,
 ) -> int:
     """Start ``command`` once for each of ``specs`` and return the job's exit status."""
     for tries_left in range(restarts.jobs, -1, -1):
         ending, found = _run_once(
-            specs, command, console=console, log_dir=log_dir, restarts=restarts, start=start
+            specs,
+            command,
+            console=console,
+            log_dir=log_dir,
+            restarts=restarts,
+            limit_s=limit_s,
+            start=start,
         )
         if found.line:
             console.say(found.line)
@@ -99,6 +107,7 @@ def _run_once(
     console: Console,
     log_dir: Path | None,
     restarts: Restarts,
+    limit_s: float,
     start: StartChild,
 ) -> tuple[JobEnding, Verdict]:
     with contextlib.ExitStack() as stack:
@@ -108,7 +117,7 @@ def _run_once(
         job.ending.restarts_scheduler = restarts.with_scheduler
         stack.callback(job.kill_all)
         job.start()
-        job.run(wakeup, received)
+        job.run(wakeup, received, limit_s)
         return job.ending, verdict(job.ending, job.reports())
 
 
@@ -173,17 +182,21 @@ class _Job:
             spec = replace(spec, variables={**spec.variables, LINE: str(kept)})
             return self._start_child(spec, self._command, (kept,))
 
-    def run(self, wakeup: socket.socket, received: list[signal.Signals]) -> None:
+    def run(self, wakeup: socket.socket, received: list[signal.Signals], limit_s: float) -> None:
         """Serve output, exits and signals until nothing is left to wait for."""
         self._selector.register(wakeup, selectors.EVENT_READ)
+        end_s = None if math.isinf(limit_s) else time.monotonic() + limit_s
         while self.ending.running:
-            known_s = (self.ending.next_s, self._scheduler.deadline_s)
+            known_s = (self.ending.next_s, self._scheduler.deadline_s, end_s)
             next_s = min((at_s for at_s in known_s if at_s is not None), default=None)
             timeout = None if next_s is None else max(0.0, next_s - time.monotonic())
             self._read_ready(timeout)
             self._hear_scheduler()
             while received:
                 self.ending.interrupted(received.pop(0), now_s=time.monotonic())
+            if end_s is not None and time.monotonic() >= end_s:
+                self.ending.expired(limit_s, now_s=time.monotonic())
+                end_s = None
             self._collect()
             if (signum := self.ending.due(time.monotonic())) is not None:
                 self._signal_running(signum)
@@ -216,7 +229,7 @@ class _Job:
                 self._start_again(name, how)
             elif name == SCHEDULER:
                 self._forget_scheduler()
-            else:
+            elif SCHEDULER in self._children:
                 self._tell_end(name, how)
 
     def _tell_end(self, name: str, how: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import PlacementError
+from graphsplit.partition.drawing import drawing_node
 from graphsplit.partition.foresight import foresee_splits
 from graphsplit.partition.gradients import Contribution, GradientOrder, order_gradients
 from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan, SegmentIO
@@ -23,6 +24,12 @@ from graphsplit.tensor_meta import TensorMeta
 # Rounds of cutting before splits are foreseen; nearly every graph needs fewer.
 _PATIENCE = 8
 GENERATOR_META = TensorMeta(torch.uint8, (torch.default_generator.get_state().numel(),), (1,))
+# Python's and NumPy's: twice 624 words and where one stands in them.
+_PROCESS_BYTES = 2 * 640 * 8
+GENERATOR_BYTES = torch.default_generator.get_state().numel()
+ALL_GENERATORS_BYTES = GENERATOR_BYTES + _PROCESS_BYTES
+PROCESS_GENERATORS_META = TensorMeta(torch.uint8, (_PROCESS_BYTES,), (1,))
+ALL_GENERATORS_META = TensorMeta(torch.uint8, (ALL_GENERATORS_BYTES,), (1,))
 
 
 def partition(placed: PlacedGraph, *, is_microbatched: bool = False) -> PartitionPlan:
@@ -95,6 +102,7 @@ class _Partitioner:
             for worker in sorted(needed[value]):
                 self._add_value_edge(value, worker)
         self._add_generator_edges()
+        self._add_process_generator_edges()
         workers = self.workers
         folds = {
             v: self._fold(v, fold, workers[v]) for v, fold in sorted(self.gradients.folds.items())
@@ -171,6 +179,7 @@ class _Partitioner:
                     self._add_generator_edge(chain[-1], worker)
 
     def _add_generator_edge(self, value: int, worker: int) -> None:
+        draws = self.graph.draws_from_process and not self.is_microbatched
         self.edges.append(
             Edge(
                 len(self.edges),
@@ -178,9 +187,21 @@ class _Partitioner:
                 value,
                 self.workers[value],
                 worker,
-                GENERATOR_META,
+                ALL_GENERATORS_META if draws else GENERATOR_META,
             )
         )
+
+    def _add_process_generator_edges(self) -> None:
+        """Of several microbatches: Python's and NumPy's generators, which run on through them."""
+        drawing = drawing_node(self.graph, self.segmentation) if self.is_microbatched else None
+        if drawing is None:
+            return
+        source = self.workers[drawing]
+        for worker in range(self.placed.num_workers):
+            if worker != source:
+                number, kind = len(self.edges), EdgeKind.PROCESS_GENERATORS
+                edge = Edge(number, kind, drawing, source, worker, PROCESS_GENERATORS_META)
+                self.edges.append(edge)
 
     def _fold(self, value: int, fold: tuple[int, ...], destination: int) -> tuple[FoldTerm, ...]:
         """Add the gradient edges of a value; fold on the sender what may be folded there."""
@@ -235,11 +256,24 @@ class _Partitioner:
                     tuple(self.leaves[segment.index]),
                     tuple(sorted(parameters)),
                     outputs,
-                    roots,
+                    tuple(sorted(roots, key=self._latest_use)),
                     any(self.nodes[p].is_random for p in segment.nodes),
                 )
             )
         return tuple(result)
+
+    def _latest_use(self, value: int) -> tuple[int, int]:
+        """Two outputs may turn out to be one tensor: its gradient then comes in eager's order."""
+        position, index = max(
+            (use for c in self.gradients.folds.get(value, ()) for use in self._uses_of(c)),
+            key=lambda use: (use[0], -use[1]),
+            default=(len(self.nodes), 0),
+        )
+        return -position, index
+
+    def _uses_of(self, contribution: int) -> tuple[tuple[int, int], ...]:
+        found = self.gradients.contributions[contribution]
+        return found.uses + tuple(use for seed in found.seed for use in self._uses_of(seed))
 
     def _needed_outside_segment(self) -> set[int]:
         segment_of = self.segmentation.segment_of

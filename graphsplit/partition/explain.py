@@ -9,6 +9,7 @@ from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain_modules import module_lines, unplaced_lines
 from graphsplit.partition.explain_operations import crossing_lines, operation_lines, state_lines
+from graphsplit.partition.explain_state import state_sections
 from graphsplit.partition.explain_traffic import (
     borrowed_lines,
     pair_lines,
@@ -19,7 +20,7 @@ from graphsplit.partition.folding import align
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import EVERYWHERE
 
-Detail = Literal["modules", "operations"]
+Detail = Literal["modules", "operations", "state"]
 WIDTH = 120
 _MAX_STOPS = 12
 
@@ -41,7 +42,8 @@ def explain_plan(
         plan: The plan.
         detail: ``"modules"``: totals of each worker, the modules as a tree down to where everything
             inside is on one worker, and what crosses, the largest first. ``"operations"``: every
-            parameter, operation and edge.
+            parameter, operation and edge. ``"state"``: every Python value that the graph depends
+            on, and what network and loss leave of them.
         optimizer_copies: How many numbers the optimizer keeps for each number that it trains.
         routes: How each pair of workers is connected, and why; of a running job only.
         step_times: What is known of the time that a step takes.
@@ -54,6 +56,8 @@ def explain_plan(
             ("Operations, in program order", operation_lines(plan)),
             (f"What crosses between workers, {per}", crossing_lines(plan)),
         ]
+    elif detail == "state":
+        sections += state_sections(plan)
     else:
         sections += [
             ("Modules", module_lines(plan)),

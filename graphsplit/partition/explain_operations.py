@@ -159,6 +159,8 @@ def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int
         return f"gradient of {borrowed}{name}"
     if edge.kind is EdgeKind.GENERATOR:
         return f"generator state after {name}"
+    if edge.kind is EdgeKind.PROCESS_GENERATORS:
+        return f"Python's and NumPy's generators after {name}"
     if node.is_state:
         return f"borrowed {node.kind.value} {name}"
     return f"{'value' if (edge.value, edge.destination) in read else 'output'} {name}"

@@ -79,7 +79,7 @@ class GradientOrder:
 def order_gradients(placed: PlacedGraph, segmentation: Segmentation) -> GradientOrder:
     """Find the leaves that every segment needs, and the order in which producers fold."""
     nodes = placed.graph.nodes
-    uses = _differentiable_uses(nodes) if placed.graph.has_gradients else {}
+    uses = differentiable_uses(nodes) if placed.graph.has_gradients else {}
     folds: dict[int, tuple[int, ...]] = {}
     conflicts: set[int] = set()
     contributions: list[Contribution] = []
@@ -127,7 +127,7 @@ def _delays(
     return frozenset(delays)
 
 
-def _differentiable_uses(nodes: Sequence[Node]) -> dict[int, list[Use]]:
+def differentiable_uses(nodes: Sequence[Node]) -> dict[int, list[Use]]:
     """Uses of each value that carry a gradient, in the order in which eager adds them."""
     uses: dict[int, list[Use]] = {}
     for position in reversed(range(len(nodes))):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
-from graphsplit.partition.gradients import Contribution
+from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.tensor_meta import TensorMeta
@@ -18,6 +19,7 @@ class EdgeKind(Enum):
     VALUE = "value"
     GRADIENT = "gradient"
     GENERATOR = "generator"
+    PROCESS_GENERATORS = "process generators"
     TALLY = "tally"
 
 
@@ -27,8 +29,8 @@ class Edge:
 
     Attributes:
         index: Position among all edges of the plan.
-        kind: Forward value, gradient, the state of the random generator, or numbers about
-            gradients.
+        kind: Forward value, gradient, the state of the random generator, those of Python's and
+            NumPy's generators where these do not go with it, or numbers about gradients.
         value: The node it carries (for a generator state: the random operation that left it; for
             numbers about gradients: the first parameter, which stands for all).
         source: Sending worker.
@@ -181,6 +183,17 @@ class PartitionPlan:
     def segments(self) -> tuple[Segment, ...]:
         """All segments, by index."""
         return self.segmentation.segments
+
+    @cached_property
+    def gradient_uses(self) -> dict[int, list[Use]]:
+        """Uses of each value that carry a gradient, in the order in which eager adds them."""
+        graph = self.placed.graph
+        return differentiable_uses(graph.nodes) if graph.has_gradients else {}
+
+    @cached_property
+    def draws_from_process(self) -> bool:
+        """Whether Python's and NumPy's generators travel with PyTorch's."""
+        return not self.is_microbatched and self.placed.graph.draws_from_process
 
     @property
     def num_workers(self) -> int:

@@ -28,6 +28,7 @@ from torch import fx
 from graphsplit.capture.checkpoints import CHECKPOINT_KEY
 from graphsplit.capture.effects import alias_roots, written_operands
 from graphsplit.capture.graph import Node
+from graphsplit.capture.opaque import opaque_call
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup
 
@@ -117,6 +118,10 @@ class _Finder:
         number = self._checkpoint_of(node)
         if number is not None:
             return _CHECKPOINT, number
+        made_by = self.fx_nodes.get(node.name)
+        call = opaque_call(made_by) if made_by is not None else None
+        if call is not None and call.traits.in_parts:
+            return None  # ordinary code: what it keeps in Python would change twice
         if self.everything:
             return "everything", None
         if self.paths:

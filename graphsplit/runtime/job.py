@@ -23,6 +23,7 @@ from graphsplit.runtime.doors import Doors
 from graphsplit.runtime.endings import WAKE_SIGNAL
 from graphsplit.runtime.meter import Meter
 from graphsplit.runtime.ownership import TensorOwners
+from graphsplit.runtime.readers import LoaderReaders
 from graphsplit.runtime.script import Script
 from graphsplit.transport.base import Transport
 
@@ -40,6 +41,7 @@ class Job:
         joined_generation: The generation in which this process came: above 1 when it takes the
             place of a lost one, and has to catch up.
         owners: Where the tensors of all Models live.
+        readers: Which workers have read the loaders of all Models.
         script: The calls of the user's script that concern all workers.
         num_barriers: How many barriers the script came to in this generation.
         after_recovery: Called by ``finalize`` after a recovery at the end of the job, so that
@@ -50,6 +52,7 @@ class Job:
         is_stopping: The step under way is the last one: the job was asked to end.
         at_close: Called when this worker leaves, however the job has ended.
         meter: Counts steps and traffic; None where no metrics are served.
+        recapture_every: After how many steps graphs are captured again and compared; 0 for never.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Job:
         doors: Doors | None = None,
         meter: Meter | None = None,
         trace_folder: str = "",
+        recapture_every: int = 0,
     ) -> None:
         self.member = member
         self.transport = transport
@@ -70,6 +74,7 @@ class Job:
         self.meter = meter
         self.script = Script()
         self.owners = TensorOwners()
+        self.readers = LoaderReaders()
         self.num_barriers = 0
         self._closed = False
         self._was_asked = False
@@ -83,6 +88,7 @@ class Job:
         self.at_end: list[Callable[[], None]] = []
         self.at_close: list[Callable[[], None]] = []
         self._trace_folder = trace_folder
+        self.recapture_every = recapture_every
 
     def take_trace_folder(self) -> str:
         """Where the one who asks first writes a trace; empty for all others."""
@@ -127,6 +133,11 @@ class Job:
         self.control = ControlChannels(self.transport, self.rank, self.num_workers)
         self._num_plans = 0
         self.abort.add_waker(self.interrupt_main_thread)
+
+    @property
+    def following_plan_number(self) -> int:
+        """The number that the plan made next will have."""
+        return self._num_plans
 
     def next_plan_number(self) -> int:
         """A number for a plan that no other plan of the job has; every worker draws alike."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from graphsplit import logs
+from graphsplit.check.request import leave_generator, left_generator, requested_file
 from graphsplit.cluster.identity import NodeIdentity
 from graphsplit.cluster.member import Member
 from graphsplit.errors import ConfigurationError, MembershipChangedError
@@ -61,6 +62,7 @@ def init() -> None:
     settings = ClusterSettings.from_environ(os.environ)
     if settings is None:
         _one_process = True
+        _begin_as_workers_did()
         return
     if settings.is_scheduler:
         from graphsplit.cluster.scheduler import serve
@@ -95,7 +97,13 @@ def _join(settings: ClusterSettings) -> Job:
         hub.close()
         raise
     return Job(
-        member, transport, member.abort, doors=doors, meter=meter, trace_folder=settings.trace
+        member,
+        transport,
+        member.abort,
+        doors=doors,
+        meter=meter,
+        trace_folder=settings.trace,
+        recapture_every=settings.recapture_every,
     )
 
 
@@ -138,6 +146,17 @@ def _share_generator(job: Job) -> None:
     digests = {peer.endpoints.get(GENERATOR_KEY) for peer in job.member.peers}
     if len(digests) > 1:
         torch.manual_seed(job.member.seed)
+    file = requested_file(os.environ)
+    if file is not None and job.rank == 0:
+        leave_generator(file, torch.default_generator.get_state().numpy().tobytes())
+
+
+def _begin_as_workers_did() -> None:
+    """What a script without a seed trains in one process is compared with what workers trained."""
+    file = requested_file(os.environ)
+    state = left_generator(file) if file is not None else None
+    if state is not None:
+        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def finalize() -> None:

@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -134,10 +135,18 @@ def _message(args: Any, kwargs: Any, asked: str) -> str:
     flat: list[Any] = []
     torch.utils._pytree.tree_map(flat.append, (args, kwargs))
     name, owner, _ = next(getattr(a, _WHOSE) for a in flat if isinstance(a, _Elsewhere))
+    fix = (
+        f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers all "
+        f"values."
+    )
+    if asked == "copy_":
+        fix = (
+            "to load a state, call model.load_state_dict(state) on every worker, not "
+            "net.load_state_dict: each takes what it owns."
+        )
     return (
         f"the value of {name!r} lives on worker {owner}, not here (asked for by {asked})\n"
-        f"  Fix: read it on worker {owner}, or call model.state_dict() on every worker, which "
-        f"gathers all values."
+        f"  Fix: {fix}"
     )
 
 
@@ -189,6 +198,45 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _Elsewhere)
 
 
+def take_back(tensor: torch.Tensor) -> None:
+    """Make a stand-in an ordinary tensor again; its value is up to the caller."""
+    is_parameter = isinstance(tensor, _ElsewhereParameter)
+    plain: Any = nn.Parameter if is_parameter else torch.Tensor
+    tensor.__class__ = plain
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where the tensors of a network and its loss live, as one worker sees it.
+
+    Attributes:
+        tensors: Parameters and buffers by name; tied ones under each name.
+        owners: The owner of each.
+        rank: This worker.
+        num_workers: Size of the cluster.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    owners: Mapping[str, int]
+    rank: int
+    num_workers: int
+
+    def unique(self) -> list[torch.Tensor]:
+        """Every tensor once."""
+        return list({id(tensor): tensor for tensor in self.tensors.values()}.values())
+
+    def names(self) -> dict[int, str]:
+        """The first name of each tensor, by its id."""
+        names: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            names.setdefault(id(tensor), name)
+        return names
+
+    def owner_by_id(self) -> dict[int, int]:
+        """The owner of each tensor, by its id."""
+        return {id(tensor): self.owners[name] for name, tensor in self.tensors.items()}
+
+
 @contextmanager
 def plain_classes(network: nn.Module) -> Iterator[None]:
     """Let capture look at stand-ins as at ordinary tensors, with the strides they once had.
@@ -198,9 +246,7 @@ def plain_classes(network: nn.Module) -> Iterator[None]:
     swapped = [t for t in _all_state(network) if isinstance(t, _Elsewhere)]
     for tensor in swapped:
         _, _, strides = getattr(tensor, _WHOSE)
-        is_parameter = isinstance(tensor, _ElsewhereParameter)
-        plain: Any = nn.Parameter if is_parameter else torch.Tensor
-        tensor.__class__ = plain
+        take_back(tensor)
         tensor.data = torch.empty_strided(
             tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
         )

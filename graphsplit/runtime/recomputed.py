@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from graphsplit.capture.python_holders import Holder
+
 
 class Recomputed:
     """What a segment's code calls in the place of a group of operations.
@@ -24,6 +26,8 @@ class Recomputed:
         is_random: Whether it draws from the default generator.
         repeats_writes: Whether the second time works on those buffers as they are then, and
             modifies them once more.
+        state: Python state that it can reach. The second time finds it as the first time did, and
+            changes nothing for good.
     """
 
     def __init__(
@@ -34,8 +38,10 @@ class Recomputed:
         changing: Sequence[int],
         is_random: bool,
         repeats_writes: bool = False,
+        state: Sequence[Holder] = (),
     ) -> None:
         self._run = run
+        self._state = tuple(state)
         self._changing = tuple(changing)
         self._is_random = is_random
         self._repeats_writes = repeats_writes
@@ -46,8 +52,9 @@ class Recomputed:
         """Run the operations for the first time."""
         if not torch.is_grad_enabled():
             return self._run(*arguments)
+        again = self._with_state(self._run)
         if not self._changing:
-            return self._checkpoint(self._run, arguments)
+            return self._checkpoint(again, arguments)
         # What changes must not be among the arguments: those are saved as they are.
         before = {index: arguments[index] for index in self._changing}
         if not self._repeats_writes:
@@ -60,11 +67,32 @@ class Recomputed:
             rest = iter(given)
             own = [state[i] if i in before else next(rest) for i in range(len(arguments))]
             try:
-                return self._run(*own)
+                return again(*own)
             finally:
                 current.clear()
 
         return self._checkpoint(run, others)
+
+    def _with_state(self, run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        """What runs the operations, the second time with Python's state as the first time."""
+        if not self._state:
+            return run
+        before = [holder.held() for holder in self._state]
+        has_run = False
+
+        def run_with_state(*arguments: Any) -> tuple[Any, ...]:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                return run(*arguments)
+            now = [holder.held() for holder in self._state]
+            _hold(self._state, before)
+            try:
+                return run(*arguments)
+            finally:
+                _hold(self._state, now)
+
+        return run_with_state
 
     def _again(self, kept: torch.Tensor) -> torch.Tensor:
         return kept if self._repeats_writes else _copy_of(kept)
@@ -75,6 +103,11 @@ class Recomputed:
             return checkpoint(
                 run, *arguments, use_reentrant=False, preserve_rng_state=self._is_random
             )
+
+
+def _hold(holders: Sequence[Holder], states: Sequence[Any]) -> None:
+    for holder, state in zip(holders, states, strict=True):
+        holder.hold(state)
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.capture.graph import Mode, Node, NodeKind
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.frames import short_path
@@ -31,6 +31,11 @@ from graphsplit.runtime.channels import (
     sparse_gradient,
 )
 from graphsplit.runtime.compiled import Compiler
+from graphsplit.runtime.generators import (
+    GENERATORS,
+    bind_receive_generators,
+    bind_send_generators,
+)
 from graphsplit.runtime.segment_code import SegmentCode, build_code
 from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
 from graphsplit.runtime.step_state import Microbatches, StepState
@@ -164,6 +169,16 @@ class ProgramRunner:
     def instructions(self) -> tuple[Instruction, ...]:
         """The program."""
         return self._parts.program.instructions
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes of the plan's graph."""
+        return self._nodes
+
+    def node_at(self, file: str, line: int) -> Node | None:
+        """The operation that a line of generated code runs, if it is one of this program's."""
+        found = (code.node_at_line.get((file, line)) for code in self._code.values())
+        return next((node for node in found if node is not None), None)
 
     @property
     def state(self) -> Mapping[int, torch.Tensor]:
@@ -424,14 +439,8 @@ class ProgramRunner:
         value = edge.value
         if edge.kind is EdgeKind.TALLY:
             return bind_send_tally(self._plan, edge, send)
-        if edge.kind is EdgeKind.GENERATOR and self._is_microbatched:
-            return lambda state: send(
-                state.generators[microbatch], step=state.step, microbatch=microbatch
-            )
-        if edge.kind is EdgeKind.GENERATOR:
-            return lambda state: send(
-                torch.default_generator.get_state(), step=state.step, microbatch=microbatch
-            )
+        if edge.kind in GENERATORS:
+            return bind_send_generators(self._plan, edge, microbatch, send)
         if edge.kind is EdgeKind.GRADIENT:
             contributions = edge.contributions
 
@@ -455,17 +464,8 @@ class ProgramRunner:
         index, value = edge.index, edge.value
         if edge.kind is EdgeKind.TALLY:
             return bind_receive_tally(self._plan, edge, receive)
-        if edge.kind is EdgeKind.GENERATOR:
-
-            def receive_generator(state: StepState) -> None:
-                received = receive(step=state.step, microbatch=microbatch)
-                assert received is not None
-                if self._is_microbatched:
-                    state.generators[microbatch] = received
-                else:
-                    torch.default_generator.set_state(received)
-
-            return receive_generator
+        if edge.kind in GENERATORS:
+            return bind_receive_generators(self._plan, edge, microbatch, receive)
 
         def receive_value(state: StepState) -> None:
             state.values[microbatch][value] = receive(step=state.step, microbatch=microbatch)

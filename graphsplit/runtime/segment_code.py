@@ -12,9 +12,12 @@ from typing import Any
 from torch import fx
 
 from graphsplit.capture.graph import Mode, Node
+from graphsplit.capture.opaque import OpaqueCall
+from graphsplit.capture.python_holders import Holder
 from graphsplit.capture.regions import ORDINARY, Region
 from graphsplit.partition.gradients import Use
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup, WeightUse
+from graphsplit.partition.returned import limits_of
 from graphsplit.runtime.compiled import Compiler
 from graphsplit.runtime.generated_source import forget_with
 from graphsplit.runtime.recomputed import Recomputed
@@ -170,7 +173,10 @@ class _Builder:
             return scope.operand(position, count, reads[count])
 
         args, kwargs = fx.map_arg((old.args, old.kwargs), operand)
-        new = scope.graph.create_node(old.op, old.target, args, kwargs, name=old.name)
+        target = old.target
+        if isinstance(target, OpaqueCall):
+            target = target.within(limits_of(self.plan, position))
+        new = scope.graph.create_node(old.op, target, args, kwargs, name=old.name)
         if position in self.apart and self.pending is not None:
             _take_apart(new, self.apart[position], self.pending)
         scope.whole[position] = new
@@ -207,11 +213,19 @@ class _Builder:
             changing=[arguments.index(argument) for argument in changing],
             is_random=any(self.nodes[p].is_random for p in members),
             repeats_writes=group.repeats_writes,
+            state=() if group.repeats_writes else self._python_state(members),
         )
         results = scope.graph.call_function(run, arguments)
         for index, position in enumerate(made):
             scope.whole[position] = scope.graph.call_function(operator.getitem, (results, index))
         return region
+
+    def _python_state(self, members: AbstractSet[int]) -> tuple[Holder, ...]:
+        """What the calls kept whole in a group can reach."""
+        targets = (self.captured.fx_nodes[self.nodes[p].name].target for p in members)
+        calls = [target for target in targets if isinstance(target, OpaqueCall)]
+        found = {key: held for call in calls for key, held in call.reached.holders.items()}
+        return tuple(holder for holder in found.values() if holder.decides)
 
     def _read_outside(self, members: AbstractSet[int]) -> tuple[int, ...]:
         """What a group makes that its segment needs elsewhere."""

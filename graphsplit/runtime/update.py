@@ -24,7 +24,8 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.partition.tally import TALLY_DTYPE
 from graphsplit.runtime.clip import Clip, GlobalNorm, Value
 from graphsplit.runtime.optimizer import OwnedOptimizer
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.runtime.ownership import Residence, is_elsewhere
+from graphsplit.runtime.partial_norm import Share
 
 _NOTHING_CHECKED, _FINITE = -1.0, 0.0
 _NO_GRADIENT = -1.0
@@ -105,10 +106,30 @@ class Updater:
         self._parameters = tuple(parameters)
         self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
         self._owners: tuple[int, ...] = ()
+        self._share: Share | None = None
 
-    def settle(self, owners: Sequence[int]) -> None:
-        """Take note of every parameter's owner."""
-        self._owners = tuple(owners)
+    def renew(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:
+        """Go on with other rules or parameters; owners are to be settled anew."""
+        self.rules = rules
+        self._parameters = tuple(parameters)
+        self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
+
+    def settle(self, residence: Residence) -> None:
+        """Take note of where every parameter lives."""
+        owners = residence.owner_by_id()
+        self._owners = tuple(owners[id(p)] for p in self._parameters if id(p) in owners)
+        self._share = Share(residence)
+        for optimizer in self._optimizers:
+            optimizer.settle(residence)
+
+    def check_optimizers(self) -> None:
+        """Refuse optimizers that several workers cannot step.
+
+        Raises:
+            ConfigurationError: One is of that kind.
+        """
+        for optimizer in self._optimizers:
+            optimizer.check()
 
     def zero_gradients(self) -> None:
         """Before a step: no gradients, or zeros."""

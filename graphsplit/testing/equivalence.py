@@ -63,6 +63,7 @@ def assert_same_bits(
     accumulate: int = 1,
     schedule: str | Policy = "1f1b",
     recompute: bool | tuple[str, ...] = False,
+    before_step: Callable[[int, nn.Module, Any], None] | None = None,
 ) -> SimulatedCluster:
     """Check that training over workers gives the bytes of the plain eager loop.
 
@@ -99,6 +100,8 @@ def assert_same_bits(
         accumulate: Over how many batches gradients are added up before the optimizer steps.
         schedule: In which order workers compute.
         recompute: What backward runs again: everything, or the modules with these paths.
+        before_step: ``before_step(step, network, loss_fn)``: what the script changes before a step,
+            in the loop and on every worker. A loss that is an object is copied for each.
 
     Returns:
         The simulated cluster after the last step.
@@ -136,6 +139,12 @@ def assert_same_bits(
     evaluated = {num_steps - 1} if evaluate_after is None else set(evaluate_after)
     for step in range(num_steps):
         batch = batches[step % len(batches)]
+        if before_step is not None:
+            with reference.own_generator():
+                before_step(step, reference.network, reference.loss_fn)
+            for worker in cluster.workers:
+                with worker.active():
+                    before_step(step, worker.task.network, worker.task.loss_fn)
         comparison = Comparison(f"step {step}", reference, cluster)
         comparison.train(batch, workers.schedulers)
         if step in evaluated:
@@ -157,8 +166,7 @@ class _Start:
         """Network, loss, optimizer and scheduler."""
         torch.manual_seed(self.seed)
         network = self.make_network()
-        is_module = isinstance(self.loss_fn, nn.Module)
-        own_loss = copy.deepcopy(self.loss_fn) if is_module else self.loss_fn
+        own_loss = copy.deepcopy(self.loss_fn)  # functions stay what they are
         optimizer = self.make_optimizer(network)
         scheduler = self.make_scheduler(optimizer) if self.make_scheduler else None
         return network, own_loss, optimizer, scheduler

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.runtime.randomness import microbatch_rng_state
+from graphsplit.runtime.randomness import (
+    all_generators,
+    microbatch_rng_state,
+    process_generators,
+    set_all_generators,
+    set_process_generators,
+)
 from graphsplit.train.microbatches import split_microbatches
 
 
@@ -65,7 +71,8 @@ class EagerLoop:
         self.seed: int | None = None
         self.num_steps = self.num_batches = 0
         self.generator = torch.default_generator.get_state()
-        with self._own_generator():
+        self.process = process_generators()
+        with self.own_generator():
             self.network, self.loss_fn, optimizer, self.scheduler = make()
         one = isinstance(optimizer, torch.optim.Optimizer)
         self.optimizers = [optimizer] if one else list(optimizer)
@@ -75,8 +82,9 @@ class EagerLoop:
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """One step of training; returns the loss."""
-        with self._own_generator():
-            self.network.train()
+        with self.own_generator():
+            if not self.network.training:
+                self.network.train()
             if self.num_batches % self.extras.accumulate == 0:
                 for optimizer in self.optimizers:
                     optimizer.zero_grad(set_to_none=self.extras.set_to_none)
@@ -153,15 +161,13 @@ class EagerLoop:
 
     def evaluate(self, batch: Any) -> tuple[torch.Tensor, Any]:
         """Loss and outputs in eval mode."""
-        with self._own_generator(), torch.no_grad(), self._casting():
-            self.network.eval()
+        with self._evaluating():
             outputs = self._forward(batch)
             return self._loss(outputs, batch), outputs
 
     def predict(self, batch: Any) -> Any:
         """Outputs in eval mode."""
-        with self._own_generator(), torch.no_grad(), self._casting():
-            self.network.eval()
+        with self._evaluating():
             return self._forward(batch)
 
     def _forward(self, batch: Any) -> Any:
@@ -180,11 +186,24 @@ class EagerLoop:
         return loss
 
     @contextmanager
-    def _own_generator(self) -> Iterator[None]:
-        before = torch.default_generator.get_state()
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.network.modules()]
+        self.network.eval()
+        try:
+            with self.own_generator(), torch.no_grad(), self._casting():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    @contextmanager
+    def own_generator(self) -> Iterator[None]:
+        """Let the loop's generators be those of the process."""
+        before = all_generators()
         torch.default_generator.set_state(self.generator)
+        set_process_generators(self.process)
         try:
             yield
         finally:
-            self.generator = torch.default_generator.get_state()
-            torch.default_generator.set_state(before)
+            self.generator, self.process = torch.default_generator.get_state(), process_generators()
+            set_all_generators(before)

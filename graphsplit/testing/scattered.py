@@ -14,6 +14,7 @@ import dataclasses
 import random
 
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.guards.places import Place
 from graphsplit.placement.annotations import Annotation
 from graphsplit.testing.simulate import Captures
 from graphsplit.train.batch import Signature
@@ -38,9 +39,11 @@ class Scattered(Captures):
         self._seed = seed
         self._num_workers = num_workers
 
-    def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
+    def graph(
+        self, task: Task, mode: Mode, signature: Signature, lift: tuple[Place, ...] = ()
+    ) -> CapturedGraph:
         """The graph of a task's step, with a worker written on every operation."""
-        captured = self._base.graph(task, mode, signature)
+        captured = self._base.graph(task, mode, signature, lift)
         choices = random.Random(self._seed)
         style = choices.choice(["each", "runs", "round"])
         worker, nodes = 0, []

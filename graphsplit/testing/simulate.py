@@ -12,28 +12,39 @@ every time, and a state in which nobody can go on is an error at once, not a han
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from graphsplit.capture.attributes import plain_attributes
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.owned_tensors import make_buffers
 from graphsplit.cluster.identity import Position
 from graphsplit.errors import GraphsplitError, PlanMismatchError
+from graphsplit.guards.places import Place
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import TensorOwners
+from graphsplit.runtime.randomness import (
+    all_generators,
+    process_generators,
+    set_all_generators,
+    set_process_generators,
+)
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.train.batch import Arguments, Signature, leaves
 from graphsplit.train.microbatches import Division
+from graphsplit.train.modes import ensure_training, evaluating
 from graphsplit.train.outputs import unflatten_outputs
-from graphsplit.train.passes import capture_graph, make_plan
+from graphsplit.train.passes import capture_graph
 from graphsplit.train.planner import Planned, Planner
 from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.train.task import Task
@@ -52,13 +63,34 @@ class Captures:
     def __init__(self) -> None:
         self._graphs: dict[tuple[object, ...], CapturedGraph] = {}
 
-    def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
-        """The graph of a task's step."""
+    def graph(
+        self, task: Task, mode: Mode, signature: Signature, lift: tuple[Place, ...] = ()
+    ) -> CapturedGraph:
+        """The graph of a task's step; one that was captured before, if it holds for this task."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
-        key = (mode, signature.text, trained, task.autocast, plain_attributes(task.network))
-        if key not in self._graphs:
-            self._graphs[key] = capture_graph(task, mode, signature)
-        return self._graphs[key]
+        modes = tuple(m.training for m in task.network.modules())
+        buffers = tuple(name for name, _ in task.network.named_buffers())
+        look = (plain_attributes(task.network), modes, buffers)
+        key = (mode, signature.text, trained, task.autocast, *look)
+        known = None if lift else self._graphs.get(key)
+        if known is not None:
+            moved = moved_to(known, task)
+            if moved.state.guards.hold():
+                return moved
+        graph = capture_graph(task, mode, signature, lift=lift)
+        if not lift:
+            self._graphs[key] = graph
+        return graph
+
+
+def moved_to(graph: CapturedGraph, task: Task) -> CapturedGraph:
+    """A graph whose Python values are those of another task that is like the captured one."""
+    root = nn.Module()
+    root.network = task.network
+    if isinstance(task.loss_fn, nn.Module):
+        root.loss_fn = task.loss_fn
+    make_buffers(dict(root.named_children()), graph.buffers)
+    return dataclasses.replace(graph, state=graph.state.for_copy(root))
 
 
 class SimulationError(GraphsplitError, RuntimeError):
@@ -113,6 +145,12 @@ class _Job:
         self.transport = MemoryTransport(shared.fabric, generation=1, policy=WaitPolicy())
         self.owners = TensorOwners()
         self._num_plans = 0
+        self.recapture_every = 0
+
+    @property
+    def following_plan_number(self) -> int:
+        """The number that the plan made next will have."""
+        return self._num_plans
 
     def next_plan_number(self) -> int:
         """A number that no other plan of this job has."""
@@ -128,25 +166,18 @@ class _Planner(Planner):
         self._shared = shared
         self._num_asked = 0
 
-    def _pure_passes(self, mode: Mode, signature: Signature, part: StepPart) -> _Passes:
+    def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:
         captures = self._shared.captures
         if captures is None:
-            return super()._pure_passes(mode, signature, part)
+            return super()._record(mode, signature, lift)
+        return captures.graph(self._task, mode, signature, lift)
+
+    def _pure_passes(self, graph: CapturedGraph, part: StepPart) -> _Passes:
+        if self._shared.captures is None:
+            return super()._pure_passes(graph, part)
         number, self._num_asked = self._num_asked, self._num_asked + 1
         if number not in self._shared.passes:
-            self._shared.passes[number] = make_plan(
-                captures.graph(self._task, mode, signature),
-                network=self._task.network,
-                loss_fn=self._task.loss_fn,
-                unplaced=self._task.unplaced,
-                num_workers=self._job.num_workers,
-                owners=self.known_owners(),
-                part=part,
-                schedule=self._task.schedule,
-                update=self._task.update_rules,
-                is_compiled=self._task.compiler is not None,
-                recompute=self._task.recompute,
-            )
+            self._shared.passes[number] = super()._pure_passes(graph, part)
         return self._shared.passes[number]
 
 
@@ -159,6 +190,7 @@ class SimulatedWorker:
         task: Its network, loss and optimizer.
         planner: Its plans, and who owns what.
         generator: The state of its random generator while others run.
+        process: The states of Python's and NumPy's generators, if it draws from them.
         progress: How far its training is.
     """
 
@@ -166,16 +198,21 @@ class SimulatedWorker:
     task: Task
     planner: Planner
     generator: torch.Tensor
+    process: torch.Tensor | None = None
     progress: Progress = field(default_factory=Progress)
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let this worker's generator be the default one."""
         torch.default_generator.set_state(self.generator)
+        if self.process is not None:
+            set_process_generators(self.process)
         try:
             yield
         finally:
             self.generator = torch.default_generator.get_state()
+            if self.process is not None:
+                self.process = process_generators()
 
 
 class SimulatedCluster:
@@ -205,7 +242,8 @@ class SimulatedCluster:
                 planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
                 state = torch.default_generator.get_state()
                 progress = Progress(accumulate=task.accumulate)
-                self.workers.append(SimulatedWorker(rank, task, planner, state, progress))
+                self.workers.append(SimulatedWorker(rank, task, planner, state, progress=progress))
+            self._process = process_generators()
 
     def train_step(self, arguments: Arguments, *, batch: Any = None) -> list[torch.Tensor]:
         """Train on one batch; returns the loss as each worker knows it.
@@ -258,7 +296,10 @@ class SimulatedCluster:
 
     def _run_whole(self, mode: Mode, arguments: Arguments) -> tuple[PartitionPlan, list[StepState]]:
         copies = [copy.deepcopy(arguments) for _ in self.workers]
-        _, phases = self._run(mode, [Division(one, (one,)) for one in copies])
+        with ExitStack() as stack:
+            for worker in self.workers:
+                stack.enter_context(evaluating(worker.task.network))
+            _, phases = self._run(mode, [Division(one, (one,)) for one in copies])
         return phases[0]
 
     def _run(
@@ -270,6 +311,7 @@ class SimulatedCluster:
                 self._planned(worker, mode, division)
                 for worker, division in zip(self.workers, divisions, strict=True)
             ]
+            self._note_draws(planned)
             by_worker = [
                 list(made.phases(division if worker.rank in made.consumers else None))
                 for worker, made, division in zip(self.workers, planned, divisions, strict=True)
@@ -278,9 +320,16 @@ class SimulatedCluster:
             left = [self._run_phase(number, phases) for phases in zip(*by_worker, strict=True)]
         return planned, left
 
+    def _note_draws(self, planned: Sequence[PlannedStep]) -> None:
+        """From now on workers have Python's and NumPy's generators of their own, if they draw."""
+        if planned[0].first.plan.placed.graph.draws_from_process:
+            for worker in self.workers:
+                worker.process = self._process if worker.process is None else worker.process
+
     def _planned(self, worker: SimulatedWorker, mode: Mode, division: Division) -> PlannedStep:
         is_training = mode is Mode.TRAIN
-        worker.task.network.train(is_training)
+        if is_training:
+            ensure_training(worker.task.network)
         with worker.active():
             if is_training:
                 worker.progress.begin()
@@ -348,11 +397,11 @@ class SimulatedCluster:
 
 @contextmanager
 def _generator_kept() -> Iterator[None]:
-    before = torch.default_generator.get_state()
+    before = all_generators()
     try:
         yield
     finally:
-        torch.default_generator.set_state(before)
+        set_all_generators(before)
 
 
 def _positions(runners: Sequence[ProgramRunner]) -> str:

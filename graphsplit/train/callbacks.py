@@ -49,7 +49,11 @@ class RunContext:
     has_updated: bool = False
 
     def owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The network's parameters that live on this worker, by name; in one process all."""
+        """The network's parameters that live on this worker, by name; in one process all.
+
+        Treat each by itself: a norm over them is that of one worker. ``clip_grad_norm_`` raises
+        ``OwnershipError``; ``Model(clip=gs.clip.GlobalNorm(...))`` clips by the norm of all.
+        """
         for name, parameter in self.model.network.named_parameters():
             if not is_elsewhere(parameter):
                 yield name, parameter

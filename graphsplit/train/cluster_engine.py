@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,7 +22,8 @@ from graphsplit.train.engine import Engine, update_metrics
 from graphsplit.train.feed import Feed, likely_first_reader
 from graphsplit.train.gather import StateGatherer
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import Divider, Division
+from graphsplit.train.microbatches import Divider, Division, Shape
+from graphsplit.train.modes import ensure_training, evaluating
 from graphsplit.train.outputs import unflatten_outputs
 from graphsplit.train.planner import Planned, Planner
 from graphsplit.train.profile import Profiler
@@ -30,6 +31,7 @@ from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.train.task import Task
 from graphsplit.train.tickets import Tickets
 from graphsplit.train.trace import Trace
+from graphsplit.train.written_inputs import share_written
 from graphsplit.transport.hub import Router
 
 
@@ -47,7 +49,6 @@ class ClusterEngine(Engine):
         self._waiting: dict[str, Callable[[], None]] = {}
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None
-        self._has_loss_fn = task.loss_fn is not None
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
 
@@ -55,23 +56,29 @@ class ClusterEngine(Engine):
         self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
-        self._task.network.train()
-        for planned, division, meanwhile in self._feed(Mode.TRAIN, loader, start):
-            yield self._train(planned, division, meanwhile)
+        ensure_training(self._task.network)
+        feed = self._feed(Mode.TRAIN, loader, start)
+        for planned, division, meanwhile in feed:
+            yield self._train(planned, division, feed.holders(planned), meanwhile)
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
-        self._task.network.train()
-        return self._train(self._announce(Mode.TRAIN, division), division)
+        ensure_training(self._task.network)
+        return self._train(self._announce(Mode.TRAIN, division), division, self._everybody)
+
+    @property
+    def _everybody(self) -> range:
+        return range(self._job.num_workers)
 
     def _train(
         self,
         planned: PlannedStep,
         division: Division | None,
+        holders: Collection[int],
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        for phase, values in self._run(planned, division, meanwhile):
+        for phase, values in self._run(planned, division, holders, meanwhile):
             loss = phase.planned.plan.placed.graph.loss_node
             assert loss is not None
             losses += [of_microbatch[loss] for of_microbatch in values]
@@ -90,24 +97,25 @@ class ClusterEngine(Engine):
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Evaluate; metrics are computed where the outputs are, their values known everywhere."""
-        self._task.network.eval()
         for metric in metrics.values():
             metric.reset()
         home = 0
-        for planned, division, meanwhile in self._feed(Mode.EVAL, loader):
-            home = planned.first.plan.home
-            values = self._run_whole(planned, division, meanwhile)
-            if self._job.rank == home:
-                assert division is not None
-                self._update_metrics(planned.first, division.arguments, values, metrics)
+        feed = self._feed(Mode.EVAL, loader)
+        with evaluating(self._task.network):
+            for planned, division, meanwhile in feed:
+                home = planned.first.plan.home
+                values = self._run_whole(planned, division, feed.holders(planned), meanwhile)
+                if self._job.rank == home:
+                    assert division is not None
+                    self._update_metrics(planned.first, division.arguments, values, metrics)
         return self._share_metrics(metrics, home)
 
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs, in its own structure, on every worker."""
-        self._task.network.eval()
         division = Division(arguments, (arguments,))
-        step = self._announce(Mode.PREDICT, division)
-        values = self._run_whole(step, division)
+        with evaluating(self._task.network):
+            step = self._announce(Mode.PREDICT, division)
+            values = self._run_whole(step, division, self._everybody)
         planned = step.first
         return unflatten_outputs(
             planned.plan.placed.graph, values, leaves(arguments), planned.numbers
@@ -153,6 +161,7 @@ class ClusterEngine(Engine):
         self.profiler.forget()  # what was measured of plans that are gone
         self._trace.start_over()
         self.planner.start_over()
+        self._job.readers.forget()
         self._tickets = Tickets(self._job)
 
     def counters(self) -> dict[str, Any]:
@@ -187,6 +196,11 @@ class ClusterEngine(Engine):
     def last_gradient_norm(self) -> torch.Tensor | None:
         """The norm of all workers' gradients at the last clipping."""
         return self.planner.updater.last_norm
+
+    def renew(self) -> None:
+        """The task has another loss, or other optimizers."""
+        records.trust_network(self._task.network, self._task.loss_fn)
+        self.planner.renew()
 
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
         """Note what to call when the owned gradients of a step are complete."""
@@ -226,7 +240,7 @@ class ClusterEngine(Engine):
 
     def _feed(self, mode: Mode, loader: Iterable[Any], start: EpochStart = FROM_THE_START) -> Feed:
         is_training = mode is Mode.TRAIN
-        leader = self._leader(mode)
+        leader = self._leader(mode, loader)
         if is_training:
             self.loader_rank = leader
         return Feed(
@@ -241,32 +255,47 @@ class ClusterEngine(Engine):
             has_loss_fn=self._has_loss_fn,
             note=self._note() if is_training else "",
             progress=self.progress if is_training else None,
+            readers=self._job.readers,
         )
+
+    @property
+    def _has_loss_fn(self) -> bool:
+        return self._task.loss_fn is not None
 
     def _note(self) -> str:
         """What workers must agree on besides plans, once training has begun."""
         self.progress.begin()
         return self.progress.agreement(self._task.divider)
 
-    def _leader(self, mode: Mode) -> int:
+    def _leader(self, mode: Mode, loader: Iterable[Any]) -> int:
+        """The earliest consumer, if it has read all that was read from the loader so far."""
+        readers = self._job.readers.reading(loader, self._job.num_workers).ranks
+        return next((r for r in self._consumers(mode) if r in readers), min(readers))
+
+    def _consumers(self, mode: Mode) -> tuple[int, ...]:
+        """Workers that probably consume the next batch, the earliest in the pipeline first."""
         latest = self.planner.latest(mode) or self.planner.latest(Mode.TRAIN)
         if latest is not None:
-            return latest.consumers[0]
-        return likely_first_reader(self._task.network, self._task.unplaced, self._job.num_workers)
+            return latest.consumers
+        task = self._task
+        return (likely_first_reader(task.network, task.unplaced, self._job.num_workers),)
 
     def _announce(self, mode: Mode, division: Division) -> PlannedStep:
         """Check that all workers were given the same batch."""
         shape = division.shape()
         note = self._note() if mode is Mode.TRAIN else ""
         progress = self.progress if mode is Mode.TRAIN else None
-        planned = plan_step(self.planner, mode, shape, note=note, progress=progress)
-        if self._job.num_workers == 1:
-            return planned
-        leader = planned.consumers[0]
+        if self._job.num_workers > 1:
+            self._compare_with_leader(mode, division, shape)
+        return plan_step(self.planner, mode, shape, note=note, progress=progress)
+
+    def _compare_with_leader(self, mode: Mode, division: Division, shape: Shape) -> None:
+        leader = self._consumers(mode)[0]
         checksum = fingerprint(division.arguments)
         if self._job.rank == leader:
-            self._tickets.send(shape, generator=None, checksum=checksum)
-            return planned
+            python = self.planner.python_step(mode, shape.first)
+            self._tickets.send(shape, generator=None, checksum=checksum, python=python)
+            return
         ticket = self._tickets.receive(leader)
         if (ticket.shape, ticket.checksum) != (shape, checksum):
             raise LoaderMismatchError(
@@ -275,27 +304,36 @@ class ClusterEngine(Engine):
                 f"  Fix: pass the same tensors on every worker, and let split and loss_weight "
                 f"depend on nothing else."
             )
-        return planned
+        self.planner.check_python_step(mode, shape.first, ticket.python, leader)
 
     def _run(
         self,
         planned: PlannedStep,
         division: Division | None,
-        meanwhile: Callable[[], None] | None = None,
+        holders: Collection[int],
+        meanwhile: Callable[[], None] | None,
     ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
-        """Run a step; gives each of its phases and, for each microbatch, the values it left."""
+        """Run a step; gives each of its phases and, for each microbatch, the values it left.
+
+        Args:
+            planned: The step.
+            division: The batch; None where it is not here.
+            holders: The workers that have it.
+            meanwhile: What to do while the step waits for its first value.
+        """
         meter = self._job.meter
         if meter is None:
-            return self._run_phases(planned, division, meanwhile)
+            return self._run_phases(planned, division, holders, meanwhile)
         return meter.timed(
             planned.first.plan.placed.graph.mode.value,
-            self._run_phases(planned, division, meanwhile),
+            self._run_phases(planned, division, holders, meanwhile),
         )
 
     def _run_phases(
         self,
         planned: PlannedStep,
         division: Division | None,
+        holders: Collection[int],
         meanwhile: Callable[[], None] | None,
     ) -> Iterator[tuple[Phase, list[dict[int, torch.Tensor]]]]:
         step, self._step = self._step, self._step + 1
@@ -308,21 +346,30 @@ class ClusterEngine(Engine):
             is_watched = self.profiler.watches(phase.planned)
             if is_watched:
                 self.profiler.begin(phase.planned, step)
-            state = runner.run(
-                step, phase.inputs, numbers=numbers, microbatches=microbatches, meanwhile=meanwhile
-            )
+            with self.witness.watch(runner):
+                state = runner.run(
+                    step,
+                    phase.inputs,
+                    numbers=numbers,
+                    microbatches=microbatches,
+                    meanwhile=meanwhile,
+                )
             if is_watched:
                 self.profiler.end(phase.planned)
             meanwhile = None
+            if phase.planned.written_inputs and division is not None:
+                for inputs in phase.inputs:
+                    share_written(self._job.control, phase.planned, inputs, holders)
             yield phase, state.values
 
     def _run_whole(
         self,
         planned: PlannedStep,
         division: Division | None,
+        holders: Collection[int],
         meanwhile: Callable[[], None] | None = None,
     ) -> dict[int, torch.Tensor]:
-        ((_, (values,)),) = self._run(planned, division, meanwhile)
+        ((_, (values,)),) = self._run(planned, division, holders, meanwhile)
         return values
 
     def _update_metrics(

@@ -16,13 +16,21 @@ from graphsplit.train.checkpoint.holder import Holder
 from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import Division
+from graphsplit.train.modes import ensure_training, evaluating
 from graphsplit.train.step_plan import Progress, total_loss
 from graphsplit.train.task import Task, materialize_all
 from graphsplit.train.trainable import check_value
+from graphsplit.train.witness import Witness
 
 
 class Engine(Holder):
-    """Runs the steps of a Model."""
+    """Runs the steps of a Model.
+
+    Attributes:
+        witness: Sees what is computed.
+    """
+
+    witness = Witness()
 
     @property
     def stops_here(self) -> bool:
@@ -57,14 +65,6 @@ class Engine(Holder):
         """The network's outputs."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """The network's full state."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the network's full state."""
-
-    @abstractmethod
     def optimizer_state_dicts(self) -> list[dict[str, Any]]:
         """The optimizers' full states."""
 
@@ -76,6 +76,10 @@ class Engine(Holder):
     @abstractmethod
     def last_gradient_norm(self) -> torch.Tensor | None:
         """The norm of all gradients at the last clipping; None before, and without it."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """The task has another loss, or other optimizers."""
 
     @abstractmethod
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
@@ -97,7 +101,7 @@ class EagerEngine(Engine):
         self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each loss."""
-        self._task.network.train()
+        ensure_training(self._task.network)
         self.progress.begin()
         has_loss_fn = self._task.loss_fn is not None
         for batch in start.batches(loader):
@@ -105,10 +109,13 @@ class EagerEngine(Engine):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
+        with self.witness.watch():
+            return self._train_step(division)
+
+    def _train_step(self, division: Division) -> torch.Tensor:
         task = self._task
         self.progress.begin()
-        if not task.network.training:  # a callback may have evaluated in the middle of an epoch
-            task.network.train()
+        ensure_training(task.network)
         if self.progress.opens:
             for optimizer in task.optimizers:
                 optimizer.zero_grad(set_to_none=task.set_to_none)
@@ -175,8 +182,7 @@ class EagerEngine(Engine):
         has_loss_fn = task.loss_fn is not None
         run = batches.casting_to(task.autocast, batches.run_eval)
         run_with_loss = batches.casting_to(task.autocast, batches.run_eval_with_loss)
-        task.network.eval()
-        with torch.no_grad():
+        with evaluating(task.network), torch.no_grad():
             for batch in loader:
                 arguments = split_batch(batch, has_loss_fn=has_loss_fn)
                 args, kwargs = arguments
@@ -190,10 +196,9 @@ class EagerEngine(Engine):
 
     def predict(self, arguments: Arguments) -> Any:
         """Run the network in eval mode, without gradients."""
-        self._task.network.eval()
         args, kwargs = arguments
         run = batches.casting_to(self._task.autocast, batches.run_predict)
-        with torch.no_grad():
+        with evaluating(self._task.network), torch.no_grad():
             return run(self._network, None, *args, **kwargs)
 
     def group(self) -> Group:
@@ -213,7 +218,8 @@ class EagerEngine(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """The network's own state dictionary."""
-        return dict(self._task.network.state_dict())
+        found: dict[str, Any] = self._task.network.state_dict()
+        return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load into the network."""
@@ -232,6 +238,10 @@ class EagerEngine(Engine):
     def last_gradient_norm(self) -> torch.Tensor | None:
         """What ``clip_grad_norm_`` returned last."""
         return self._last_norm
+
+    def renew(self) -> None:
+        """Whatever the task has now is what runs."""
+        materialize_all(self._task)
 
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
         """Note what to call between backward and clipping."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from graphsplit.capture.graph import CapturedGraph, Mode
@@ -15,6 +16,7 @@ from graphsplit.runtime import joined
 from graphsplit.train.batch import Signature
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
+from graphsplit.train.modes import as_in
 from graphsplit.train.optimizer_size import copies_kept
 from graphsplit.train.passes import capture_graph, make_plan, placement_rules
 from graphsplit.train.task import Task
@@ -34,6 +36,10 @@ class Explainer:
 
     def explain(self, batch: tuple[Any, ...], kwargs: dict[str, Any], detail: Detail) -> str:
         """See ``Model.explain``."""
+        if detail not in ("modules", "operations", "state"):
+            raise ConfigurationError(
+                f"detail={detail!r}; expected 'modules', 'operations' or 'state'"
+            )
         plan = self._plan(batch, kwargs, method="explain")
         optimizers = self._task.optimizers
         kept = copies_kept(optimizers[0]) if len(optimizers) == 1 else None
@@ -66,6 +72,15 @@ class Explainer:
         )
         return write_placement(plan.placed, rules, task.network)
 
+    def as_mapping(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """See ``Model.placement``."""
+        found: dict[str, Any] = self.placement(batch, kwargs, method="placement").as_mapping()
+        return found
+
+    def save(self, path: str | Path, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See ``Model.save_placement``."""
+        self.placement(batch, kwargs, method="save_placement").save(path)
+
     def _plan(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
     ) -> PartitionPlan:
@@ -77,7 +92,8 @@ class Explainer:
             Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else Mode.PREDICT
         )
         signature = Signature.of(division.microbatches[0])
-        graph = capture_graph(task, mode, signature)
+        with as_in(mode, task.network):
+            graph = capture_graph(task, mode, signature)
         owners = self._engine.owners()
         plan, _ = make_plan(
             graph,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
-from graphsplit.errors import StateError
+from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.runtime.job import Job
 from graphsplit.runtime.ownership import plain_classes
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
-from graphsplit.train.checkpoint.group import ControlGroup, read_message
-from graphsplit.train.checkpoint.layout import meta_from_json, meta_to_json, plain_meta
-from graphsplit.train.checkpoint.values import decode, encode, to_text
+from graphsplit.train.checkpoint.contents import parameters_of
+from graphsplit.train.checkpoint.group import ControlGroup, share_value
+from graphsplit.train.own_state_code import own_loading, own_saving
 from graphsplit.train.task import Task, named_state
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class StateGatherer:
@@ -31,17 +37,26 @@ class StateGatherer:
         }
 
     def gather_network(self) -> dict[str, Any]:
-        """The network's state dictionary: original keys and order, values copied."""
-        gathered: dict[str, Any] = {}
-        copies: dict[int, torch.Tensor] = {}
-        with plain_classes(self._task.network), torch.no_grad():
-            for key, value in self._task.network.state_dict(keep_vars=True).items():
+        """What the network's own ``state_dict`` gives: hooks have run, values are copied."""
+        network = self._task.network
+        with plain_classes(network), torch.no_grad():
+            if own_saving(network, with_extra=True):  # it may look at every value
+                self._bring_values(network)
+                return _copied(network.state_dict())
+            found: dict[str, Any] = network.state_dict(keep_vars=True)
+            copies: dict[int, torch.Tensor] = {}
+            for key, value in found.items():
                 if isinstance(value, torch.Tensor):
                     if id(value) not in copies:  # tied tensors travel once
                         copies[id(value)] = self._gather_tensor(value)
-                    value = copies[id(value)]
-                gathered[key] = value
-        return gathered
+                    found[key] = copies[id(value)]
+        return found
+
+    def _bring_values(self, network: nn.Module) -> None:
+        """Give every stand-in the value it stands for; its memory is there."""
+        for tensor in (*network.parameters(), *network.buffers()):
+            if id(tensor) in self._owner_of:
+                tensor.data.copy_(self._gather_tensor(tensor))
 
     def _gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = self._owner_of.get(id(tensor))
@@ -52,69 +67,105 @@ class StateGatherer:
         return found.clone() if owner == self._job.rank else found
 
     def load_network(self, state: Mapping[str, Any]) -> None:
-        """Copy the values of owned parameters and buffers out of a full state dictionary.
+        """Let the network's own ``load_state_dict`` load a full state on every worker.
+
+        Each keeps what it owns. Hooks and overridden methods see what they would in one process.
 
         Raises:
-            StateError: Keys or shapes do not fit; nothing was loaded.
+            StateError: It does not fit, or the network's code refuses it; the same on all workers.
         """
-        with plain_classes(self._task.network), torch.no_grad():
-            own = self._task.network.state_dict(keep_vars=True)
-            tensors = {k: v for k, v in own.items() if isinstance(v, torch.Tensor)}
-            problems = [f"missing: {key}" for key in tensors if key not in state]
-            problems += [f"unknown: {key}" for key in state if key not in own]
-            problems += [
-                f"{key} has shape {list(state[key].shape)}; expected {list(tensor.shape)}"
-                for key, tensor in tensors.items()
-                if key in state and state[key].shape != tensor.shape
-            ]
-            if problems:
-                raise StateError(
-                    "the state dictionary does not fit the network:\n  " + "\n  ".join(problems)
-                )
-            for key, tensor in tensors.items():
-                if self._owner_of.get(id(tensor), self._job.rank) == self._job.rank:
-                    tensor.copy_(state[key])
+        network = self._task.network
+        named = named_state(network, None)
+        with plain_classes(network):
+            if own_loading(network, with_extra=True):
+                with torch.no_grad():
+                    self._bring_values(network)
+            error = _error_of(lambda: network.load_state_dict(state))
+        now = named_state(network, None)
+        replaced = [name for name, tensor in named.items() if now.get(name) is not tensor]
+        if replaced and self._owner_of:
+            error = StateError(
+                f"loading has put another tensor in the place of {', '.join(replaced)}, whose "
+                f"owner is fixed\n  Fix: copy values into it (assign=False), or load before the "
+                f"optimizer is made and the Model first runs."
+            )
+        self._agree(error, "the network")
+
+    def _agree(self, error: Exception | None, what: str) -> None:
+        """Raise the same on all workers, so that a script may catch it on all alike."""
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        told = self._group.exchange(_ADDRESS.sub("0x", mine))
+        if len(set(told)) > 1:
+            by_rank = "\n  ".join(f"worker {rank}: {t or 'fine'}" for rank, t in enumerate(told))
+            raise ConfigurationError(
+                f"loading a state into {what} ended otherwise on some workers\n  {by_rank}\n"
+                f"  Fix: pass the same state on every worker."
+            ) from error
+        if error is not None:
+            raise StateError(f"the state does not fit {what}\n  {mine}") from error
 
     def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """An optimizer's state dictionary, in PyTorch's own form."""
-        gathered = optimizer.state_dict()
-        gathered["state"] = {}
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
+        """What the optimizer's own ``state_dict`` gives, with the entries of all workers."""
+        own, whole = optimizer.state, defaultdict(dict, optimizer.state)
+        for parameter in parameters_of(optimizer):
             owner = self._owner_of.get(id(parameter), -1)
-            state = optimizer.state.get(parameter) or {}
+            entries: Any = whole.pop(parameter, None) or {}
             if owner >= 0:
-                state = self._gather_entries(state, owner)
-            if state:
-                gathered["state"][index] = state
-        return gathered
-
-    def _gather_entries(self, state: Mapping[str, Any], owner: int) -> Any:
-        """One parameter's entries: first their description, then every tensor."""
-        is_owner = owner == self._job.rank
-        mine: dict[str, torch.Tensor] = {}
-        described = ""
-        if is_owner:
-            entries = encode(dict(state), mine, path="the state of a parameter")
-            metas = {name: meta_to_json(plain_meta(tensor)) for name, tensor in mine.items()}
-            described = to_text({"entries": entries, "tensors": metas})
-        found = read_message(self._group.share(described, source=owner))
-        tensors: dict[str, torch.Tensor] = {}
-        for name, node in dict(found["tensors"]).items():
-            meta = meta_from_json(node, what=name)
-            value = self._job.control.broadcast(mine.get(name), meta, source=owner)
-            tensors[name] = value.detach().clone() if is_owner else value
-        return decode(found["entries"], tensors.__getitem__)
+                mine = dict(entries) if owner == self._job.rank else None
+                what = "the state of a parameter"
+                entries = share_value(self._group, mine, source=owner, what=what)
+            if entries:
+                whole[parameter] = entries
+        optimizer.state = whole
+        try:
+            return optimizer.state_dict()
+        finally:
+            optimizer.state = own
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load the entries of owned parameters out of a full optimizer state."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        entries = {
-            index: entry
-            for index, entry in state["state"].items()
-            if self._owner_of.get(id(parameters[index]), self._job.rank) == self._job.rank
-        }
-        optimizer.load_state_dict({**state, "state": entries})
+        """Let the optimizer's own ``load_state_dict`` load a full state; keep what is owned.
+
+        Raises:
+            StateError: It does not fit, or the optimizer's code refuses it; the same on all
+                workers.
+        """
+        error = _error_of(lambda: optimizer.load_state_dict(dict(state)))
+        for parameter in parameters_of(optimizer):
+            if self._owner_of.get(id(parameter), self._job.rank) != self._job.rank:
+                optimizer.state.pop(parameter, None)
+        self._agree(error, "the optimizer")
+
+
+def _error_of(load: Callable[[], object]) -> Exception | None:
+    """What the user's code raised, if anything: all workers must have raised the same."""
+    try:
+        load()
+    except Exception as error:
+        return error
+    return None
+
+
+def _copied(value: dict[str, Any]) -> dict[str, Any]:
+    """A state dictionary with copies of its tensors; those of one memory stay of one memory."""
+    copies: dict[Any, torch.Tensor] = {}
+
+    def copy(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        return copies[key]
+
+    found: Any = pytree.tree_map(copy, value)
+    if hasattr(value, "_metadata"):
+        found._metadata = value._metadata
+    return cast(dict[str, Any], found)
 
 
 def _no_tick() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.attributes import MISSING
 from graphsplit.errors import CheckpointError
+from graphsplit.guards.values import MISSING
 
 _TAG = "$kept"
 
@@ -45,6 +45,16 @@ def to_kept(value: Any) -> Any:
         items = [to_kept(item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     return value
+
+
+def can_be_kept(value: Any) -> bool:
+    """Whether ``to_kept`` makes something of a value that can be written."""
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(can_be_kept, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value) in (list, tuple, set, frozenset) and all(map(can_be_kept, value))
+    plain = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
+    return value is None or value is MISSING or isinstance(value, plain)
 
 
 def from_kept(value: Any) -> Any:

@@ -118,6 +118,11 @@ class Shape:
     parts: tuple[tuple[Signature, int], ...] = ()
     weights: tuple[float, ...] = ()
 
+    @property
+    def first(self) -> Signature:
+        """The signature of what runs first."""
+        return self.parts[0][0] if self.parts else self.whole
+
     def describe(self) -> str:
         """The microbatches in words, for errors."""
         runs = ", ".join(f"{count} of {signature.text}" for signature, count in self.parts)

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import nn
 
-from graphsplit.errors import ConfigurationError, StoppedInOrder
+from graphsplit.errors import EnoughSteps, StoppedInOrder
 from graphsplit.partition.explain import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import Policy
 from graphsplit.runtime import joined
 from graphsplit.runtime.clip import Clip
 from graphsplit.runtime.script import Call, Script
-from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.checkpoint.other_loaders import length_of
 from graphsplit.train.checkpoint.position import Position
 from graphsplit.train.checkpoint.states import Loaded, PathLike, States
 from graphsplit.train.cluster_engine import ClusterEngine
-from graphsplit.train.engine import EagerEngine, Engine
+from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
 from graphsplit.train.metrics import Metric
 from graphsplit.train.microbatches import LossWeight, Split
+from graphsplit.train.needs import need_cluster, need_metrics, need_optimizer
 from graphsplit.train.profile import Profiling
 from graphsplit.train.stored import StoredState
+from graphsplit.train.survey import one_process_engine
 from graphsplit.train.training import Training
+from graphsplit.train.witness import witness_for
 
 
 class Model:
@@ -126,12 +130,14 @@ class Model:
             recompute=recompute,
         )
         given.check()
+        self._given = given
         self._metrics = dict(metrics or {})
         self._task = given.task()
         job = joined.current()
         self._engine: Engine = (
-            EagerEngine(self._task) if job is None else ClusterEngine(self._task, job)
+            one_process_engine(self._task) if job is None else ClusterEngine(self._task, job)
         )
+        self._engine.witness = witness_for(self._task)
         self._states = States(self._task, self._engine)
         self._stored = StoredState(self._task, self._engine, self._states)
         self._explainer = Explainer(self._task, self._engine)
@@ -142,6 +148,38 @@ class Model:
     def network(self) -> nn.Module:
         """The network."""
         return self._task.network
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss; another one may be assigned between two steps, on all workers."""
+        return self._task.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        self._swap(replace(self._given, loss_fn=loss_fn))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None:
+        """The optimizer; another one may be assigned between two steps, on all workers."""
+        return self._task.optimizer
+
+    @optimizer.setter
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+    ) -> None:
+        self._swap(replace(self._given, optimizer=optimizer))
+
+    def _swap(self, given: ModelArguments) -> None:
+        """Go on with another loss, or another optimizer.
+
+        Raises:
+            ConfigurationError: It is not as for a new Model.
+        """
+        given.check()
+        self._given = given
+        self._task.loss_fn, self._task.optimizer = given.loss_fn, given.optimizer
+        with self._engine.guard():
+            self._engine.renew()
 
     def train(
         self,
@@ -174,7 +212,7 @@ class Model:
             LoaderMismatchError: Workers' loaders disagree.
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
-        self._need_optimizer("train")
+        need_optimizer(self._task, "train")
         check_run(epochs, loader, callbacks)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._script.run(
@@ -184,8 +222,7 @@ class Model:
     def _run_train(
         self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
     ) -> None:
-        length = len(loader) if isinstance(loader, Sized) else None
-        context = RunContext(self, joined.get_rank(), epochs, length)
+        context = RunContext(self, joined.get_rank(), epochs, length_of(loader))
         run = Training(
             self._engine, self._states, context, callbacks, after_step=self._after_train_step
         )
@@ -206,7 +243,7 @@ class Model:
             ConfigurationError, CaptureError, PlacementError, PlanMismatchError, JobFailedError:
                 as ``train``.
         """
-        self._need_optimizer("train_step")
+        need_optimizer(self._task, "train_step")
         call = Call("train_step", self._run_train_step, (batch, kwargs), subject=self)
         loss: torch.Tensor = self._script.run(call)
         self._stop_between_calls()
@@ -216,7 +253,10 @@ class Model:
         task = self._task
         with self._engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
-            return self._engine.train_step(division)
+            self._engine.witness.begins()
+            loss = self._engine.train_step(division)
+            self._engine.witness.trained(loss)
+            return loss
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -227,11 +267,7 @@ class Model:
         Raises:
             ConfigurationError: The Model has no metrics, or a batch does not fit.
         """
-        if not self._metrics:
-            raise ConfigurationError(
-                "eval needs metrics\n  Fix: Model(..., metrics={'Accuracy': "
-                "gs.metrics.Accuracy()})."
-            )
+        need_metrics(self._metrics)
         found: dict[str, float] = self._script.run(
             Call("eval", self._run_eval, (loader,), subject=self)
         )
@@ -240,6 +276,8 @@ class Model:
 
     def _stop_if_asked(self) -> None:
         """Leave the script, together with all workers, if the job was asked to end."""
+        if self._engine.witness.has_enough:
+            raise EnoughSteps
         if self._engine.stops_here:
             self._script.stop()
             raise StoppedInOrder
@@ -254,6 +292,7 @@ class Model:
             self._states.others.begin(loader)
             found = self._engine.eval_epoch(loader, self._metrics)
             self._states.others.end(loader)
+            self._engine.witness.evaluated(found)
             return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +308,9 @@ class Model:
 
     def _run_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._engine.guard():
-            return self._engine.predict((args, kwargs))
+            outputs = self._engine.predict((args, kwargs))
+            self._engine.witness.predicted(outputs)
+            return outputs
 
     def explain(self, *batch: Any, detail: Detail = "modules", **kwargs: Any) -> str:
         """Which worker runs what, why, and the bytes that cross each cut.
@@ -277,14 +318,13 @@ class Model:
         Args:
             batch: One batch, as ``train`` takes it; of several microbatches the first is explained.
                 Without one, it is the plan that ran last.
-            detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation.
+            detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation,
+                ``"state"`` for every Python value that the step depends on.
             kwargs: One batch, as keyword arguments.
 
         Raises:
             ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail.
         """
-        if detail not in ("modules", "operations"):
-            raise ConfigurationError(f"detail={detail!r}; expected 'modules' or 'operations'")
         call = Call("explain", self._explainer.explain, (batch, kwargs, detail), subject=self)
         text: str = self._script.look(call)
         return text
@@ -306,19 +346,7 @@ class Model:
                 recovers from lost workers; or, at the end of the block, fewer than four steps of
                 one plan were run.
         """
-        if not isinstance(self._engine, ClusterEngine):
-            raise ConfigurationError(
-                "profile measures what several workers do and wait for, and this is one process\n"
-                "  Fix: start the script with graphsplit run, or use torch.profiler."
-            )
-        job = joined.current()
-        if job is not None and job.recovery_policy != FAIL_FAST:
-            raise ConfigurationError(
-                f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
-                f"worker that comes back would have measured nothing\n"
-                f"  Fix: start the job with GS_RECOVERY=fail_fast to profile it."
-            )
-        return Profiling(self._engine.profiler)
+        return Profiling(need_cluster(self._engine).profiler)
 
     def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
         """The placement that was resolved, as rules that give the same plan again.
@@ -331,11 +359,8 @@ class Model:
             What ``gs.apply_placement`` takes. ``.place`` and ``gs.place`` in the code stay in force
             beside it.
         """
-
-        def run() -> dict[str, Any]:
-            return self._explainer.placement(batch, kwargs, method="placement").as_mapping()
-
-        found: dict[str, Any] = self._script.look(Call("placement", run, subject=self))
+        call = Call("placement", self._explainer.as_mapping, (batch, kwargs), subject=self)
+        found: dict[str, Any] = self._script.look(call)
         return found
 
     def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
@@ -346,11 +371,8 @@ class Model:
             batch: One batch, as for ``explain``.
             kwargs: One batch, as keyword arguments.
         """
-
-        def run() -> None:
-            self._explainer.placement(batch, kwargs, method="save_placement").save(path)
-
-        self._script.look(Call("save_placement", run, subject=self))
+        given = (path, batch, kwargs)
+        self._script.look(Call("save_placement", self._explainer.save, given, subject=self))
 
     @overload
     def state_dict(self) -> dict[str, Any]: ...
@@ -381,9 +403,11 @@ class Model:
             state: A state dictionary; or a safetensors file, of which each worker reads what it
                 owns. Workers that do not see the file are sent what they own.
 
+        The network's own ``load_state_dict`` runs on every worker, hooks included.
+
         Raises:
-            StateError: Keys or shapes do not fit (for a dictionary in one process: PyTorch's
-                ``RuntimeError``).
+            StateError: It does not fit, or the network's code refuses it; the same on all workers,
+                which may catch it (for a dictionary in one process: what PyTorch raises).
             CheckpointError: The file is not there, or damaged.
         """
         self._script.run(Call("load_state_dict", self._stored.load_network, (state,), subject=self))
@@ -397,7 +421,7 @@ class Model:
         Returns:
             The state; a list of states if the Model was given a list of optimizers.
         """
-        self._need_optimizer("optimizer_state_dict")
+        need_optimizer(self._task, "optimizer_state_dict")
         call = Call("optimizer_state_dict", self._stored.optimizers, (to,), subject=self)
         return self._script.run(call)
 
@@ -410,7 +434,7 @@ class Model:
         Raises:
             StateError: The states are more or fewer than the optimizers.
         """
-        self._need_optimizer("load_optimizer_state_dict")
+        need_optimizer(self._task, "load_optimizer_state_dict")
         call = Call(
             "load_optimizer_state_dict", self._stored.load_optimizers, (state,), subject=self
         )
@@ -470,16 +494,6 @@ class Model:
 
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
-
-        def run() -> torch.Tensor | None:
-            return self._engine.last_gradient_norm
-
-        norm: torch.Tensor | None = self._script.look(Call("last_gradient_norm", run, subject=self))
+        call = Call("last_gradient_norm", lambda: self._engine.last_gradient_norm, subject=self)
+        norm: torch.Tensor | None = self._script.look(call)
         return norm
-
-    def _need_optimizer(self, method: str) -> None:
-        if not self._task.optimizers:
-            raise ConfigurationError(
-                f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
-                f"net.parameters(), lr=0.01))."
-            )

@@ -22,21 +22,21 @@ def _rmsprop(group: _Settings) -> int:
     return 1 + _momentum(group) + bool(group.get("centered"))
 
 
-_KEPT: dict[str, Callable[[_Settings], int]] = {
-    "SGD": _momentum,
-    "Adam": _adam,
-    "AdamW": _adam,
-    "NAdam": _adam,
-    "RAdam": _adam,
-    "Adamax": _adam,
-    "SparseAdam": _adam,
-    "Adagrad": lambda group: 1,
-    "ASGD": lambda group: 1,
-    "Muon": lambda group: 1,
-    "RMSprop": _rmsprop,
-    "Adadelta": lambda group: 2,
-    "Rprop": lambda group: 2,
-    "Adafactor": lambda group: 0,  # a row and a column of each matrix
+_KEPT: dict[type[torch.optim.Optimizer], Callable[[_Settings], int]] = {
+    torch.optim.SGD: _momentum,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.NAdam: _adam,
+    torch.optim.RAdam: _adam,
+    torch.optim.Adamax: _adam,
+    torch.optim.SparseAdam: _adam,
+    torch.optim.Adagrad: lambda group: 1,
+    torch.optim.ASGD: lambda group: 1,
+    torch.optim.Muon: lambda group: 1,
+    torch.optim.RMSprop: _rmsprop,
+    torch.optim.Adadelta: lambda group: 2,
+    torch.optim.Rprop: lambda group: 2,
+    torch.optim.Adafactor: lambda group: 0,  # a row and a column of each matrix
 }
 
 
@@ -46,7 +46,7 @@ def copies_kept(optimizer: torch.optim.Optimizer | None) -> float | None:
     Returns:
         None without an optimizer, and for one that ``torch.optim`` does not have.
     """
-    kept = _KEPT.get(type(optimizer).__name__)
+    kept = None if optimizer is None else _KEPT.get(type(optimizer))
     if optimizer is None or kept is None:
         return None
     return float(max(kept(group) for group in optimizer.param_groups))

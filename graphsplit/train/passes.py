@@ -11,8 +11,11 @@ from torch import nn
 
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.guards.places import Place
 from graphsplit.partition.edges import partition
+from graphsplit.partition.handed_back import with_known_results
 from graphsplit.partition.in_place import keep_memory_together
+from graphsplit.partition.one_state import refuse_shared_state
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.redrawn import refuse_redrawn
@@ -43,20 +46,17 @@ from graphsplit.train.task import Task, module_annotations, stateful_modules
 from graphsplit.train.trainable import check_graph
 
 
-class OneByOneError(Exception):
-    """Forward leaves attributes with which the next microbatch has another graph.
+def capture_graph(
+    task: Task, mode: Mode, signature: Signature, *, lift: tuple[Place, ...] = ()
+) -> CapturedGraph:
+    """Capture the step of a mode, for arguments of a signature, in the modes that modules have.
 
-    Attributes:
-        graph: The graph of the first one.
+    Args:
+        task: What to capture.
+        mode: Train, eval or predict.
+        signature: Of the arguments.
+        lift: Places whose numbers are operands of the graph.
     """
-
-    def __init__(self, graph: CapturedGraph) -> None:
-        super().__init__()
-        self.graph = graph
-
-
-def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
-    """Capture the step of a mode, for arguments of a signature."""
     run: Callable[..., Any] = batches.run_predict
     loss: int | None = None
     if mode is Mode.TRAIN:
@@ -65,23 +65,17 @@ def capture_graph(task: Task, mode: Mode, signature: Signature) -> CapturedGraph
         run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
         loss = 0 if task.with_loss else None
     args, kwargs = signature.example()
-    modes = [(module, module.training) for module in task.network.modules()]
-    task.network.train(mode is Mode.TRAIN)
-    try:
-        with ExitStack() as stack:
-            for module in stateful_modules(task):
-                stack.enter_context(plain_classes(module))
-                if is_deferred(module):
-                    stack.enter_context(stand_ins(module))
-            run = batches.casting_to(task.autocast, run)
-            return capture(
-                CaptureRequest(
-                    task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims
-                )
+    with ExitStack() as stack:
+        for module in stateful_modules(task):
+            stack.enter_context(plain_classes(module))
+            if is_deferred(module):
+                stack.enter_context(stand_ins(module))
+        run = batches.casting_to(task.autocast, run)
+        return capture(
+            CaptureRequest(
+                task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims, lift
             )
-    finally:
-        for module, training in modes:
-            module.training = training
+        )
 
 
 def placement_rules(
@@ -118,20 +112,15 @@ def make_plan(
     is_compiled: bool = False,
     recompute: bool | Collection[str] = False,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-    """All pure passes in a row: resolve, partition, lower; each result is verified.
-
-    Raises:
-        OneByOneError: The plan is for several microbatches, which have several graphs.
-    """
-    if graph.is_other_after and part.num_microbatches > 1:
-        raise OneByOneError(graph)
+    """All pure passes in a row: resolve, partition, lower; each result is verified."""
     rules = placement_rules(
         network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
     )
-    placed = keep_memory_together(resolve(graph, rules))
+    placed = keep_memory_together(with_known_results(resolve(graph, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
     check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)
+    refuse_shared_state(plan)
     if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
         plan = with_splits(with_recomputation(plan, recompute))
     if update is not None and part.last and graph.mode is Mode.TRAIN:
@@ -198,10 +187,3 @@ def consumers_of(plan: PartitionPlan) -> tuple[int, ...]:
     if plan.placed.graph.mode is Mode.EVAL or not found:
         found[plan.home] = None
     return tuple(found)
-
-
-def numbers_for(plan: PartitionPlan, signature: Signature) -> Mapping[str, Any] | None:
-    """The numbers that a plan's graph computes of a batch's sizes; None if it does not hold."""
-    sizes = plan.placed.graph.sizes
-    symbols = sizes.bind(batches.leaves(signature.example("meta"))) if sizes is not None else None
-    return sizes.compute(symbols) if sizes is not None and symbols is not None else None

@@ -6,7 +6,8 @@ other; only the first sets gradients to None, only the last steps the optimizer:
     plan of 3 rows   ZERO_GRADIENTS  F0 F1  B0 B1
     plan of 2 rows                                 F0 F1  B0 B1  OPTIMIZER
 
-A microbatch that leaves attributes with which the next one has another graph runs by itself, too.
+A microbatch that leaves Python values with which the next one may have another graph runs by
+itself, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from graphsplit.runtime.randomness import microbatch_rng_state
 from graphsplit.runtime.step_state import Microbatches
 from graphsplit.train.batch import leaves
 from graphsplit.train.microbatches import Divider, Division, Shape, own_views
-from graphsplit.train.passes import OneByOneError
 from graphsplit.train.planner import Planned, Planner
 
 
@@ -120,6 +120,11 @@ class PlannedStep:
             return self.plans[0].consumers
         return tuple(dict.fromkeys(itertools.chain(*(plan.consumers for plan in self.plans))))
 
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether the step modifies the batch."""
+        return any(plan.written_inputs for plan in self.plans)
+
     def phases(self, division: Division | None) -> Iterator[Phase]:
         """The plans with what each works on.
 
@@ -177,14 +182,16 @@ def plan_step(
     opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
     if not shape.parts:
         part = StepPart(first=opens, last=closes)
-        return PlannedStep((planner.plan_for(mode, shape.whole, part, note=note),))
+        found = planner.recording_for(mode, shape.whole, note=note)
+        return PlannedStep((planner.plan_for(found, part, note=note),))
     planner.keep_at_least(2 * len(shape.parts))
     plans: list[Planned] = []
     sizes: list[int] = []
     waiting = [*shape.parts]
     while waiting:
         (signature, count), *later = waiting
-        if count > 1 and planner.runs_one_by_one(mode, signature):
+        found = planner.recording_for(mode, signature, note=note)
+        if count > 1 and found.recording.graph.is_other_after:
             later, count = [(signature, count - 1), *later], 1
         part = StepPart(
             count,
@@ -192,10 +199,7 @@ def plan_step(
             last=closes and not later,
             is_microbatched=True,
         )
-        try:
-            plans.append(planner.plan_for(mode, signature, part, note=note))
-        except OneByOneError:
-            continue
+        plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)
         waiting = later
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights)

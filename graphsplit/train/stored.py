@@ -56,7 +56,7 @@ class StoredState:
             with self._in_step():
                 self._states.load_weights(state)
             return
-        with self._engine.guard():
+        with self._in_step():
             self._engine.load_state_dict(state)
 
     def optimizers(self, to: PathLike | None) -> Any:
@@ -81,7 +81,7 @@ class StoredState:
                 f"{len(states)} states were given; expected one for each of the "
                 f"{len(self._task.optimizers)} optimizers"
             )
-        with self._engine.guard():
+        with self._in_step():
             self._engine.load_optimizer_state_dicts(states)
 
     @property

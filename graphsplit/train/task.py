@@ -23,9 +23,9 @@ from graphsplit.runtime.update import UpdateRules
 from graphsplit.train.microbatches import Divider
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task:
-    """What a Model wants to run, apart from the batch.
+    """What a Model wants to run, apart from the batch. A Model may swap its loss and optimizer.
 
     Attributes:
         network: The user's network.

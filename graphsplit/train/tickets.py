@@ -3,8 +3,8 @@
 A ticket that brings nothing new says only that: which step it is for, and checksums. The first of
 its kind, and every other one, is a message (``step.proto``)::
 
-    length of the message u32 | message                     | zeros
-    0                     u32 | step u64, two checksums u32 | zeros
+    length of the message u32 | message                                     | zeros
+    0                     u32 | step u64, four numbers u32, lifted numbers | zeros
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from google.protobuf.message import DecodeError
 from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.errors import FrameError
 from graphsplit.runtime.job import Job
+from graphsplit.runtime.process_generators import NOTHING_DRAWN, ProcessStates, is_state
+from graphsplit.train.announced import NOTHING_READ, PythonStep
 from graphsplit.train.batch import Signature
 from graphsplit.train.microbatches import Shape
 from graphsplit.train.signature_text import check_signature_text
 
-_LENGTH = struct.Struct("<I")
-_REPEATED = struct.Struct("<IQII")
 _STEP_BYTES = 256
+_LENGTH = struct.Struct("<I")
+_REPEATED = struct.Struct("<IQIIII")
+_MAX_LIFTED = (_STEP_BYTES - _REPEATED.size) // 8
 _GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
 
@@ -39,6 +42,9 @@ class Ticket(NamedTuple):
         checksum: Of the batch, where all workers hold it; else 0.
         previous_checksum: Of the batch before, where readers drew it from their loaders; else 0.
         generator: State of the generator, where drawing the batch changed it; else empty.
+        process: States of Python's and NumPy's generators, likewise.
+        loader_changed: At the end of an epoch: whether what the loader remembers follows.
+        python: The Python values behind the step.
     """
 
     step: int
@@ -46,6 +52,9 @@ class Ticket(NamedTuple):
     checksum: int = 0
     previous_checksum: int = 0
     generator: bytes = b""
+    process: ProcessStates = NOTHING_DRAWN
+    loader_changed: bool = False
+    python: PythonStep = NOTHING_READ
 
 
 class Tickets:
@@ -62,28 +71,44 @@ class Tickets:
         shape: Shape | None,
         *,
         generator: torch.Tensor | None,
+        process: ProcessStates = NOTHING_DRAWN,
+        loader_changed: bool = False,
         quiet: Container[int] = (),
         checksum: int = 0,
         previous_checksum: int = 0,
+        python: PythonStep = NOTHING_READ,
     ) -> None:
         """Announce the next batch; None announces the end of the epoch.
 
         Args:
             shape: What the batch and its microbatches look like.
             generator: State of the generator, where drawing the batch changed it.
+            process: States of Python's and NumPy's generators, likewise.
+            loader_changed: Whether what the loader remembers follows, at the end of an epoch.
             quiet: Workers that need not be woken for the ticket.
             checksum: Of the batch, where all workers hold it.
             previous_checksum: Of the batch before, where readers drew it from their loaders.
+            python: The Python values behind the step.
         """
         self._step += 1
         is_last = shape is not None and self._job.asked_to_stop
-        if shape is not None and shape == self._shape and generator is None and not is_last:
-            data = _padded(_REPEATED.pack(0, self._step, checksum, previous_checksum))
+        brings_news = generator is not None or process != NOTHING_DRAWN or is_last
+        brings_news |= bool(python.changed) or len(python.lifted) > _MAX_LIFTED
+        if shape is not None and shape == self._shape and not brings_news:
+            numbers = checksum, previous_checksum, python.recording, len(python.lifted)
+            lifted = struct.pack(f"<{len(python.lifted)}d", *python.lifted)
+            data = _padded(_REPEATED.pack(0, self._step, *numbers) + lifted)
         else:
             ticket = StepTicket(step=self._step, end=shape is None, last=is_last)
+            ticket.python_generator, ticket.numpy_generator = process
+            ticket.loader_changed = loader_changed
             ticket.fingerprint, ticket.previous_fingerprint = checksum, previous_checksum
             if shape is not None:
                 self._describe_shape(shape, ticket)
+            ticket.recording = python.recording
+            ticket.lifted.extend(python.lifted)
+            for place, value in python.changed:
+                ticket.changed.add(place=place, value=value)
             if generator is not None:
                 ticket.generator = generator.numpy().tobytes()
             data = message_of(ticket)
@@ -126,12 +151,14 @@ class Tickets:
 
     def _repeated(self, data: bytes, leader: int) -> Ticket:
         """A ticket for a batch that looks like the one before."""
-        _, step, checksum, previous = _REPEATED.unpack_from(data)
+        _, step, checksum, previous, recording, num_lifted = _REPEATED.unpack_from(data)
+        lifted = struct.unpack_from(f"<{min(num_lifted, _MAX_LIFTED)}d", data, _REPEATED.size)
         if self._shape is None:
             raise FrameError(
                 f"worker {leader} announces a batch like the one before, but there was none"
             )
-        return Ticket(step, self._shape, checksum, previous)
+        python = PythonStep(recording, lifted)
+        return Ticket(step, self._shape, checksum, previous, python=python)
 
     def _read(self, data: bytes, leader: int) -> Ticket:
         """A ticket that brings news."""
@@ -139,6 +166,9 @@ class Tickets:
         message.ParseFromString(_content(data))
         if len(message.generator) not in (0, _GENERATOR_BYTES):
             raise FrameError(f"worker {leader} sent a generator state of a wrong size")
+        process = ProcessStates(message.python_generator, message.numpy_generator)
+        if not all(state == b"" or is_state(state) for state in process):
+            raise FrameError(f"worker {leader} sent no state of Python's or NumPy's generator")
         described: list[StepTicket | MicrobatchRun] = [message, *message.microbatches]
         for one in described:
             if one.signature_text:
@@ -151,6 +181,13 @@ class Tickets:
             message.fingerprint,
             message.previous_fingerprint,
             message.generator,
+            process,
+            message.loader_changed,
+            PythonStep(
+                message.recording,
+                tuple(message.lifted),
+                tuple((one.place, one.value) for one in message.changed),
+            ),
         )
 
     def _learn(self, message: StepTicket | MicrobatchRun, leader: int) -> None:

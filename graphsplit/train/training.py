@@ -67,7 +67,8 @@ class Training:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
             run.begin(start)
-            for loss in self._engine.train_epoch(loader, start):
+            losses = self._engine.train_epoch(loader, start)
+            for loss in self._engine.witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
                 for callback in callbacks:

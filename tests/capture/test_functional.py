@@ -12,7 +12,7 @@ from torch import nn
 from graphsplit.capture.functional import Functional, make_functional
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.memory_calls import Placed, copy_of
-from graphsplit.errors import CaptureError, PlacementError
+from graphsplit.errors import CaptureError
 
 X = torch.zeros(2, 4)
 
@@ -196,20 +196,6 @@ def test_a_copy_keeps_strides_with_gaps() -> None:
 def test_a_view_of_known_layout_starts_where_the_memory_does() -> None:
     memory = torch.arange(8.0)[2:]
     assert torch.equal(Placed((2,), (2,), 1).of(memory, ()), torch.tensor([3.0, 5.0]))
-
-
-def test_a_modified_attribute_that_is_no_buffer_is_refused() -> None:
-    def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
-        net.table.add_(1)
-        return (net.fc(x) + net.table).sum()
-
-    network = Runs(run)
-    network.table = torch.zeros(4)
-    graph = captured(network, X)
-    constant = next(n.name for n in graph.nodes if n.kind.value == "constant")
-    with pytest.raises(PlacementError, match="plain attribute of a module") as caught:
-        functional(graph, constant)
-    assert "register_buffer" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["resize_", "set_"])

@@ -105,8 +105,8 @@ BODIES: dict[str, Body] = {
 class Opened(Captures):
     """Graphs in which every branch is taken apart."""
 
-    def graph(self, task: Task, mode: Mode, signature: Signature) -> CapturedGraph:
-        graph = super().graph(task, mode, signature)
+    def graph(self, task: Task, mode: Mode, signature: Signature, lift: Any = ()) -> CapturedGraph:
+        graph = super().graph(task, mode, signature, lift)
         conds = [node for node in graph.fx_graph.nodes if is_branching(node)]
         assert not any(why_together(graph, node) for node in conds)
         return take_branches_apart(graph, frozenset(node.name for node in conds))

@@ -62,7 +62,8 @@ def _place(net: nn.Module) -> None:
 
 
 def _num_plans(cluster: SimulatedCluster, mode: Mode) -> int:
-    return sum(key[0] is mode for key in cluster.workers[0].planner._plans)
+    plans = cluster.workers[0].planner._plans.values()
+    return sum(planned.plan.placed.graph.mode is mode for planned in plans)
 
 
 def test_fifty_lengths_are_planned_once() -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.runtime.clip import GlobalNorm
 from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.runtime.per_parameter import PER_PARAMETER, is_listed
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
 from graphsplit.train.model import Model
@@ -110,6 +111,26 @@ def found_classes() -> set[str]:
 
 def test_every_class_of_torch_optim_is_tried() -> None:
     assert found_classes() - OTHERS == set(SETTINGS)
+
+
+def test_every_class_of_torch_optim_but_one_is_known_to_be_per_parameter() -> None:
+    assert {kind.__name__ for kind in PER_PARAMETER} == found_classes() - {"LBFGS"}
+
+
+def test_only_pytorchs_own_code_is_known() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    parameters = list(nn.Linear(2, 2).parameters())
+    plain, scheduled, hooked, patched = (torch.optim.SGD(parameters, lr=0.1) for _ in range(4))
+    torch.optim.lr_scheduler.StepLR(scheduled, step_size=1)
+    hooked.register_step_pre_hook(lambda *_: None)
+    step = patched.step
+    patched.step = functools.wraps(step)(lambda closure=None: step())  # type: ignore[method-assign]
+    assert is_listed(plain) and is_listed(scheduled)
+    assert not is_listed(hooked) and not is_listed(patched)
+    torch.optim.lr_scheduler.StepLR(hooked, step_size=1)
+    assert not is_listed(hooked) and not is_listed(Own(parameters, lr=0.1))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from test_microbatches import Changing, Counting, Everything, placed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.testing.equivalence import assert_same_bits
@@ -258,6 +259,7 @@ def test_what_is_run_again_is_not_kept(how: str) -> None:
             recompute=how == "everything",
         )
 
+    gs.ignore(Watch, "kept")
     cluster = SimulatedCluster(make_task, 1, captures=Captures())
     cluster.train_step((batches_of(4, 6)[0], {}))
     planned = cluster.workers[0].planner.latest(Mode.TRAIN)
@@ -276,7 +278,8 @@ def test_what_is_run_again_is_not_kept(how: str) -> None:
     cluster.train_step((batches_of(4, 6)[0], {}))
     assert max(alive) == (3 if how == "kept" else 0)
     assert alive[-1] == 0
-    assert len(Watch.kept) == (3 if how == "kept" else 6)
+    # A checkpoint of the network's own runs its code once more, in eager mode too.
+    assert len(Watch.kept) == (6 if how == "checkpoints" else 3)
 
 
 def test_an_operation_that_fails_inside_is_named() -> None:

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from graphsplit.cli.ending import (
+    EX_TIMEOUT,
     GRACE_S,
     SCHEDULER_LINGER_S,
     STOP_S,
@@ -124,3 +125,18 @@ def test_a_status_that_asks_for_another_try_is_remembered() -> None:
     ending.exited("scheduler", returncode=75, now_s=1.2)
     assert ending.asks_for_another_try
     assert ending.status == 137
+
+
+def test_what_takes_longer_than_it_may_is_ended_and_has_a_status_of_its_own() -> None:
+    ending = make_ending()
+    ending.expired(60.0, now_s=60.0)
+    assert (ending.status, ending.reason) == (EX_TIMEOUT, "not over after 60 s")
+    assert ending.due(60.0) is signal.SIGTERM
+    assert ending.due(60.0 + TERMINATE_S) is signal.SIGKILL
+
+
+def test_the_time_limit_does_not_change_what_an_interrupt_has_begun() -> None:
+    ending = make_ending()
+    ending.interrupted(signal.SIGINT, now_s=59.0)
+    ending.expired(60.0, now_s=60.0)
+    assert ending.status == 128 + signal.SIGINT

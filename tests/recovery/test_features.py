@@ -25,6 +25,7 @@ assert threads_as_workers
 pytestmark = [
     pytest.mark.usefixtures("threads_as_workers"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:network or loss reads"),
     pytest.mark.timeout(300),
 ]
 NUM_WORKERS = 3
@@ -37,6 +38,7 @@ ON_DISK = (
     "generators_of_loaders",
     "kept_whole_with_memory",
     "numbers_of_python_and_numpy",
+    "python_values",
     "sampler_that_counts_epochs",
     "sampler_with_set_epoch",
     "scaled_and_clipped",

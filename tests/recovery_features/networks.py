@@ -102,6 +102,46 @@ def attributes_and_microbatches(place: bool = True) -> Any:
     return found, all_of(model), net.is_scaled, net.length
 
 
+class Weighed(nn.Module):
+    """Reads what the script anneals, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.scale, self.calls, self.flag = 1.0, 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = torch.relu(self.first(x)) * self.scale + self.calls / 100
+        found: torch.Tensor = self.third(self.second(hidden if self.flag else hidden * 2))
+        return found
+
+
+class Annealing(gs.callbacks.Callback):
+    def __init__(self, net: Any) -> None:
+        self.net = net
+
+    def on_step_end(self, context: Any) -> None:
+        self.net.scale *= 0.9
+        self.net.flag = not self.net.flag
+
+
+@feature
+def python_values(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net: Any = put(Weighed(), "first", "second", "third", place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()})
+    found: list[Any] = []
+    data = batches()
+    for _ in range(2):
+        model.train(1, data, callbacks=[Annealing(net)])
+        for x, y in data:
+            net.scale += 0.25
+            found.append(model.train_step(x, y))
+        found.append(model.eval(data))
+    return found, all_of(model), net.scale, net.calls, net.flag
+
+
 class Counting(nn.Module):
     """Python that capture does not see: kept whole, it may remember what it likes."""
 

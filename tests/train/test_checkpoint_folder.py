@@ -18,7 +18,6 @@ from graphsplit.errors import CheckpointError, StateError
 from graphsplit.testing.compare import difference
 from graphsplit.train.checkpoint import files
 from graphsplit.train.checkpoint import folder as folders
-from graphsplit.train.checkpoint.states import States
 
 
 class Tied(nn.Module):
@@ -380,10 +379,13 @@ def test_a_weight_that_is_tied_here_and_stored_once_under_its_other_name_is_foun
     assert calls == {"calls": 0}
 
 
-def test_a_hook_that_makes_entries_is_named(tmp_path: Path) -> None:
+def test_a_hook_that_makes_entries_is_named_or_heard(tmp_path: Path) -> None:
     network = nn.Linear(2, 2)
     network.register_state_dict_post_hook(
         lambda module, state, prefix, local: state.update(double=module.weight * 2)
     )
     with pytest.raises(CheckpointError, match="holds double, which are neither parameters"):
-        States(task_of(network), alone(task_of(network))._holder).save_weights(tmp_path / "w")
+        alone(task_of(network)).save(tmp_path / "folder", gather=False, extra={})
+    alone(task_of(network)).save_weights(tmp_path / "w")
+    found = safetensors.torch.load_file(tmp_path / "w")
+    assert torch.equal(found["double"], network.weight * 2) and len(found) == 3

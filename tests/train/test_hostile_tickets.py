@@ -17,6 +17,7 @@ from torch import nn
 
 from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.errors import ConfigurationError, FrameError
+from graphsplit.runtime.process_generators import STATE_BYTES
 from graphsplit.train import records
 from graphsplit.train.batch import Signature
 from graphsplit.train.signature_text import check_signature_text
@@ -86,6 +87,25 @@ def test_a_ticket_that_lies_is_refused_naming_its_sender(text: str, problem: str
         receive(ticket(text))
     assert "worker 3 describes a batch wrongly" in str(caught.value)
     assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["python_generator", "numpy_generator"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"\0",
+        bytes(STATE_BYTES - 1),
+        bytes(STATE_BYTES + 1),
+        bytes(4 * 624) + b"\x71\x02\0\0" + bytes(9),  # at position 625 of 624 words
+        bytes(4 * 625) + b"\2" + bytes(8),
+    ],
+)
+def test_what_is_no_state_of_a_generator_is_refused(field: str, state: bytes) -> None:
+    signature = Signature.of(((torch.zeros(2),), {}))
+    made = StepTicket(signature_digest=signature.digest, signature_text=signature.text)
+    setattr(made, field, state)
+    with pytest.raises(FrameError, match="worker 3 sent no state of Python's or NumPy's generator"):
+        receive(message_of(made))
 
 
 def test_a_deep_ticket_is_refused() -> None:

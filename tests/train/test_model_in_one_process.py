@@ -82,7 +82,7 @@ def test_predict_runs_in_eval_mode_without_gradients():
     outputs = model.predict(BATCHES[0][0])
     assert not outputs.requires_grad
     assert torch.equal(outputs, model.predict(BATCHES[0][0])), "dropout is off"
-    assert not net.training
+    assert net.training, "modes are the user's"
 
 
 def test_callbacks_see_every_step_with_its_loss():

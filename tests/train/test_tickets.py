@@ -13,6 +13,9 @@ import torch
 from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
+from graphsplit.runtime.process_generators import NOTHING_DRAWN, ProcessStates
+from graphsplit.runtime.readers import LoaderReaders
+from graphsplit.train.announced import NOTHING_READ
 from graphsplit.train.batch import Signature
 from graphsplit.train.feed import Feed
 from graphsplit.train.microbatches import Divider, Shape
@@ -75,6 +78,23 @@ def test_what_is_news_is_told_although_the_batch_looks_like_the_one_before() -> 
     leading.asked_to_stop = True
     leader.send(shape(10), generator=None)
     assert follower.receive(0).shape == shape(10)
+
+
+def test_pythons_and_numpys_generators_are_told_where_they_were_drawn_from() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    state = ProcessStates.now()
+    for told in (NOTHING_DRAWN, ProcessStates(python=state.python), state, NOTHING_DRAWN):
+        leader.send(shape(10), generator=None, process=told)
+        assert follower.receive(0).process == told
+
+
+def test_the_end_of_an_epoch_tells_whether_the_loader_remembers_it() -> None:
+    wire = Wire()
+    leader, follower = Tickets(job(wire, 0)), Tickets(job(wire, 1))
+    for has_changed in (True, False):
+        leader.send(None, generator=None, loader_changed=has_changed)
+        assert follower.receive(0).loader_changed is has_changed
 
 
 def test_the_batch_before_must_be_known_where_one_like_it_is_announced() -> None:
@@ -165,11 +185,16 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     counts = iter([3, 1])
     mine = Divider(2, None, lambda inputs, target: next(counts))
     Tickets(job(wire, 0)).send(theirs.shape(), generator=None)
-    planned = SimpleNamespace(consumers=(0, 1))
+    planned = SimpleNamespace(consumers=(0, 1), written_inputs=())
     planner = SimpleNamespace(
         plan_for=lambda *a, **k: planned,
         keep_at_least=lambda number: None,
-        runs_one_by_one=lambda *a: False,
+        python_step=lambda *a: NOTHING_READ,
+        catch_up=lambda text: False,
+        check_python_step=lambda *a: None,
+        recording_for=lambda *a, **k: SimpleNamespace(
+            recording=SimpleNamespace(graph=SimpleNamespace(is_other_after=False))
+        ),
     )
     feed = Feed(
         job(wire, 1),
@@ -180,6 +205,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         loader=[batch],
         divider=mine,
         has_loss_fn=True,
+        readers=LoaderReaders(),
     )
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))

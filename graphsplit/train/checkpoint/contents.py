@@ -19,6 +19,7 @@ from graphsplit.train.task import Task, named_state
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"
+METADATA = "_metadata"  # versions of modules, where the network's own code may look at them
 _EXTRA = "_extra_state"  # the key under which PyTorch keeps what `get_extra_state` returns
 
 
@@ -153,10 +154,22 @@ class Contents:
             if ownership.saver(tensor) == rank:
                 self.weights[key] = tensor
         self.aliases = {a: key for a, key in state.aliases.items() if key in self.weights}
-        if rank != 0:
-            return
+        if rank == 0:
+            self._add_values(state.values)
+
+    def add_whole(self, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
+        """Add a state dictionary as the network's own code has made it.
+
+        Raises:
+            StateError: Something in it cannot be written.
+        """
+        self._add_values(state)
+        if metadata is not None:
+            self.sections["network"][METADATA] = encode(dict(metadata), {}, path=METADATA)
+
+    def _add_values(self, found: Mapping[str, Any]) -> None:
         values: dict[str, Any] = {}
-        for key, value in state.values.items():
+        for key, value in found.items():
             if isinstance(value, torch.Tensor):
                 self.weights[key] = value
             else:
@@ -164,9 +177,9 @@ class Contents:
                 values[key] = encode(value, nested, path=key)
                 if nested:
                     raise StateError(
-                        f"{next(iter(nested))} is a tensor inside the extra state of a module, and "
-                        f"cannot be saved\n  Fix: let get_extra_state return one tensor, or plain "
-                        f"values."
+                        f"{next(iter(nested))} is a tensor inside {key!r}, which a module's own "
+                        f"code has put into the state, and cannot be saved\n  Fix: let "
+                        f"get_extra_state, or the hook, give one tensor, or plain values."
                     )
         self.sections["network"] = values
 

@@ -15,8 +15,13 @@ import torch
 from graphsplit.errors import CheckpointError, FrameError
 from graphsplit.runtime.control import ControlChannels
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.train.checkpoint.layout import octets_of
-from graphsplit.train.checkpoint.values import from_text
+from graphsplit.train.checkpoint.layout import (
+    meta_from_json,
+    meta_to_json,
+    octets_of,
+    plain_meta,
+)
+from graphsplit.train.checkpoint.values import decode, encode, from_text, to_text
 
 _LENGTH_BYTES = 8
 _MAX_TEXT_BYTES = 1 << 30  # memory is taken for what has come, not for what is announced
@@ -162,3 +167,37 @@ class ControlGroup(Group):
     def receive(self, size_bytes: int, *, source: int) -> Iterator[torch.Tensor]:
         """See ``Group.receive``."""
         return self._control.receive(size_bytes, source=source)
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, meta: TensorMeta, *, source: int
+    ) -> torch.Tensor:
+        """One worker's tensor, on all; see ``ControlChannels.broadcast``."""
+        return self._control.broadcast(tensor, meta, source=source)
+
+
+def share_value(group: ControlGroup, value: Any, *, source: int, what: str) -> Any:
+    """Give every worker a nested value that one worker has: its description, then every tensor.
+
+    Args:
+        group: All workers.
+        value: The value, on ``source``; ignored elsewhere.
+        source: The worker that has it.
+        what: What it is, for errors.
+
+    Returns:
+        The value; tensors in it are copies, on every worker.
+    """
+    is_source = group.rank == source
+    mine: dict[str, torch.Tensor] = {}
+    described = ""
+    if is_source:
+        entries = encode(value, mine, path=what)
+        metas = {name: meta_to_json(plain_meta(tensor)) for name, tensor in mine.items()}
+        described = to_text({"entries": entries, "tensors": metas})
+    found = read_message(group.share(described, source=source))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, node in dict(found["tensors"]).items():
+        meta = meta_from_json(node, what=name)
+        tensor = group.broadcast(mine.get(name), meta, source=source)
+        tensors[name] = tensor.detach().clone() if is_source else tensor
+    return decode(found["entries"], tensors.__getitem__)

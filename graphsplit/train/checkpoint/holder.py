@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from graphsplit.train.checkpoint.group import Group
 from graphsplit.train.step_plan import Progress
@@ -35,3 +36,11 @@ class Holder(ABC):
     @abstractmethod
     def settle_now(self) -> None:
         """Do what waits for owners as if every worker owned everything. Collective."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The network's full state, by its own ``state_dict``. Collective."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the network's full state, by its own ``load_state_dict``. Collective."""

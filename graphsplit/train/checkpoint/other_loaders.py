@@ -100,6 +100,16 @@ def _own_state(loader: Any) -> Any:
 
 def _looks(loader: Any) -> str:
     """What tells one loader from another, in every process alike."""
-    length = len(loader) if isinstance(loader, Sized) else None
+    length = length_of(loader)
     parts = [type(getattr(loader, name, None)).__qualname__ for name in ("sampler", "dataset")]
     return f"{type(loader).__qualname__} {length} {' '.join(parts)}"
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches it has; None where it does not know, as a stream of samples."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader asks its data set
+        return None

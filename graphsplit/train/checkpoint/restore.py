@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from graphsplit.errors import CheckpointError
 from graphsplit.train.checkpoint.contents import (
     GRADIENTS,
+    METADATA,
     OTHERS,
     NetworkState,
     Ownership,
@@ -21,6 +23,7 @@ from graphsplit.train.checkpoint.contents import (
 from graphsplit.train.checkpoint.layout import plain_meta
 from graphsplit.train.checkpoint.source import Request, Source
 from graphsplit.train.checkpoint.values import decode, tensor_names
+from graphsplit.train.own_state_code import own_code_of, own_loading
 from graphsplit.train.task import Task, named_state
 
 _MAX_SHOWN = 200
@@ -48,17 +51,31 @@ class NetworkLoader:
         task: What is trained.
         source: The save.
         with_others: Whether the save holds what a state dictionary leaves out, too.
+        load_whole: Lets the network's own code load a state dictionary, where it has such code: it
+            may rename keys, change values, or look at what was loaded.
     """
 
-    def __init__(self, task: Task, source: Source, *, with_others: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        source: Source,
+        *,
+        with_others: bool,
+        load_whole: Callable[[Mapping[str, Any]], None],
+    ) -> None:
         self._task = task
         self._source = source
-        self._state = NetworkState.of(task)
+        self._load_whole = load_whole if own_loading(task.network, with_extra=False) else None
         values = source.values.get("network")
-        self._values: dict[str, Any] = values if isinstance(values, dict) else {}
+        self._values: dict[str, Any] = dict(values) if isinstance(values, dict) else {}
+        self._metadata = self._values.pop(METADATA, None)
         self.problems: list[str] = []
         self._wanted: list[Wanted] = []
-        self._match_weights()
+        self._state = NetworkState({}, {}, {}, {})
+        if with_others or self._load_whole is None:
+            self._state = NetworkState.of(task)
+        if self._load_whole is None:
+            self._match_weights()
         if with_others:
             self._match_others()
             self._match_gradients()
@@ -113,11 +130,9 @@ class NetworkLoader:
     def requests(self, ownership: Ownership, num_workers: int) -> list[Request]:
         """What every worker needs."""
         everybody = range(num_workers)
-        extra = [
-            Request(key, "weights", everybody)
-            for key in self._state.values
-            if key in self._source.tensors["weights"]
-        ]
+        stored = self._source.tensors["weights"]
+        needed = self._state.values if self._load_whole is None else stored
+        extra = [Request(key, "weights", everybody) for key in needed if key in stored]
         return extra + [
             Request(w.name, w.holds, ownership.loaders(w.target, num_workers), w.target)
             for w in self._wanted
@@ -125,10 +140,11 @@ class NetworkLoader:
 
     def load(self, ownership: Ownership, num_workers: int) -> None:
         """Load what this worker holds. Collective where not all see all files."""
+        whole: dict[str, Any] = {}
 
         def take(request: Request, tensor: torch.Tensor) -> None:
             if request.target is None:
-                self._set_extra(request.name, tensor)
+                whole[request.name] = tensor
                 return
             if request.name.startswith(GRADIENTS) and request.holds == "training":
                 request.target.grad = tensor
@@ -137,11 +153,16 @@ class NetworkLoader:
                 request.target.copy_(tensor)
 
         self._source.deliver(self.requests(ownership, num_workers), take)
-        for key, value in self._values.items():
-            self._set_extra(key, decode(value, _no_tensor))
-
-    def _set_extra(self, key: str, value: Any) -> None:
-        module_of_extra(self._task.network, key).set_extra_state(value)
+        whole.update({key: decode(value, _no_tensor) for key, value in self._values.items()})
+        if self._load_whole is None:
+            for key, value in whole.items():
+                module_of_extra(self._task.network, key).set_extra_state(value)
+            return
+        aliases = self._source.aliases
+        state = OrderedDict({**whole, **{a: whole[k] for a, k in aliases.items() if k in whole}})
+        if self._metadata is not None:
+            state._metadata = decode(self._metadata, _no_tensor)  # type: ignore[attr-defined]
+        self._load_whole(state)
 
 
 class OptimizerLoader:
@@ -176,6 +197,12 @@ class OptimizerLoader:
         saved = self._saved
         names = [ownership.name(p) for p in self._parameters]
         sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        code = own_code_of(self._optimizer)
+        if code:
+            return [
+                f"{code[0]} would see a part of the state only; load it from memory, by "
+                f"load_optimizer_state_dict(state)"
+            ]
         own = type(self._optimizer).__qualname__
         if saved.get("class") != own:
             return [f"was saved from {saved.get('class')}; it is {own} now"]

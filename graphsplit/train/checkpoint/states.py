@@ -15,6 +15,7 @@ from graphsplit.runtime.deferred_init import is_deferred
 from graphsplit.train.checkpoint import by_worker
 from graphsplit.train.checkpoint.by_worker import CALLBACKS, RESUMPTION
 from graphsplit.train.checkpoint.contents import (
+    METADATA,
     Contents,
     NetworkState,
     Ownership,
@@ -33,6 +34,7 @@ from graphsplit.train.checkpoint.restore import (
 from graphsplit.train.checkpoint.save import save_file, save_folder
 from graphsplit.train.checkpoint.source import Request, Source
 from graphsplit.train.checkpoint.values import Fixed, decode, tensor_names
+from graphsplit.train.own_state_code import own_saving, refuse_own_code
 from graphsplit.train.task import Task
 
 PathLike = str | os.PathLike[str]
@@ -155,19 +157,28 @@ class States:
     # One file.
 
     def save_weights(self, path: PathLike) -> None:
-        """Stream the network's state dictionary into one file. Collective."""
+        """Stream the network's state dictionary into one file. Collective.
+
+        A network with code of its own for this makes all of the dictionary on every worker.
+        """
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
+        has_own_code = own_saving(self._task.network, with_extra=False)
+        whole: Any = self._holder.state_dict() if has_own_code else None
 
         def make() -> Contents:
             contents = Contents()
-            contents.add_network(NetworkState.of(self._task), ownership, group.rank)
+            if whole is None:
+                contents.add_network(NetworkState.of(self._task), ownership, group.rank)
+            elif group.rank == 0:
+                contents.add_whole(whole, getattr(whole, METADATA, None))
             return contents
 
         save_file(Path(path), make, group, holds="weights")
 
     def save_optimizers(self, path: PathLike) -> None:
         """Stream the optimizers' state into one file. Collective."""
+        refuse_own_code(self._task.optimizers)
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
@@ -182,7 +193,8 @@ class States:
     def load_weights(self, path: PathLike) -> None:
         """Load a file of weights, ours or another's. Collective."""
         source = Source.open_file(Path(path), self._holder.group(), holds="weights")
-        network = NetworkLoader(self._task, source, with_others=False)
+        load = self._holder.load_state_dict
+        network = NetworkLoader(self._task, source, with_others=False, load_whole=load)
         self._agree_none(network.problems, path, "the network")
         source.verify(self._requests(network, []))
         self._load_network(network)
@@ -216,7 +228,9 @@ class States:
 
         Raises:
             CheckpointError: Some worker could not save its part; the same on all workers.
+            StateError: An optimizer's own code expects to see all of its state.
         """
+        refuse_own_code(self._task.optimizers)
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
@@ -282,7 +296,8 @@ class States:
         """As ``load``; returns every section that was saved for all, and for this worker."""
         group, ownership = self._holder.group(), self._ownership()
         source = Source.open_folder(Path(folder), group)
-        network = NetworkLoader(self._task, source, with_others=True)
+        load = self._holder.load_state_dict
+        network = NetworkLoader(self._task, source, with_others=True, load_whole=load)
         problems = list(network.problems)
         optimizers = optimizer_loaders(
             self._task, source, ownership, holds="training", problems=problems

@@ -18,6 +18,7 @@ from graphsplit.train.checkpoint.other_loaders import put_loader
 from graphsplit.train.checkpoint.position import LoaderWatch, Position
 from graphsplit.train.checkpoint.states import Loaded, Stateful
 from graphsplit.train.epochs import load_callbacks
+from graphsplit.train.modes import ensure_training
 from graphsplit.train.recovery.log import Entry
 from graphsplit.train.recovery.results import pack, unpack
 from graphsplit.train.recovery.share import ModelShare
@@ -72,14 +73,14 @@ class _Train(Kind):
         )
         share.states.num_epochs = position.num_epochs
         share.states.resumption = None
-        share.task.network.train()
+        ensure_training(share.task.network)
         _mark_stepped(share)
 
 
 class _TrainStep(Kind):
     def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
         assert share is not None
-        share.task.network.train()
+        ensure_training(share.task.network)
         share.engine.progress.begin()
         share.engine.progress.num_steps += 1
         _mark_stepped(share)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,7 @@ class ModelBefore:
         settings: Of every optimizer.
         members: The parameters of every group of every optimizer.
         requires_grad: Of every parameter.
+        python_values: Of every place that network and loss read.
         changed: Tensors that the script has written to since the call before.
         resumption: What the next ``train`` is to do first.
     """
@@ -72,6 +73,7 @@ class ModelBefore:
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
+    python_values: Mapping[str, Any]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
 
@@ -83,6 +85,7 @@ class ModelBefore:
             [settings_of(optimizer) for optimizer in share.task.optimizers],
             [members_of(optimizer) for optimizer in share.task.optimizers],
             share.engine.planner.requires_grad(),
+            share.engine.planner.python_values.now(),
             share.changed_by_script(),
             share.states.resumption,
         )
@@ -92,7 +95,8 @@ class ModelBefore:
         optimizers = self.share.task.optimizers
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
-        put_requires_grad(self.share.engine.planner.parameters, self.requires_grad)
+        put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
+        self.share.engine.planner.python_values.put(self.python_values)
         self.share.change_again(self.changed)
         self.share.states.resumption = self.resumption
 

@@ -143,7 +143,7 @@ class ModelShare:
         contents.add_section("settings", settings)
         contents.add_section("members", members)
         contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
-        contents.add_section("attributes", self.engine.planner.attributes.kept())
+        contents.add_section("attributes", self.engine.planner.python_values.kept())
         contents.add_section(f"{WHOLE}{rank}", self._whole.kept())
         contents.add_section("modules", dict(state.values))
         contents.add_section("engine", self.engine.counters())
@@ -244,9 +244,9 @@ class ModelShare:
 
     def _put_what_is_trained(self, sections: Mapping[str, Any]) -> None:
         """Which parameters are trained, and what Python code keeps in attributes."""
-        self.engine.planner.attributes.put_back(sections["attributes"])
+        self.engine.planner.python_values.put_back(sections["attributes"])
         self._whole.put_back([v for name, v in sections.items() if name.startswith(WHOLE)])
-        put_requires_grad(self.engine.planner.parameters, sections["requires_grad"])
+        put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
 
     def _name_all(self, parameters: Sequence[torch.Tensor]) -> list[str]:
         return [self._names.get(id(p), "") for p in parameters]

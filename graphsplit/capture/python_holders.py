@@ -1,0 +1,99 @@
+"""Something that holds Python state, as it was at one moment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+# The generators of the whole process: what everybody draws from who has none of their own.
+PYTHONS: Any = random._inst
+NUMPYS: Any = np.random.mtrand._rand
+_GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+
+
+class Holder:
+    """Something that holds state, with what it held when it was noted.
+
+    Attributes:
+        key: Equal for two holders of one state.
+        name: What it is, for people.
+        is_generator: Whether it is a generator of random numbers.
+        is_tensor: Whether it is a tensor.
+        decides: Whether what it holds may decide over values: no cache, and not the name of code.
+
+    Args:
+        thing: What holds it, or a key for it.
+        name: For people.
+        read: Gives what it holds, apart from it.
+        write: Puts that back.
+    """
+
+    def __init__(
+        self,
+        thing: Any,
+        name: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        *,
+        decides: bool = True,
+    ) -> None:
+        self.key: Any = thing if isinstance(thing, tuple) else id(thing)
+        self.name = name
+        self.is_generator = isinstance(thing, _GENERATORS)
+        self.is_tensor = isinstance(thing, torch.Tensor)
+        self.decides = decides
+        self._thing = thing  # held, so that nothing else gets its number
+        self._read = read
+        self._write = write
+        self._noted = read()
+
+    def has_changed(self) -> bool:
+        """Whether it holds something else now."""
+        return not _is_same(self._noted, self._read())
+
+    def note(self) -> None:
+        """Note what it holds now."""
+        self._noted = self._read()
+
+    def held(self) -> Any:
+        """What it holds now, for ``hold``."""
+        return self._read()
+
+    def hold(self, state: Any) -> None:
+        """Let it hold what it held once."""
+        self._write(state)
+
+    def forget(self) -> None:
+        """Let go of what was noted."""
+        self._noted = None
+
+    def put_back(self) -> None:
+        """Let it hold what was noted."""
+        self._write(self._noted)
+
+
+@dataclass(frozen=True)
+class ByValue:
+    """What something holds that is compared by its content.
+
+    Attributes:
+        content: What decides.
+        kept: What is put back.
+    """
+
+    content: Any
+    kept: Any = field(compare=False)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether a holder holds the same objects, not just equal ones."""
+    if isinstance(one, dict):
+        one, other = [*one, *one.values()], [*other, *other.values()]
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return bool(one == other)

@@ -1,0 +1,175 @@
+"""What a process notes of a run: frozen values, and their lines in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class What(Enum):
+    """What was going on when something was noted."""
+
+    START = "start"
+    STEP = "training step"
+    EVAL = "eval"
+    PREDICT = "predict"
+
+
+class Kind(Enum):
+    """What a value is."""
+
+    LOSS = "loss"
+    METRIC = "metric"
+    OUTPUT = "output"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer state"
+    SETTING = "optimizer setting"
+    SCALER = "scaler"
+    PARAMETER = "parameter"
+    GENERATOR = "generator"
+    THREADS = "threads"
+
+
+LIVES_SOMEWHERE = frozenset(
+    {Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER, Kind.SETTING, Kind.PARAMETER}
+)
+"""Kinds of which each worker has its own part. All others every worker has whole."""
+
+
+TORCHS = "torch"
+"""The generator that ``gs.init()`` seeds where the script does not; nobody seeds the others."""
+
+UNTOUCHED = "as Python started"
+"""The digest of a generator that nobody seeds, while nobody has used it: Python starts it anew in
+each process."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value.
+
+    Attributes:
+        kind: What it is.
+        name: Which one: ``"fc1.weight"``.
+        form: Its dtype and shape, ``"float32[10, 5]"``; or the type of what is no tensor.
+        digest: Equal for equal bytes alone.
+        elements: Its elements as text, where they are few or were asked for.
+    """
+
+    kind: Kind
+    name: str
+    form: str
+    digest: str
+    elements: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[Kind, str]:
+        """What it is compared by."""
+        return self.kind, self.name
+
+    def is_same(self, other: Value) -> bool:
+        """Whether both are the same bits of the same form."""
+        return (self.form, self.digest) == (other.form, other.digest)
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} of {self.name}" if self.name else self.kind.value
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a process noted at one moment.
+
+    Attributes:
+        what: What was going on.
+        model: Number of the Model in the script, from 1.
+        number: The number of the training step in the script, from 1; of a call of eval or predict
+            likewise; 0 for the start.
+        values: What it held.
+    """
+
+    what: What
+    model: int
+    number: int
+    values: tuple[Value, ...] = ()
+
+    @property
+    def place(self) -> tuple[What, int, int]:
+        """Where in the run this is."""
+        return self.what, self.model, self.number
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that a process ran in a training step.
+
+    Attributes:
+        name: As it was run: ``"aten.mul.Tensor"``.
+        digests: Of its results.
+        order: Where in the step it comes, comparable between workers; of the plain loop the count.
+        target: The operation of the captured graph, empty in the plain loop and outside of forward.
+        module: The path of the innermost module around it; None where it is in none.
+        source: The user's line.
+        reads: Names of the parameters and buffers that it reads, where they are known.
+    """
+
+    name: str
+    digests: tuple[str, ...]
+    order: tuple[int, ...] = ()
+    target: str = ""
+    module: str | None = None
+    source: str = ""
+    reads: tuple[str, ...] = ()
+
+
+def record_line(record: Record) -> str:
+    """A record as a line of text."""
+    values = [
+        [value.kind.value, value.name, value.form, value.digest, value.elements]
+        for value in record.values
+    ]
+    return json.dumps([record.what.value, record.model, record.number, values])
+
+
+def read_records(lines: Iterable[str]) -> tuple[Record, ...]:
+    """The records of some lines. A last line that was cut off with its process is left out."""
+    return tuple(_record(found) for found in _objects(lines))
+
+
+def operation_line(operation: Operation) -> str:
+    """An operation as a line of text."""
+    return json.dumps(asdict(operation))
+
+
+def read_operations(lines: Iterable[str]) -> tuple[Operation, ...]:
+    """The operations of some lines."""
+    return tuple(_operation(found) for found in _objects(lines))
+
+
+def _objects(lines: Iterable[str]) -> Iterable[Any]:
+    for line in lines:
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _operation(found: dict[str, Any]) -> Operation:
+    parts: dict[str, Any] = {
+        name: tuple(part) if isinstance(part, list) else part for name, part in found.items()
+    }
+    return Operation(**parts)
+
+
+def _record(found: list[Any]) -> Record:
+    what, model, number, values = found
+    return Record(
+        What(what),
+        model,
+        number,
+        tuple(
+            Value(Kind(kind), name, form, digest, tuple(elements))
+            for kind, name, form, digest, elements in values
+        ),
+    )

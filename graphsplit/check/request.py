@@ -1,0 +1,128 @@
+"""What ``graphsplit check`` asks of a process, and where that leaves what it notes. Files.
+
+All processes of one pass share a folder::
+
+    request.json      what is asked
+    worker_0.jsonl    what a process notes, one record per line; plain.jsonl is the plain loop's
+    plain.refusals    what a job would refuse, in a pass that looks for that
+    worker_0.ops      the operations of one step, in a pass that looks for where a difference begins
+    generator         the generator state that worker 0 left gs.init() with
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from graphsplit.errors import ConfigurationError
+
+VARIABLE = "GS_CHECK_FILE"
+PLAIN = "plain"
+_REQUEST, _GENERATOR = "request.json", "generator"
+_REFUSALS = ".refusals"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process is asked to note.
+
+    Attributes:
+        num_steps: After how many training steps it leaves the script.
+        operations_of: The training step whose operations are noted as well, from 1; 0: of none.
+        whole: Kind and name of a value whose elements are all noted; empty for none.
+        survey_for: For how many workers all is to be found that a job would refuse; 0: for none.
+    """
+
+    num_steps: int
+    operations_of: int = 0
+    whole: tuple[str, str] = ("", "")
+    survey_for: int = 0
+
+
+def records_file(folder: Path, process: str) -> Path:
+    """Where a process notes what it computes; ``process`` as in ``"worker 0"``."""
+    return folder / f"{process.replace(' ', '_')}.jsonl"
+
+
+def operations_file(records: Path) -> Path:
+    """Where a process notes the operations of one step, given where it notes the rest."""
+    return records.with_suffix(".ops")
+
+
+def write_request(folder: Path, request: Request) -> None:
+    """Ask the processes that will be given files in this folder."""
+    parts = {
+        "num_steps": request.num_steps,
+        "operations_of": request.operations_of,
+        "whole": list(request.whole),
+        "survey_for": request.survey_for,
+    }
+    (folder / _REQUEST).write_text(json.dumps(parts))
+
+
+def requested_file(environ: Mapping[str, str]) -> Path | None:
+    """Where this process is to note what it computes; None where nobody asks."""
+    path = environ.get(VARIABLE, "").strip()
+    return Path(path) if path else None
+
+
+def read_request(file: Path) -> Request:
+    """What is asked of the process that was given a file.
+
+    Raises:
+        ConfigurationError: There is no request beside the file.
+    """
+    try:
+        found = json.loads((file.parent / _REQUEST).read_text())
+        match found:
+            case {
+                "num_steps": int(steps),
+                "operations_of": int(watched),
+                "whole": [str(kind), str(name)],
+                "survey_for": int(num_workers),
+            }:
+                return Request(steps, watched, (kind, name), num_workers)
+    except (OSError, ValueError):
+        pass
+    raise ConfigurationError(
+        f"{VARIABLE}={file} is set, but there is no request of graphsplit check beside that file\n"
+        f"  Fix: unset {VARIABLE}; graphsplit check sets it for the processes that it starts."
+    )
+
+
+def write_refusal(records: Path, text: str) -> None:
+    """Note what a job would refuse, given where the process notes the rest."""
+    with records.with_suffix(_REFUSALS).open("a") as file:
+        file.write(f"{json.dumps(text)}\n")
+
+
+def read_refusals(records: Path) -> tuple[str, ...]:
+    """What a job would refuse, each once, in the order in which it was found."""
+    try:
+        lines = records.with_suffix(_REFUSALS).read_text().splitlines()
+    except FileNotFoundError:
+        return ()
+    return tuple(dict.fromkeys(str(json.loads(line)) for line in lines))
+
+
+def leave_generator(file: Path, state: bytes) -> None:
+    """Worker 0 has left ``gs.init()``: the plain loop is to begin from the same state."""
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(_written(file.parent / f"{_GENERATOR}.new", state), file.parent / _GENERATOR)
+
+
+def left_generator(file: Path) -> bytes | None:
+    """The state that worker 0 left ``gs.init()`` with; None if it never came there."""
+    try:
+        return (file.parent / _GENERATOR).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path

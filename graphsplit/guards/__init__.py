@@ -1,0 +1,1 @@
+"""What a captured graph depends on besides its inputs: the Python values that its code has read."""

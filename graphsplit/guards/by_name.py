@@ -1,0 +1,67 @@
+"""See which attributes of modules and classes code asks for by names that it computes.
+
+``getattr(settings, name)`` and ``globals()["BETA"]`` leave no name in the code that reads, and a
+module calls no hook. So where code uses one of these functions, another of its name stands among
+the globals of that code while a network is captured.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Callable, Collection
+from types import FunctionType, ModuleType
+from typing import Any
+
+Ask = Callable[[Any, str | None, bool], None]
+FUNCTIONS = frozenset(("getattr", "hasattr", "setattr", "delattr", "vars", "globals"))
+
+
+class AskedByName:
+    """Puts such functions into the globals of code, and takes them away again.
+
+    Args:
+        ask: ``ask(holder, name, is_read)`` is called for modules, classes and functions before
+            they are asked; the name is None where all of them may be read.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._put: list[tuple[dict[str, Any], str, Any]] = []
+
+    def watch(self, held: dict[str, Any], names: Collection[str]) -> None:
+        """Let code with some globals use watched functions for those that it loads by name."""
+        for name in FUNCTIONS.intersection(names):
+            if name not in held:
+                held[name] = self._watched(name, held)
+                self._put.append((held, name, held[name]))
+
+    def remove(self) -> None:
+        """Let all globals be as they were."""
+        for held, name, put in self._put:
+            if held.get(name) is put:
+                del held[name]
+        self._put.clear()
+
+    def _watched(self, name: str, held: dict[str, Any]) -> Callable[..., Any]:
+        original: Any = getattr(builtins, name)
+
+        def of_globals() -> dict[str, Any]:
+            self._ask(held, None, True)
+            return held
+
+        def of_all(*one: Any) -> Any:
+            if not one:
+                return sys._getframe(1).f_locals
+            self._tell(one[0], None, is_read=True)
+            return original(*one)
+
+        def of_one(one: Any, asked: str, *rest: Any) -> Any:
+            self._tell(one, asked, is_read=name in ("getattr", "hasattr"))
+            return original(one, asked, *rest)
+
+        return {"globals": of_globals, "vars": of_all}.get(name, of_one)
+
+    def _tell(self, one: Any, name: str | None, *, is_read: bool) -> None:
+        if isinstance(one, (ModuleType, type, FunctionType)):
+            self._ask(one, name, is_read)

@@ -1,0 +1,210 @@
+"""What forward and loss leave in Python state, and leaving it again at every step.
+
+A captured graph computes values; it does not run the Python code again. So what the code leaves is
+found out when it is captured, taken away, and left at each step on every worker::
+
+    self.length = x.shape[1]      a plain value: left again at every step
+    self.calls += 1               a number made of what was there: computed again
+    self.seen.append(epoch)       a container: gets the same contents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphsplit.errors import CaptureError
+from graphsplit.guards.classes import own_dictionary
+from graphsplit.guards.meeting import Noted
+from graphsplit.guards.places import Place, entry
+from graphsplit.guards.values import (
+    MISSING,
+    NUMBERS,
+    Difference,
+    Frozen,
+    any_leaf,
+    differences,
+    freeze,
+    is_mapping,
+    is_plain,
+    items_of,
+    mapping_of,
+    put_back,
+    reference_of,
+    shown,
+    thaw,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A number that is made of lifted ones.
+
+    Attributes:
+        function: What makes it; None for a lifted number itself.
+        arguments: Its arguments, computed ones among them; the position of the lifted number.
+    """
+
+    function: Callable[..., Any] | None
+    arguments: tuple[Any, ...]
+
+    def value(self, lifted: Sequence[Any]) -> Any:
+        """The number, for some values of the lifted ones."""
+        if self.function is None:
+            return lifted[self.arguments[0]]
+        return self.function(*(value_of(a, lifted) for a in self.arguments))
+
+    def __str__(self) -> str:
+        if self.function is None:
+            return f"lifted {self.arguments[0]}"
+        name = getattr(self.function, "__name__", str(self.function))
+        return f"{name}({', '.join(map(str, self.arguments))})"
+
+
+def value_of(value: Any, lifted: Sequence[Any]) -> Any:
+    """A value that may be computed."""
+    return value.value(lifted) if isinstance(value, Computed) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A place in which forward leaves another value.
+
+    Attributes:
+        place: The place.
+        old: The snapshot of what was there; ``MISSING`` where there was nothing.
+        new: The snapshot of what is left, or the ``Computed`` number; ``MISSING`` if deleted.
+        is_read: Whether the code read it before: then the next step may have another graph.
+    """
+
+    place: Place
+    old: Any
+    new: Any
+    is_read: bool
+
+    def __str__(self) -> str:
+        new = str(self.new) if isinstance(self.new, Computed) else shown(self.new)
+        return f"{self.place.label} from {shown(self.old)} to {new}"
+
+    def told(self) -> str:
+        """The place and what is left there, as every worker would say it."""
+        new = self.new
+        if isinstance(new, Computed):
+            return f"{self.place.label}: {new}"
+        is_plain_value = new is MISSING or is_plain(new)
+        return f"{self.place.label}: {shown(new) if is_plain_value else type(new).__name__}"
+
+    def leave(self, lifted: Sequence[Any]) -> None:
+        """Leave the value; in a container that is still there, its contents."""
+        new = value_of(self.new, lifted)
+        now = self.place.read()
+        if isinstance(new, Frozen) and type(now) is type(new.container) and _is_kept(self):
+            held: dict[int, Any] = {}
+            _pair_up(self.old, now, held)
+            put_back(_held_by(held, new))
+        else:
+            self.place.write(thaw(new))
+
+
+def _is_kept(change: Change) -> bool:
+    """Whether forward changed what the container held, and did not put another one there."""
+    return isinstance(change.old, Frozen) and change.new.container is change.old.container
+
+
+def _pair_up(old: Any, now: Any, held: dict[int, Any]) -> None:
+    """Find, for every container of a snapshot, the one in its place now."""
+    if not isinstance(old, Frozen) or type(now) is not type(old.container):
+        return
+    held[id(old.container)] = now
+    if old.content is None and not isinstance(now, (set, frozenset)):
+        for item, its_now in zip(old.items, items_of(now), strict=False):
+            _pair_up(item, its_now, held)
+
+
+def _held_by(held: Mapping[int, Any], new: Any) -> Any:
+    """What is left, in the containers that are there; in new ones where forward made them."""
+    if not isinstance(new, Frozen):
+        return new
+    if id(new.container) not in held:
+        return thaw(new)
+    items = tuple([_held_by(held, item) for item in new.items])
+    return Frozen(held[id(new.container)], items, new.keys, new.content)
+
+
+def changes_of(
+    noted: Mapping[Any, Noted], compute: Callable[[Any], Computed]
+) -> tuple[Change, ...]:
+    """What is not as it was, of the places that were read or written; puts all of it back.
+
+    Args:
+        noted: The places.
+        compute: How a number without value that was left is made of the lifted ones.
+
+    Raises:
+        CaptureError: Something was left that cannot be left again, and that is read.
+    """
+    found: list[Change] = []
+    for one in noted.values():
+        now = one.place.read()
+        is_left = one.is_written and not one.is_read  # whatever was there
+        told = (_is_noted(one, difference, noted) for difference in differences(one.first, now))
+        if all(told) and not is_left:
+            continue
+        new = compute(now) if isinstance(now, NUMBERS) else freeze(now)
+        found.append(Change(one.place, one.first, new, one.is_read))
+    for one in reversed(list(noted.values())):
+        if one.place.module is not None and _holds_fake(one.place.read()):
+            continue  # whoever looks for tensors that are left will put it back
+        put_back(one.first)
+        if one.place.read() is not reference_of(one.first):
+            one.place.write(reference_of(one.first))
+    return tuple(change for change in found if _can_be_left(change))
+
+
+def _holds_fake(value: Any, depth: int = 3) -> bool:
+    """Whether a value holds tensors that have no values, in its attributes too."""
+
+    def is_fake(leaf: Any) -> bool:
+        if isinstance(leaf, (FakeTensor, torch.fx.Proxy)):
+            return True
+        held = None if isinstance(leaf, (type, nn.Module, ModuleType)) else own_dictionary(leaf)
+        if not held or not depth:
+            return False
+        return any(_holds_fake(inner, depth - 1) for inner in held.values())
+
+    return any_leaf(freeze(value), is_fake)
+
+
+def _is_noted(one: Noted, difference: Difference, noted: Mapping[Any, Noted]) -> bool:
+    """Whether a difference is that of an entry which is a noted place of its own."""
+    held = difference.container
+    if held is None or difference.key is None:
+        return False
+    holder = mapping_of(held) if is_mapping(held) else held
+    return entry(holder, difference.key, "").identity in noted
+
+
+def _can_be_left(change: Change) -> bool:
+    """Whether a change is one of values; tensors without values that nobody reads may go."""
+    if isinstance(change.new, Computed):
+        return True
+    if any_leaf(change.new, lambda leaf: isinstance(leaf, NUMBERS)):
+        return False
+    if not _holds_fake(change.new):
+        return True
+    if change.is_read and change.place.module is None:
+        raise CaptureError(
+            f"network or loss changes {change.place.label} at every call, from "
+            f"{shown(change.old)} to {shown(change.new)}; the captured graph would not\n"
+            f"  {change.place.source}\n"
+            f"  Fix: keep tensors that a later call reads in buffers of a module "
+            f"(register_buffer), plain values in attributes; or keep the code around it whole "
+            f"with gs.opaque."
+        )
+    return False

@@ -1,0 +1,190 @@
+"""Step between a class and its attributes for a while, to see them read and written."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+from graphsplit.frames import is_users
+from graphsplit.guards.values import MISSING
+
+# Packages that torch itself calls while it records.
+_BELOW_TORCH = frozenset(
+    (
+        "_distutils_hack",
+        "filelock",
+        "fsspec",
+        "jinja2",
+        "mpmath",
+        "networkx",
+        "numpy",
+        "optree",
+        "packaging",
+        "pkg_resources",
+        "setuptools",
+        "sympy",
+        "typing_extensions",
+    )
+)
+_HEAP_TYPE = 1 << 9
+_MARK = "_graphsplit_sees"
+# Classes of Python's own in which users keep values of theirs.
+_HOLDERS = (argparse.Namespace, collections.UserDict, collections.UserList)
+# Of PyTorch's classes: forward may look at the learning rate.
+_OF_TORCH = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What to call.
+
+    Attributes:
+        read: ``read(object, name, value)``; ``MISSING`` where there is no such attribute.
+        write: ``write(object, name)``, before it is assigned or deleted.
+    """
+
+    read: Callable[[Any, str, Any], None]
+    write: Callable[[Any, str], None]
+
+
+def is_watchable(kind: type) -> bool:
+    """Whether a class is the user's, or one in which users keep values."""
+    if not kind.__flags__ & _HEAP_TYPE or issubclass(kind, (torch.Tensor, torch.fx.Proxy)):
+        return False
+    if kind.__module__ == "__main__" or issubclass(kind, (*_HOLDERS, *_OF_TORCH)):
+        return True
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_watched_file(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_watched_file(file: str) -> bool:
+    """Whether a file's code may read values of the user's: not that of what torch stands on."""
+    if not is_users(file):
+        return False
+    _, is_installed, package = file.rpartition("site-packages/")
+    return not is_installed or package.partition("/")[0].removesuffix(".py") not in _BELOW_TORCH
+
+
+def is_watched_code(code: CodeType, held: dict[str, Any]) -> bool:
+    """Whether code may read values of the user's; made by ``exec`` it may, too.
+
+    Args:
+        code: The code.
+        held: Its globals.
+    """
+    file = code.co_filename
+    if not file.startswith("<"):
+        return is_watched_file(file)
+    if file.startswith(("<frozen", "<eval_with_key")):
+        return False
+    name, of_globals = held.get("__name__"), held.get("__file__")
+    if isinstance(of_globals, str):
+        return is_watched_file(of_globals)
+    return name is None or name == "__main__"
+
+
+def own_dictionary(one: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, if it has one."""
+    try:
+        held = object.__getattribute__(one, "__dict__")
+    except AttributeError:
+        return None
+    return held if type(held) is dict else None
+
+
+class HookedClasses:
+    """Classes whose instances call hooks at each read and write of an attribute.
+
+    Args:
+        hooks: What to call.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._before: dict[type, dict[str, Any]] = {}
+        self._replaced: dict[type, dict[str, Any]] = {}
+
+    def add(self, kind: type) -> None:
+        """Hook a class, unless a class that it inherits from is; one that is fixed stays so."""
+        if _is_hooked(kind):
+            return
+        replacements = {
+            "__getattribute__": _reading(kind.__getattribute__, self._hooks.read),
+            "__setattr__": _writing(kind.__setattr__, self._hooks.write),
+            "__delattr__": _writing(kind.__delattr__, self._hooks.write),
+        }
+        before = {name: vars(kind).get(name, MISSING) for name in replacements}
+        try:
+            _set_all(kind, replacements)
+        except TypeError:  # made in C, and immutable
+            return
+        self._before[kind], self._replaced[kind] = before, replacements
+
+    def remove(self) -> None:
+        """Let all classes be as they were."""
+        for kind, before in self._before.items():
+            _set_all(kind, before)
+        self._before.clear()
+
+    @contextmanager
+    def lifted_off(self) -> Iterator[None]:
+        """Let all classes be as they were, for a while."""
+        hooked = list(self._before)
+        for kind in hooked:
+            _set_all(kind, self._before[kind])
+        try:
+            yield
+        finally:
+            for kind in hooked:
+                _set_all(kind, self._replaced[kind])
+
+
+def _is_hooked(kind: type) -> bool:
+    """Whether what is read of instances is seen: a class's own way may pass by its base's."""
+    return hasattr(kind.__getattribute__, _MARK) and hasattr(kind.__setattr__, _MARK)
+
+
+def _set_all(kind: type, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not MISSING:
+            type.__setattr__(kind, name, value)
+        elif name in vars(kind):
+            type.__delattr__(kind, name)
+
+
+def _reading(original: Any, read: Callable[[Any, str, Any], None]) -> Any:
+    def __getattribute__(self: Any, name: str) -> Any:
+        try:
+            value = original(self, name)
+        except AttributeError:
+            read(self, name, MISSING)
+            raise
+        read(self, name, value)
+        return value
+
+    setattr(__getattribute__, _MARK, True)
+    return __getattribute__
+
+
+def _writing(original: Any, write: Callable[[Any, str], None]) -> Any:
+    def write_attribute(self: Any, name: str, *value: Any) -> None:
+        write(self, name)
+        original(self, name, *value)
+
+    setattr(write_attribute, _MARK, True)
+    return write_attribute

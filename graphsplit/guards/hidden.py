@@ -1,0 +1,61 @@
+"""Containers that code reads through objects of Python's own, where no attribute shows them.
+
+MappingProxyType(d), d.values() and memoryview(b) show another container; ChainMap, Queue and the
+dictionaries of weakref keep theirs in attributes; threading.local and ContextVar hold what this
+thread sees of them; a weak reference leads to an object.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+from graphsplit.guards.places import Place, PlaceKind, itself
+from graphsplit.guards.values import CONTAINERS
+
+_EMPTY: dict[Any, Any] = {}
+_VIEWS: tuple[type, ...] = (
+    MappingProxyType,
+    type(_EMPTY.keys()),
+    type(_EMPTY.values()),
+    type(_EMPTY.items()),
+)
+_PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+# Of these, objects hold values of the user's; those of others have their own lives (threads).
+_HOLDING_MODULES = frozenset(
+    ("_thread", "collections", "configparser", "functools", "queue", "string", "types", "weakref")
+)
+
+
+def hidden_places(value: Any, label: str) -> Iterator[Place]:
+    """What holds values behind an object of Python's own."""
+    if isinstance(value, ContextVar):
+        yield Place(PlaceKind.CONTEXT, value, value.name, f"the context variable {value.name}")
+    elif isinstance(value, _VIEWS):
+        for held in gc.get_referents(value):
+            if isinstance(held, dict):
+                yield itself(held, label)
+    elif isinstance(value, memoryview):
+        if isinstance(value.obj, CONTAINERS):
+            yield itself(value.obj, label)
+    elif type(value).__module__ in _HOLDING_MODULES and not isinstance(value, type):
+        held = value.__dict__ if isinstance(value, threading.local) else _dictionary(value)
+        if type(held) is dict:
+            yield itself(held, f"the attributes of {label}")
+
+
+def hidden_values(value: Any) -> Iterator[Any]:
+    """What an object of Python's own leads to without holding it."""
+    if isinstance(value, weakref.ReferenceType):
+        yield value()
+    elif type(value) in _PROXIES:
+        yield value.__repr__.__self__
+
+
+def _dictionary(value: Any) -> Any:
+    return getattr(value, "__dict__", None)

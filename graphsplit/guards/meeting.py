@@ -1,0 +1,298 @@
+"""Follow the values that code reads to all that can be read through them, and note what was there.
+
+A function leads to its cells and defaults, a container to what it holds, an object to its class.
+The attributes of classes, modules and functions are noted by the names that code uses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphsplit.frames import is_own, short_path
+from graphsplit.guards.classes import (
+    HookedClasses,
+    is_watchable,
+    is_watched_file,
+    own_dictionary,
+)
+from graphsplit.guards.hidden import hidden_places, hidden_values
+from graphsplit.guards.places import Place, PlaceKind, cell, entry, itself
+from graphsplit.guards.values import (
+    BY_VALUE,
+    CONTAINERS,
+    NUMBERS,
+    any_leaf,
+    freeze,
+    items_of,
+)
+
+_ATOMS = frozenset((type(None), *BY_VALUE))
+WITHOUT_VALUES = (*NUMBERS, FakeTensor)
+_CALLABLES = (
+    MethodType,
+    BuiltinFunctionType,
+    functools.partial,
+    staticmethod,
+    classmethod,
+    property,
+    functools._lru_cache_wrapper,
+)
+
+
+@dataclass
+class Noted:
+    """A place that was read or written, and what was there first.
+
+    Attributes:
+        place: The place.
+        first: The snapshot of its first value.
+        is_read: Whether it was read before it was written.
+        is_whole: Whether a container there was taken for more than one entry.
+        is_written: Whether it was seen to be written.
+    """
+
+    place: Place
+    first: Any
+    is_read: bool = True
+    is_whole: bool = True
+    is_written: bool = False
+
+
+class Meeting:
+    """The values that were met, and the places through which they were.
+
+    Args:
+        root: The module that holds the network and the loss.
+        labels: The name for people of the module at a path: ``net.fc``.
+        classes: Classes of objects that are met are added to these.
+
+    Attributes:
+        noted: Every place, in the order of first use.
+        tensors: Tensors that were met and that are no state of ``root``.
+        tables: Every module, its path and its name for people, by the identity of its dictionary:
+            while torch records, others stand for modules.
+        executed: The code that has run, with its globals, by identity.
+        names: The attributes that this code uses.
+        named: Classes, modules and functions whose attributes are noted by name.
+        passes_by: Whether code asks objects for attributes past their classes.
+    """
+
+    def __init__(
+        self, root: nn.Module, labels: Callable[[str], str], classes: HookedClasses
+    ) -> None:
+        self.noted: dict[Any, Noted] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.tables: dict[int, tuple[nn.Module, str | None, str]] = {
+            id(vars(m)): (m, path, labels(path)) for path, m in root.named_modules()
+        }
+        self.executed: dict[tuple[int, int], Any] = {}
+        self.names: set[str] = set()
+        self.named: list[tuple[Any, str]] = []
+        self.functions: dict[int, list[FunctionType]] = {}
+        self.met: dict[int, tuple[Any, str]] = {}
+        self.made: dict[int, Any] = {}  # objects that forward has made
+        self.passes_by = False
+        self._classes = classes
+        self._state = {id(t) for t in (*root.parameters(), *root.buffers())}
+
+    # Noting.
+
+    def note_read(self, place: Place, entries: tuple[Any, ...] | None = None) -> bool:
+        """Note a read of a value, or of some of its entries; whether all of it was read."""
+        value = place.read()
+        is_whole = entries is None or type(value) not in (list, dict)
+        self.note(place, is_whole=is_whole)
+        for key in () if is_whole else entries or ():
+            if isinstance(value, dict) or isinstance(key, int):
+                inner = entry(value, key, f"{place.label}[{key!r}]", place.source)
+                self.note(inner)
+                self.meet(inner.read(), inner.label)
+        return is_whole
+
+    def note(self, place: Place, *, is_read: bool = True, is_whole: bool = True) -> None:
+        """Note a place, with what is there, unless it was noted before."""
+        known = self.noted.get(place.identity)
+        if known is not None:
+            known.is_whole |= is_whole
+            return
+        first = freeze(place.read())
+        if any_leaf(first, lambda leaf: isinstance(leaf, (FakeTensor, torch.fx.Proxy))):
+            is_read = False
+        self.noted[place.identity] = Noted(place, first, is_read, is_whole)
+
+    # Meeting values.
+
+    def meet(self, value: Any, label: str) -> None:
+        """Watch what can be read through a value."""
+        if type(value) in _ATOMS or isinstance(value, WITHOUT_VALUES) or id(value) in self.met:
+            return
+        self.met[id(value)] = value, label
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._state and not value.is_inference():
+                self.tensors[id(value)] = value
+                self.note(itself(vars(value), f"the attributes of {label}"))
+        elif isinstance(value, FunctionType):
+            self._meet_function(value, label)
+        elif isinstance(value, type):
+            self.meet_class(value)
+        elif isinstance(value, ModuleType):
+            if is_watchable_module(value):
+                self._name(value, label)
+        elif isinstance(value, nn.Module):
+            self._meet_module(value, label)
+        elif isinstance(value, CONTAINERS):
+            self._meet_items(value, label)
+        else:
+            self._meet_object(value, label)
+
+    def _meet_module(self, module: nn.Module, label: str) -> None:
+        """A module beside the network, perhaps: one that a closure holds."""
+        if id(own_dictionary(module)) not in self.tables:
+            for path, inner in module.named_modules():
+                name = f"{label}.{path}" if path else label
+                self.tables[id(vars(inner))] = (inner, None, name)
+                self.meet_class(type(inner))
+        self.meet_class(type(module))
+
+    def _meet_items(self, value: Any, label: str) -> None:
+        if isinstance(value, (bytearray, *CONTAINERS[-3:])):
+            return
+        for item in items_of(value):
+            self.meet(item, f"{label}[…]")
+        if type(value) not in CONTAINERS:
+            self._meet_object(value, label)
+
+    def _meet_object(self, value: Any, label: str) -> None:
+        for name in ("__self__", "__func__", "__wrapped__", "func", "args", "keywords", "fget"):
+            if isinstance(value, _CALLABLES):
+                inner = getattr(value, name, None)
+                if inner is not None and not isinstance(inner, ModuleType):
+                    self.meet(inner, label)
+        if isinstance(value, functools.partial):
+            place = Place(PlaceKind.FIELD, value, "keywords", f"keywords of {label}")
+            self.note(place)
+        for place in hidden_places(value, label):
+            self.note(place)
+            self.meet(place.read(), place.label)
+        for inner in hidden_values(value):
+            self.meet(inner, label)
+        if is_watchable(type(value)):
+            self.meet_class(type(value))
+            self._classes.add(type(value))
+            if self.passes_by:
+                self.note_all_of(value, label)
+
+    def _meet_function(self, function: FunctionType, label: str) -> None:
+        self._register(function)
+        if vars(function):
+            self._name(function, label)
+        wrapped = vars(function).get("__wrapped__")
+        if wrapped is not None:
+            self.meet(wrapped, label)
+        file = function.__code__.co_filename
+        if (id(function.__code__), id(function.__globals__)) in self.executed or (
+            not is_own(file) and not is_watched_file(file)
+        ):
+            self.note_closure(function)
+
+    def _register(self, function: FunctionType) -> None:
+        known = self.functions.setdefault(id(function.__code__), [])
+        if not any(one is function for one in known):
+            known.append(function)
+
+    def meet_class(self, kind: type) -> None:
+        """Watch the attributes of a class, of its bases and of its metaclass."""
+        bases: tuple[type, ...] = (*kind.__mro__, *type.mro(type(kind)))
+        for one in bases:
+            if not is_watchable(one) or any(one is known for known, _ in self.named):
+                continue
+            self._name(one, one.__qualname__)
+            for value in list(vars(one).values()):
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, FunctionType):
+                    self._register(function)
+
+    def _name(self, holder: Any, label: str) -> None:
+        self.named.append((holder, label))
+        self.note_named(holder, label, self.names)
+
+    def note_closure(self, function: FunctionType) -> None:
+        """Note the variables of a function's closure, its defaults and its code."""
+        name, code = function.__qualname__, function.__code__
+        source = f"{short_path(code.co_filename)}:{code.co_firstlineno}"
+        for variable, held in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            place = cell(held, f"{variable!r} in the closure of {name}", source)
+            if variable != "__class__":
+                self.note(place)
+                self.meet(place.read(), variable)
+        for field in ("__code__", "__defaults__", "__kwdefaults__"):
+            if getattr(function, field) is not None:
+                label = f"{field.strip('_')} of {name}"
+                self.note(Place(PlaceKind.FIELD, function, field, label, source))
+                self.meet(getattr(function, field), label)
+
+    def note_named(self, holder: Any, label: str, names: set[str] | frozenset[str]) -> None:
+        """Note those attributes of a class, a module or a function that code may read by name."""
+        known = set(vars(holder))
+        if isinstance(holder, type):  # what it inherits, it may get itself
+            for kind in filter(is_watchable, holder.__mro__[1:]):
+                known |= vars(kind).keys()
+        for name in names & known:
+            if name.startswith("__") and name.endswith("__"):
+                continue
+            place = named_place(holder, name, f"{label}.{name}")
+            self.note(place)
+            self.meet(place.read(), place.label)
+
+    def note_all_of(self, one: Any, label: str) -> None:
+        """Note all attributes of an object."""
+        held = own_dictionary(one)
+        if held is None or id(held) in self.made or isinstance(one, (FunctionType, ModuleType)):
+            return
+        for name in list(held):
+            if not isinstance(one, nn.Module) or not is_torchs(one, name):
+                self.note_read(entry(held, name, f"{label}.{name}", "", self.path_of(held)))
+                self.meet(held[name], f"{label}.{name}")
+
+    def path_of(self, held: Any) -> str | None:
+        """The path of the module with a dictionary of attributes; None if there is none."""
+        known = self.tables.get(id(held))
+        return known[1] if known is not None else None
+
+
+def named_place(holder: Any, name: str, label: str) -> Place:
+    """The place of an attribute of a class, a module or a function; of a global."""
+    if isinstance(holder, type):
+        return Place(PlaceKind.CLASS, holder, name, label)
+    return entry(holder if isinstance(holder, dict) else vars(holder), name, label)
+
+
+def is_torchs(module: nn.Module, name: str) -> bool:
+    """Whether a module's attribute is one of PyTorch's own tables, or an entry of one."""
+    if name in nn.Module.__dict__ or name in _TABLES or name.endswith("_hooks"):
+        return name != "training"
+    if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):
+        return True
+    return any(name in (vars(module).get(table) or ()) for table in _TABLES)
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def is_watchable_module(module: ModuleType) -> bool:
+    """Whether a module may hold values of the user's."""
+    file = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" or (isinstance(file, str) and is_watched_file(file))

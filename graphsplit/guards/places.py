@@ -1,0 +1,115 @@
+"""A place where Python keeps a value that code reads: an attribute, an entry, a global, a cell."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from types import CellType
+from typing import Any
+
+from graphsplit.guards.values import MISSING
+
+
+class PlaceKind(Enum):
+    """How a place is read and written."""
+
+    ENTRY = "entry"  # of a dictionary or list: attributes and globals are entries of dictionaries
+    SLOT = "slot"  # of an object without a dictionary
+    CLASS = "class"  # an attribute of a class
+    CELL = "cell"  # of a closure
+    FIELD = "field"  # an attribute that Python itself keeps: the code of a function
+    ITSELF = "itself"  # a container that is reached by no name: behind a view, in a C object
+    CONTEXT = "context"  # a context variable
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a value is kept.
+
+    Attributes:
+        kind: How to read and write it.
+        holder: The dictionary, list, object, class, cell or function; held, so that its identity
+            stays its own.
+        key: Its key, index or name there.
+        label: What it is, for people: ``net.beta``, ``train.py: CONFIG['beta']``.
+        source: Where it was first read: ``file:line``.
+        module: The path of the module whose attribute it is, below what is captured, or None: such
+            a place is found again in another copy of the network.
+    """
+
+    kind: PlaceKind
+    holder: Any
+    key: Any
+    label: str
+    source: str = ""
+    module: str | None = None
+
+    @property
+    def identity(self) -> tuple[int, PlaceKind, Any]:
+        """What is equal for one place, while it is held."""
+        key = self.key if isinstance(self.key, Hashable) else repr(self.key)
+        return id(self.holder), self.kind, (type(key), key)
+
+    def read(self) -> Any:
+        """The present value; ``MISSING`` if there is none."""
+        try:
+            if self.kind is PlaceKind.ITSELF:
+                return self.holder
+            if self.kind is PlaceKind.CONTEXT:
+                return self.holder.get(MISSING)
+            if isinstance(self.holder, dict):  # a dictionary of defaults must not make one
+                return dict.get(self.holder, self.key, MISSING)
+            if self.kind is PlaceKind.ENTRY:
+                return self.holder[self.key]
+            if self.kind is PlaceKind.CELL:
+                return self.holder.cell_contents
+            if self.kind is PlaceKind.CLASS:
+                return vars(self.holder).get(self.key, MISSING)
+            return object.__getattribute__(self.holder, self.key)
+        except (AttributeError, LookupError, ValueError):  # the latter: an empty cell
+            return MISSING
+
+    def write(self, value: Any) -> None:
+        """Put a value there; ``MISSING`` deletes it."""
+        if value is MISSING:
+            self._delete()
+        elif self.kind is PlaceKind.CONTEXT:
+            self.holder.set(value)
+        elif isinstance(self.holder, dict):
+            dict.__setitem__(self.holder, self.key, value)
+        elif self.kind is PlaceKind.ENTRY:
+            self.holder[self.key] = value
+        elif self.kind is PlaceKind.CELL:
+            self.holder.cell_contents = value
+        elif self.kind is PlaceKind.CLASS:
+            type.__setattr__(self.holder, self.key, value)
+        else:
+            object.__setattr__(self.holder, self.key, value)
+
+    def _delete(self) -> None:
+        with contextlib.suppress(AttributeError, LookupError, ValueError):
+            if self.kind is PlaceKind.ENTRY:
+                del self.holder[self.key]
+            elif self.kind is PlaceKind.CELL:
+                del self.holder.cell_contents
+            elif self.kind is PlaceKind.CLASS:
+                type.__delattr__(self.holder, self.key)
+            else:
+                object.__delattr__(self.holder, self.key)
+
+
+def entry(holder: Any, key: Any, label: str, source: str = "", module: str | None = None) -> Place:
+    """An entry of a dictionary or list."""
+    return Place(PlaceKind.ENTRY, holder, key, label, source, module)
+
+
+def itself(container: Any, label: str, source: str = "") -> Place:
+    """A container as a whole, wherever it is kept."""
+    return Place(PlaceKind.ITSELF, container, "", label, source)
+
+
+def cell(holder: CellType, label: str, source: str = "") -> Place:
+    """The variable of a closure."""
+    return Place(PlaceKind.CELL, holder, "cell_contents", label, source)

@@ -1,0 +1,401 @@
+"""Record what Python reads and writes while a network is captured.
+
+Each read is noted with the value that was there first, by what Python offers for it::
+
+    self.beta, cfg.rate            nn.Module's and each met class's __getattribute__, replaced
+    BETA, CONFIG["beta"]           names in the code of each function that runs (a trace function)
+    a closure's variable, a default    cells and defaults of the functions whose code runs
+    Net.scale, settings.beta       attributes of classes and modules, by the names that code uses
+
+Only what was there before counts: tensors without values, and objects that forward makes itself,
+are no state. Afterwards everything is put back as it was, so that a capture leaves no trace.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphsplit.frames import is_own, is_users, short_path
+from graphsplit.guards.by_name import AskedByName
+from graphsplit.guards.classes import (
+    HookedClasses,
+    Hooks,
+    is_watchable,
+    is_watched_code,
+    is_watched_file,
+    own_dictionary,
+)
+from graphsplit.guards.code_facts import CodeFacts, facts_of
+from graphsplit.guards.meeting import (
+    Meeting,
+    Noted,
+    is_torchs,
+    is_watchable_module,
+    named_place,
+)
+from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.guards.values import (
+    CONTAINERS,
+    MISSING,
+)
+
+# Between a control-flow operator and the call in which the user gave it its functions.
+_MAX_FRAMES_OF_TORCH = 8
+_NOT_READ = frozenset(("__dict__", "__class__", "__doc__", "__module__"))
+
+
+class ReadRecorder:
+    """Notes what is read and written in a ``with recorder.recording():`` block.
+
+    Args:
+        root: The module that holds the network and the loss.
+        labels: The name for people of the module at a path: ``net.fc``.
+        is_paused: Whether what runs now is not to be recorded.
+
+    Attributes:
+        touched: Every module of which something was read, by the identity of its dictionary.
+    """
+
+    def __init__(
+        self, root: nn.Module, labels: Callable[[str], str], is_paused: Callable[[], bool]
+    ) -> None:
+        self.touched: dict[int, nn.Module] = {}
+        self._seen: dict[tuple[int, str], Any] = {}
+        self._nested: dict[int, CodeType] = {}
+        self._classes = HookedClasses(Hooks(self._read, self._write))
+        self._meeting = Meeting(root, labels, self._classes)
+        self._by_name = AskedByName(self._asked)
+        self._is_off = True
+        self._is_paused = is_paused
+        self._root = root
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        self._classes.add(nn.Module)
+        for module in self._root.modules():
+            self._meeting.meet_class(type(module))
+            self._classes.add(type(module))
+            for name in ("_forward_hooks", "_forward_pre_hooks"):
+                for hook in getattr(module, name).values():
+                    self._meeting.meet(hook, f"a hook of {type(module).__name__}")
+        loss_fn = getattr(self._root, "loss_fn", None)
+        self._meeting.meet(getattr(loss_fn, "_function", loss_fn), "loss_fn")
+        self._classes.add(nn.Module)
+        before, collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # what finalizers and callbacks of collections read is no part of the step
+        sys.settrace(self._traced)
+        self._is_off = False
+        try:
+            yield
+        finally:
+            self._is_off = True
+            sys.settrace(before)
+            self._by_name.remove()
+            self._classes.remove()
+            if collects:
+                gc.enable()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let torch's compiler look at code inside, as it does at the branches of ``torch.cond``.
+
+        That code does not run, so nobody sees what it reads: everything that it could reach counts.
+        """
+        self._note_all_within_reach(sys._getframe(2))
+        self._is_off = True
+        sys.settrace(None)
+        try:
+            with self._classes.lifted_off():
+                yield
+        finally:
+            self._is_off = False
+            sys.settrace(self._traced)
+
+    def _note_all_within_reach(self, frame: FrameType | None) -> None:
+        for _ in range(_MAX_FRAMES_OF_TORCH):
+            for value in list(frame.f_locals.values()) if frame is not None else ():
+                if isinstance(value, FunctionType) and is_watched_file(value.__code__.co_filename):
+                    self._meeting.meet(value, value.__qualname__)
+                    self._note_code(value.__code__, value.__globals__)
+                    self._meeting.note_closure(value)
+            frame = frame.f_back if frame is not None else None
+        for held, (module, path, label) in list(self._meeting.tables.items()):
+            if type(module).__module__.startswith("graphsplit."):
+                continue
+            self.touched[held] = module
+            for name in list(vars(module)):
+                if not is_torchs(module, name):
+                    self._meeting.note(entry(vars(module), name, f"{label}.{name}", "", path))
+                    self._meeting.meet(vars(module)[name], f"{label}.{name}")
+
+    @property
+    def noted(self) -> dict[Any, Noted]:
+        """Every place, in the order of first use."""
+        return self._meeting.noted
+
+    @property
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Tensors that were met and that are no state of the network or the loss."""
+        return self._meeting.tensors
+
+    def touch(self, module: nn.Module) -> None:
+        """Count a module as one of which something was read."""
+        if id(vars(module)) in self._meeting.tables:
+            self.touched[id(vars(module))] = module
+
+    def label(self, module: nn.Module) -> str:
+        """The name of a module for people."""
+        return self._meeting.tables[id(vars(module))][2]
+
+    def path(self, module: nn.Module) -> str | None:
+        """The path of a module in what is captured."""
+        return self._meeting.tables[id(vars(module))][1]
+
+    def note_lifted(self, place: Place) -> None:
+        """Note a place that holds a symbol by now."""
+        self.noted[place.identity] = Noted(place, place.read())
+
+    # What code reads by name.
+
+    def _traced(self, frame: FrameType, event: str, argument: Any) -> None:
+        code, held = frame.f_code, frame.f_globals
+        if event != "call" or (id(code), id(held)) in self._meeting.executed:
+            return
+        if self._is_off or self._is_paused():
+            return
+        self._meeting.executed[id(code), id(held)] = code, held
+        if not is_watched_code(code, held):
+            return
+        self._note_code(code, frame.f_globals)
+        if id(code) not in self._meeting.functions and id(code) not in self._nested:
+            for function in gc.get_referrers(code):
+                if isinstance(function, FunctionType) and function.__code__ is code:
+                    self._meeting.meet(function, function.__qualname__)
+        for function in self._meeting.functions.get(id(code), ()):
+            self._meeting.note_closure(function)
+
+    def _note_code(self, code: CodeType, held: dict[str, Any]) -> None:
+        facts = facts_of(code)
+        self._nested.update((id(inner), inner) for inner in facts.nested)
+        self._note_globals(held, facts, code)
+        self._by_name.watch(held, facts.globals_read)
+        self._note_imports(facts, held)
+        if "__getattribute__" in facts.attributes and not self._meeting.passes_by:
+            self._meeting.passes_by = True
+            for one, label in list(self._meeting.met.values()):
+                self._meeting.note_all_of(one, label)
+        new = facts.attributes - self._meeting.names
+        self._meeting.names |= new
+        for holder, label in self._meeting.named:
+            self._meeting.note_named(holder, label, new)
+
+    def _note_imports(self, facts: CodeFacts, held: dict[str, Any]) -> None:
+        for name in facts.imports:
+            whole = name
+            if name.startswith("."):
+                package = held.get("__package__") or ""
+                above = package.split(".")
+                above = above[: len(above) + 1 - _dots(name)]
+                whole = ".".join((*above, name.strip("."))).rstrip(".")
+            parts = whole.split(".")
+            for count in range(1, len(parts) + 1):
+                module = sys.modules.get(".".join(parts[:count]))
+                if module is not None:
+                    self._meeting.meet(module, ".".join(parts[:count]))
+
+    def _asked(self, holder: Any, name: str | None, is_read: bool) -> None:
+        """A module, a class, a function or all globals are asked for a name that was computed."""
+        if self._is_off or self._is_paused():
+            return
+        holders, label = [holder], self._label_of(holder)
+        if isinstance(holder, type):
+            holders = [kind for kind in holder.__mro__ if is_watchable(kind)]
+        elif isinstance(holder, ModuleType):
+            holders, label = [holder] * is_watchable_module(holder), holder.__name__
+        for one in holders:
+            held = one if isinstance(one, dict) else vars(one)
+            for asked in list(held) if name is None else [name]:
+                is_module = name is None and isinstance(held[asked], ModuleType)
+                if not is_module and not (asked.startswith("__") and asked.endswith("__")):
+                    place = named_place(
+                        one, asked, f"{getattr(one, '__qualname__', label)}.{asked}"
+                    )
+                    self._meeting.note(place, is_read=is_read)
+                    if name is not None or isinstance(place.read(), CONTAINERS):
+                        self._meeting.meet(place.read(), place.label)
+
+    def _note_globals(self, held: dict[str, Any], facts: CodeFacts, code: CodeType) -> None:
+        where = short_path(code.co_filename)
+        source = f"{where}:{code.co_firstlineno}"
+        for name, entries in facts.globals_read.items():
+            if name.startswith("__") and name.endswith("__"):
+                continue
+            value, label = held.get(name, MISSING), f"{where}: {name}"
+            if isinstance(value, ModuleType) and not is_watchable_module(value):
+                continue
+            if _is_put_there_by_capture(value):
+                continue
+            self._meeting.note_read(entry(held, name, label, source), entries)
+            self._meeting.meet(value, label)
+        for name in facts.globals_written:
+            self._meeting.note(entry(held, name, f"{where}: {name}", source), is_read=False)
+
+    # What code reads as an attribute.
+
+    def _read(self, one: Any, name: str, value: Any) -> None:
+        """An attribute was read; ``MISSING`` if there is none."""
+        if self._is_off or (id(one), name) in self._seen or self._is_paused():
+            return
+        if name in _NOT_READ:
+            if name == "__dict__":
+                self._read_all_of(one)
+            return
+        held = own_dictionary(one)
+        if id(held) in self._meeting.made or isinstance(value, FakeTensor):
+            return
+        known = self._meeting.tables.get(id(held))
+        if known is None and isinstance(one, nn.Module):
+            return  # torch's own, while it records
+        if known is not None:
+            if type(known[0]).__module__.startswith("graphsplit."):
+                return  # what holds the network and the loss
+            self.touched[id(held)] = known[0]
+        self._is_off = True
+        try:
+            place = self._place_of(one, held, name, value)
+            if place is not None:
+                is_whole = self._meeting.note_read(place, self._entries_asked_for(value))
+                if is_whole:
+                    self._seen[id(one), name] = one
+                self._meeting.meet(value, place.label)
+        finally:
+            self._is_off = False
+
+    def _read_all_of(self, one: Any) -> None:
+        """``vars(one)`` may be used for anything; of a module, torch itself takes it often."""
+        asker: Any = sys._getframe(3)
+        held = own_dictionary(one)
+        if held is None or id(held) in self._meeting.made:
+            return
+        if not held and id(one) not in self._meeting.met:
+            self._meeting.made[id(held)] = held  # a copy that is being made
+            return
+        if isinstance(one, nn.Module) and not is_users(asker.f_code.co_filename):
+            return
+        self._meeting.note_all_of(one, self._label_of(one))
+
+    def _write(self, one: Any, name: str) -> None:
+        """An attribute is about to be written or deleted."""
+        if self._is_off or self._is_paused():
+            return
+        held = own_dictionary(one)
+        if held is not None and not held and id(one) not in self._meeting.met:
+            self._meeting.made[id(held)] = held  # it is being made
+        if id(held) in self._meeting.made or (
+            isinstance(one, nn.Module) and id(held) not in self._meeting.tables
+        ):
+            return
+        place = self._place_of(one, held, name, MISSING)
+        if place is not None:
+            self._meeting.note(place, is_read=False)
+            self.noted[place.identity].is_written = True
+
+    def _place_of(self, one: Any, held: Any, name: str, value: Any) -> Place | None:
+        """Where an attribute's value is kept; None for what is no value of the user's."""
+        module = self._meeting.tables.get(id(held))
+        if module is not None and is_torchs(module[0], name):
+            return None
+        label = f"{self._label_of(one)}.{name}"
+        if held is not None and (name in held or value is MISSING):
+            if value is MISSING and _slot_of(type(one), name) is not None:
+                return Place(PlaceKind.SLOT, one, name, label, self._where(held)[0])
+            return entry(held, name, label, *self._where(held))
+        for kind in type(one).__mro__:
+            if name in vars(kind):
+                if _slot_of(kind, name) is not None:
+                    return Place(PlaceKind.SLOT, one, name, label, self._where(held)[0])
+                self._note_absence(one, held, name, label, kind)
+                if not is_watchable(kind):
+                    return None
+                where = f"{kind.__qualname__}.{name}"
+                return Place(PlaceKind.CLASS, kind, name, where, self._where(held)[0])
+        return None
+
+    def _note_absence(self, one: Any, held: Any, name: str, label: str, owner: type) -> None:
+        """What would be found before a class's attribute, if it were there."""
+        if held is not None and not hasattr(type(vars(owner)[name]), "__set__"):
+            self._meeting.note(entry(held, name, label, *self._where(held)))
+        for kind in type(one).__mro__:
+            if kind is owner:
+                return
+            if is_watchable(kind):
+                self._meeting.note(
+                    Place(PlaceKind.CLASS, kind, name, f"{kind.__qualname__}.{name}")
+                )
+
+    def _where(self, held: Any) -> tuple[str, str | None]:
+        """The user's line that is running, and the path of the module that is read."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        line = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+        module = self._meeting.tables.get(id(held))
+        return line, module[1] if module is not None else None
+
+    def _label_of(self, one: Any) -> str:
+        module = self._meeting.tables.get(id(own_dictionary(one)))
+        if module is not None:
+            return module[2]
+        met = self._meeting.met.get(id(one))
+        return met[1] if met is not None else f"a {type(one).__name__}"
+
+    def _entries_asked_for(self, value: Any) -> tuple[Any, ...] | None:
+        """The entry that the reading code asks the value for at once; None for all of it."""
+        if not isinstance(value, (list, dict)):
+            return None
+        frame: Any = sys._getframe(3)
+        if is_own(frame.f_code.co_filename):
+            return None
+        asked = facts_of(frame.f_code).subscripts.get(frame.f_lasti)
+        if asked is None:
+            return None
+        if not asked.local:
+            return (asked.constant,)
+        return (frame.f_locals[asked.local],) if asked.local in frame.f_locals else None
+
+
+def _dots(name: str) -> int:
+    return len(name) - len(name.lstrip("."))
+
+
+def _slot_of(kind: type, name: str) -> Any:
+    """The descriptor of a slot, if a class has one of this name."""
+    for one in kind.__mro__:
+        found = vars(one).get(name)
+        if type(found).__name__ == "member_descriptor":
+            return found
+    return None
+
+
+def _is_put_there_by_capture(value: Any) -> bool:
+    """Whether a global is one that stands there only while a step is recorded."""
+    return (
+        isinstance(value, FunctionType)
+        and is_own(value.__code__.co_filename)
+        and "__wrapped__" not in vars(value)  # gs.opaque's are the user's
+    )

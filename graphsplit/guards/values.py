@@ -1,0 +1,317 @@
+"""Snapshots of plain Python values, and whether a value is still the one of its snapshot.
+
+A container is kept with all that it holds, as deep as it goes; everything else by reference. Values
+are the same if their types and bits are: 1, 1.0 and True are three values, and so are 0.0 and -0.0.
+What has no bits of its own to compare (functions, modules, tensors, objects) is compared by
+identity; a snapshot holds it, so that no other object can take its place in memory.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, KeysView, ValuesView
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+BY_VALUE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+)
+NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)
+_BUFFERS = (np.ndarray, array.array, bytearray)
+CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *_BUFFERS)
+MUTABLE = (list, deque, set, dict, SimpleNamespace, *_BUFFERS)
+
+
+class Missing:
+    """Stands for a value that is not there."""
+
+    def __repr__(self) -> str:
+        return "(nothing)"
+
+
+MISSING = Missing()
+
+
+@dataclass(frozen=True, eq=False)
+class Frozen:
+    """A container at one moment.
+
+    Attributes:
+        container: The container itself.
+        items: What it held, in its order: for a mapping its values. Containers among them are
+            frozen too.
+        keys: The keys of a mapping; empty for others.
+        content: dtype, shape and bytes of an array; None for others.
+    """
+
+    container: Any
+    items: tuple[Any, ...] = ()
+    keys: tuple[Any, ...] = ()
+    content: tuple[Any, ...] | None = None
+
+
+def reference_of(frozen: Any) -> Any:
+    """What a snapshot was taken of."""
+    return frozen.container if isinstance(frozen, Frozen) else frozen
+
+
+def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
+    """The snapshot of a value; the value itself where it is no container."""
+    if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or id(value) in _inside:
+        return value
+    if isinstance(value, _BUFFERS):
+        return Frozen(value, content=_content(value))
+    inside = (*_inside, id(value))
+    keys = tuple(keys_of(value)) if is_mapping(value) else ()
+    return Frozen(value, tuple([freeze(item, inside) for item in items_of(value)]), keys)
+
+
+def is_mapping(value: Any) -> bool:
+    """Whether a container holds values under keys."""
+    return isinstance(value, (dict, SimpleNamespace))
+
+
+def mapping_of(value: Any) -> dict[Any, Any]:
+    """The dictionary behind a mapping."""
+    return vars(value) if isinstance(value, SimpleNamespace) else value
+
+
+def _order_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class that knows the order of a dictionary: ``move_to_end`` leaves dict's as it is."""
+    return OrderedDict if isinstance(held, OrderedDict) else dict
+
+
+def keys_of(value: Any) -> KeysView[Any]:
+    """The keys of a mapping, whatever its class makes of asking for them."""
+    held = mapping_of(value)
+    return _order_of(held).keys(held)
+
+
+def values_of(value: Any) -> ValuesView[Any]:
+    """The values of a mapping, likewise."""
+    held = mapping_of(value)
+    return _order_of(held).values(held)
+
+
+def items_of(value: Any) -> Iterator[Any]:
+    """What a container holds, whatever its class makes of iterating over it."""
+    if is_mapping(value):
+        return iter(values_of(value))
+    kind = next(kind for kind in (*_SEQUENCES, *_SETS) if isinstance(value, kind))
+    return kind.__iter__(value)
+
+
+def _content(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, np.ndarray):
+        # An array of objects has no bits to speak of: what it holds is compared by identity.
+        held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
+        return (str(value.dtype), value.shape, held)
+    return (getattr(value, "typecode", "b"), len(value), bytes(value))
+
+
+def thaw(frozen: Any) -> Any:
+    """A value as in a snapshot, in containers of its own."""
+    if not isinstance(frozen, Frozen):
+        return frozen
+    kind, items = type(frozen.container), [thaw(item) for item in frozen.items]
+    if frozen.content is not None:
+        return _array_of(frozen)
+    if isinstance(frozen.container, SimpleNamespace):
+        return kind(**dict(zip(frozen.keys, items, strict=True)))
+    made = frozen.container.copy() if hasattr(frozen.container, "copy") else None
+    if isinstance(frozen.container, (dict, list, deque, set)) and type(made) is not kind:
+        made = copy.copy(frozen.container)  # copy() of a class of the user's gives its base
+    if made is None or type(made) is not kind:  # a tuple, named or not
+        return kind(*items) if hasattr(kind, "_fields") else kind(items)
+    _fill(made, frozen.keys, items)
+    return made
+
+
+def put_back(frozen: Any) -> Any:
+    """Let a container, and those in it, hold what they held; returns the value."""
+    if not isinstance(frozen, Frozen):
+        return frozen
+    items = [put_back(item) for item in frozen.items]
+    if isinstance(frozen.container, MUTABLE) and not _holds_exactly(frozen, items):
+        if frozen.content is None:
+            _fill(frozen.container, frozen.keys, items)
+        else:
+            _fill_array(frozen)
+    return frozen.container
+
+
+def _array_of(frozen: Frozen) -> Any:
+    """An array with the content of a snapshot."""
+    made = frozen.container.copy() if isinstance(frozen.container, np.ndarray) else None
+    if made is None:
+        made = copy.copy(frozen.container)
+    again = Frozen(made, content=frozen.content)
+    _fill_array(again)
+    return again.container
+
+
+def _fill_array(frozen: Frozen) -> None:
+    """Let an array have the content of its snapshot."""
+    container, (kind, size, held) = frozen.container, frozen.content or ("", 0, b"")
+    if isinstance(container, bytearray):
+        container[:] = held
+    elif isinstance(container, array.array):
+        del container[:]
+        container.frombytes(held)
+    elif container.dtype.hasobject:
+        for index, item in enumerate(held):
+            container.flat[index] = item
+    else:
+        container[...] = np.frombuffer(held, dtype=kind).reshape(size)
+
+
+def _holds_exactly(frozen: Frozen, items: list[Any]) -> bool:
+    if frozen.content is not None:
+        return _same_content(frozen.content, _content(frozen.container))
+    now = list(items_of(frozen.container))
+    return len(now) == len(items) and all(a is b for a, b in zip(now, items, strict=True))
+
+
+def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
+    """Give a container new contents, past what its class makes of that."""
+    if is_mapping(container):
+        held = mapping_of(container)
+        kind = _order_of(held)
+        kind.clear(held)
+        for key, item in zip(keys, items, strict=True):
+            kind.__setitem__(held, key, item)
+    elif isinstance(container, list):
+        list.__setitem__(container, slice(None), items)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, items)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, items)
+
+
+def same(frozen: Any, value: Any) -> bool:
+    """Whether a value is the one of a snapshot, by type and bits."""
+    return next(differences(frozen, value), None) is None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a value is not the one of its snapshot.
+
+    Attributes:
+        container: The innermost container in which it differs; None for the value itself.
+        key: Its key or position there; None where the container as a whole differs.
+        old: What was there.
+        new: What is there.
+    """
+
+    container: Any
+    key: Any
+    old: Any
+    new: Any
+
+
+def differences(
+    frozen: Any, value: Any, *, within: Any = None, key: Any = None
+) -> Iterator[Difference]:
+    """All places in which a value is not the one of its snapshot, the innermost ones."""
+    whole = Difference(within, key, frozen, value)
+    if not isinstance(frozen, Frozen):
+        if frozen is not value and not _same_bits(frozen, value):
+            yield whole
+        return
+    if type(value) is not type(frozen.container):
+        yield whole
+    elif frozen.content is not None:
+        if not _same_content(frozen.content, _content(value)):
+            yield whole
+    elif isinstance(value, _SETS):
+        now = list(items_of(value))  # in their order: code may go through them
+        if len(now) != len(frozen.items) or not all(map(same, frozen.items, now)):
+            yield whole
+    else:
+        keys: Any = range(len(frozen.items))
+        now = list(items_of(value))
+        if is_mapping(value):
+            keys = frozen.keys
+            if not _same_keys(keys, tuple(keys_of(value))):
+                yield whole
+                return
+        if len(now) != len(frozen.items):
+            yield whole
+            return
+        for its_key, old, new in zip(keys, frozen.items, now, strict=True):
+            yield from differences(old, new, within=value, key=its_key)
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind in (float, complex):
+        return repr(one) == repr(other)  # -0.0 is not 0.0, and a NaN is itself
+    if isinstance(one, np.generic):
+        return bool(one.dtype == other.dtype and one.tobytes() == other.tobytes())
+    return kind in BY_VALUE and bool(one == other)  # a class of the user's may make == its own
+
+
+def _same_keys(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(
+        a is b or _same_bits(a, b) or (isinstance(a, tuple) and repr(a) == repr(b) and a == b)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _same_content(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    if isinstance(one[-1], tuple) and one[:2] == other[:2]:
+        return all(a is b or _same_bits(a, b) for a, b in zip(one[-1], other[-1], strict=True))
+    return one == other
+
+
+def is_plain(frozen: Any) -> bool:
+    """Whether a snapshot can be made again from nothing but numbers, texts and containers."""
+    if isinstance(frozen, Frozen):
+        return frozen.content is not None or (
+            all(map(is_plain, frozen.items)) and all(map(is_plain, frozen.keys))
+        )
+    return frozen is None or frozen is MISSING or isinstance(frozen, (*BY_VALUE, enum.Enum))
+
+
+def any_leaf(frozen: Any, test: Callable[[Any], bool]) -> bool:
+    """Whether a snapshot holds something of which a test is true."""
+    if isinstance(frozen, Frozen):
+        return any(any_leaf(item, test) for item in frozen.items)
+    return test(frozen)
+
+
+def shown(value: Any) -> str:
+    """A value for people: short."""
+    if isinstance(value, Frozen):
+        value = thaw(value) if is_plain(value) else value.container
+    if isinstance(value, torch.Tensor):
+        return f"a {list(value.shape)} tensor"
+    try:
+        text = repr(value)
+    except Exception:  # a repr of the user's decides nothing
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,142 @@
+"""Run something in a forked child that only reports: whatever it changes is gone with the child.
+
+A data loader forks in the same way: gRPC and OpenMP have threads that the child does not have, so
+it computes with one thread, calls nothing of the cluster, and leaves without cleaning up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from graphsplit.errors import GraphsplitError
+
+_SEED = 0x5EED
+
+
+class ChildError(GraphsplitError, RuntimeError):
+    """A child could not be started, or did not report."""
+
+
+class Child:
+    """A child process at work, until the end of the ``with`` block.
+
+    Args:
+        work: What it does; returns what JSON can carry.
+        deadline_s: After so many seconds it is killed.
+
+    Raises:
+        ChildError: This system starts no child.
+    """
+
+    def __init__(self, work: Callable[[], Any], *, deadline_s: float) -> None:
+        self._ends_s = time.monotonic() + deadline_s
+        if not hasattr(os, "fork"):
+            raise ChildError("this system has no fork")
+        self._reader, writer = os.pipe()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a process with threads forks
+                self._pid = os.fork()
+        except OSError as error:
+            os.close(self._reader)
+            os.close(writer)
+            raise ChildError(f"no process could be forked: {error}") from error
+        if self._pid == 0:
+            _be_child(work, writer, deadline_s)
+        os.close(writer)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End it."""
+        os.close(self._reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+    def report(self) -> Any:
+        """Wait for what it reports.
+
+        Raises:
+            ChildError: It did not report, or not in time.
+        """
+        data = bytearray()
+        poll = select.poll()
+        poll.register(self._reader, select.POLLIN | select.POLLHUP)
+        while True:
+            left_s = self._ends_s - time.monotonic()
+            if left_s <= 0 or not poll.poll(left_s * 1e3):
+                raise ChildError("it did not end in time")
+            piece = os.read(self._reader, 1 << 20)
+            if not piece:
+                break
+            data += piece
+        if not data.endswith(b"\n"):
+            raise ChildError("its process broke down")
+        return json.loads(data)
+
+
+def _be_child(work: Callable[[], Any], writer: int, deadline_s: float) -> NoReturn:
+    """Never returns: what runs at the exit of a process is the parent's business."""
+    status = 1
+    try:
+        gc.disable()  # what is collected may be a connection of the parent's
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(deadline_s) + 1)
+        _be_quiet()
+        _seed()
+        _write(writer, json.dumps(work()).encode() + b"\n")
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _be_quiet() -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def _seed() -> None:
+    """Let all children draw the same: Python seeds its generator anew in each."""
+    random.seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+
+
+def _write(writer: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(writer, view) :]
+
+
+def raised_where(error: BaseException) -> str:
+    """An error in one line, with the innermost line of code outside PyTorch and this library."""
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
+        ": "
+    )
+    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(own):
+            return f"{text} ({frame.filename}:{frame.lineno})"
+    return text

@@ -1,0 +1,162 @@
+"""What forward reads from outside and the graph would not read again is refused by name."""
+
+from __future__ import annotations
+
+import cProfile
+import datetime
+import itertools
+import logging
+import os
+import random
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pass_helpers import captured
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import CaptureError
+
+X = torch.zeros(2, 4)
+OWN, CYCLE, DEFAULT = random.Random(1), itertools.cycle([1.0, 2.0]), itertools.count(2.0)
+NUMPY, OLD_NUMPY = np.random.default_rng(0), np.random.RandomState(0)
+Run = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def numbers() -> Iterator[float]:
+    yield from itertools.count(1.0)
+
+
+def first_of(x: torch.Tensor, numbers: Iterator[float]) -> torch.Tensor:
+    return x * next(numbers)
+
+
+class Net(nn.Module):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.fc, self.run = nn.Linear(4, 4), run
+        self.kept = {"own": random.Random(2), "numpy": np.random.default_rng(1)}
+        self.count, self.fresh, self.begun = itertools.count(1.0), numbers(), numbers()
+        next(self.begun)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, self.fc(x)).sum()
+
+
+DRAWS: dict[str, Run] = {
+    "a random.Random": lambda net, x: x * OWN.random(),
+    "one of the network's": lambda net, x: x * net.kept["own"].uniform(1, 2),
+    "the module random": lambda net, x: x * random.randint(1, 5),
+    "the system": lambda net, x: x * random.SystemRandom().random(),
+    "secrets": lambda net, x: x * secrets.randbelow(5),
+    "a uuid": lambda net, x: x * float(uuid.uuid4().int),
+    "numpy": lambda net, x: x * float(NUMPY.normal()),
+    "numpy in a dictionary": lambda net, x: x * float(net.kept["numpy"].random()),
+    "numpy's old generator": lambda net, x: x * float(OLD_NUMPY.rand()),
+}
+READS: dict[str, tuple[Run, str]] = {
+    "time": (lambda net, x: x * time.time(), "reads a clock"),
+    "a counter": (lambda net, x: x * time.perf_counter(), "reads a clock"),
+    "a date": (lambda net, x: x * datetime.datetime.now().second, "reads a clock"),
+    "environ": (lambda net, x: x if "A" in os.environ else x * 2, "reads the environment"),
+    "getenv": (lambda net, x: x * float(os.getenv("A", "2")), "reads the environment"),
+    "open": (lambda net, x: x * len(Path(os.devnull).read_bytes()), "opens a file"),
+}
+ITEMS: dict[str, Run] = {
+    "a counter": lambda net, x: x * next(net.count),
+    "a cycle": lambda net, x: x * next(CYCLE),
+    "in zip": lambda net, x: x * dict(zip([1], CYCLE, strict=False))[1],
+    "a generator": lambda net, x: x * next(net.fresh),
+    "a generator that has begun": lambda net, x: x * next(net.begun),
+    "a default": lambda net, x, items=DEFAULT: x * next(items),  # type: ignore[misc]
+}
+HARMLESS: dict[str, Run] = {
+    "the first parameter": lambda net, x: x.to(next(net.parameters()).dtype),
+    "of an iterator": lambda net, x: x.to(next(iter(net.fc.parameters())).dtype),
+    "a generator made here": lambda net, x: x * next(numbers()),
+    "a generator expression": lambda net, x: x * sum(item for item in (1.0, 2.0)),
+    "handed on": lambda net, x: first_of(x, iter([3.0])),
+    "a seeded generator made here": lambda net, x: x * random.Random(0).random(),
+    "numpy made here": lambda net, x: x * float(np.random.default_rng(0).random()),
+    "a log": lambda net, x: x if logging.getLogger("none").debug("x") is None else x * 2,
+}
+
+
+def refusal(run: Run) -> str:
+    with pytest.raises(CaptureError) as caught:
+        captured(Net(run), X)
+    assert "test_outside_reads.py:" in str(caught.value)
+    assert "Fix: " in str(caught.value) and "gs.opaque" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("run", DRAWS.values(), ids=DRAWS.keys())
+def test_numbers_drawn_outside_of_torch_are_refused(run: Run) -> None:
+    assert "draw with torch from the default generator" in refusal(run)
+
+
+@pytest.mark.parametrize(("run", "what"), READS.values(), ids=READS.keys())
+def test_reads_from_outside_are_refused(run: Run, what: str) -> None:
+    assert what in refusal(run)
+
+
+@pytest.mark.parametrize("run", ITEMS.values(), ids=ITEMS.keys())
+def test_items_of_iterators_that_were_there_before_are_refused(run: Run) -> None:
+    assert "that was there before" in refusal(run)
+
+
+@pytest.mark.parametrize("run", HARMLESS.values(), ids=HARMLESS.keys())
+def test_what_is_the_same_at_every_step_is_captured(run: Run) -> None:
+    captured(Net(run), X)
+
+
+def test_a_generator_goes_on_after_its_refusal() -> None:
+    net = Net(lambda net, x: x * next(net.begun))
+    with pytest.raises(CaptureError):
+        captured(net, X)
+    assert next(net.begun) > 1
+
+
+def test_a_refusal_that_the_script_catches_counts() -> None:
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x * OWN.random()
+        except Exception:
+            return x * 2
+
+    assert "random.Random" in refusal(run)
+
+
+def test_what_is_kept_whole_may_read_what_it_likes() -> None:
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return x * OWN.random() * float(NUMPY.random()) * time.time()
+
+    whole = gs.opaque(drawn)
+    captured(Net(lambda net, x: whole(x)), X)
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+def test_a_profiler_of_the_scripts_goes_on(in_c: bool) -> None:
+    def profile(frame: Any, event: str, called: Any) -> None:
+        """Sees everything, and does nothing."""
+
+    profiler = cProfile.Profile()
+    if in_c:
+        profiler.enable()
+    else:
+        sys.setprofile(profile)
+    try:
+        before = sys.getprofile()
+        captured(Net(lambda net, x: x), X)
+        assert sys.getprofile() is before
+    finally:
+        profiler.disable()
+        sys.setprofile(None)

@@ -1,0 +1,265 @@
+"""What a call kept whole returns when it runs counts: an operand, a view, one tensor twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import StepFailedError
+from graphsplit.testing.equivalence import assert_same_bits
+
+Use = Callable[["Net", torch.Tensor], torch.Tensor]
+
+
+class InTurn(nn.Module):
+    """Returns something of another kind each time; no operation tells which."""
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.kinds = kinds
+        self.calls = 0
+
+    def forward(self, h: torch.Tensor) -> Any:
+        kind = self.kinds[self.calls % len(self.kinds)]
+        self.calls += 1
+        made = self.layer(h)
+        return {
+            "itself": h,
+            "new": made,
+            "residual": h + made,
+            "view": h.view(-1).view(h.shape),
+            "parameter": self.layer.weight[:1].expand(h.shape[0], 4).contiguous(),
+            "otherwise laid out": made.t().contiguous().t(),
+            "two": (made, h.tanh()),
+            "one twice": (made, made),
+            "itself first": (h, made),
+            "itself twice": (h, h),
+            "no gradient": made.detach(),
+            "a number": 3.0,
+        }[kind]
+
+
+class LayerDrop(nn.Module):
+    """Left out at random, as in models of speech."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.rand(1) < 0.5:
+            return h
+        return h + self.layer(h)
+
+
+class Shrink(nn.Module):
+    """Goes on until it converges, which may be at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        while h.norm() > 4:
+            h = self.layer(h) * 0.5
+        return h
+
+
+class Net(nn.Module):
+    """Something before, and something after."""
+
+    def __init__(self, inner: nn.Module, use: Use) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = inner
+        self.last = nn.Linear(4, 4)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self, self.first(x))
+
+
+def plainly(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return net.last(net.inner(h))
+
+
+def several_times(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return net.last(net.inner(net.inner(net.inner(h))))
+
+
+def beside_itself(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return net.last(net.inner(h) * h)
+
+
+def after_other_uses(net: Net, h: torch.Tensor) -> torch.Tensor:
+    before = h.exp()
+    y = net.inner(h)
+    return net.last(y) + y.sin() * before + y.cos()
+
+
+def between_other_uses(net: Net, h: torch.Tensor) -> torch.Tensor:
+    y = net.inner(h)
+    return net.last(y) * h + y.sin() + h.cos()
+
+
+def written_alone(net: Net, h: torch.Tensor) -> torch.Tensor:
+    return net.last(F.elu_(net.inner(h)))
+
+
+def written_beside(net: Net, h: torch.Tensor) -> torch.Tensor:
+    y = net.inner(h)
+    y += 1
+    return net.last(y) + h.sin()
+
+
+def both(net: Net, h: torch.Tensor) -> torch.Tensor:
+    one, other = net.inner(h)
+    return net.last(one) + other
+
+
+def both_often(net: Net, h: torch.Tensor) -> torch.Tensor:
+    one, other = net.inner(h)
+    return net.last(one) + other * one + other.sin()
+
+
+def whatever_it_is(net: Net, h: torch.Tensor) -> torch.Tensor:
+    found = net.inner(h)
+    return net.last(found[0] if isinstance(found, tuple) else h * found)
+
+
+TOGETHER, APART = (0, 0, 0), (0, 1, 0)
+
+
+def compare(
+    make_inner: Callable[[], nn.Module],
+    use: Use,
+    workers: tuple[int, int, int],
+    num: int = 3,
+    **options: Any,
+) -> None:
+    def place(net: Any) -> None:
+        for module, worker in zip((net.first, net.inner, net.last), workers, strict=True):
+            module.place("MS_WORKER", worker)
+
+    assert_same_bits(
+        lambda: Net(gs.opaque(make_inner()), use),
+        batches_of(8, 4, num=num),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        **options,
+    )
+
+
+IN_TURN = ("new", "itself", "view", "residual")
+
+
+@pytest.mark.parametrize(
+    ("make_inner", "use", "microbatches"),
+    [
+        (LayerDrop, several_times, 4),
+        (LayerDrop, after_other_uses, 1),
+        (Shrink, plainly, 4),
+        (Shrink, beside_itself, 1),
+        (lambda: InTurn(*IN_TURN), beside_itself, 4),
+        (lambda: InTurn(*IN_TURN), after_other_uses, 1),
+        (lambda: InTurn("itself", "new", "parameter"), several_times, 1),
+    ],
+)
+def test_what_is_returned_may_be_another_thing_each_time(
+    make_inner: Any, use: Any, microbatches: int
+) -> None:
+    compare(make_inner, use, APART, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "use"),
+    [
+        (("itself", "new"), between_other_uses),
+        (("new", "itself", "view"), written_beside),
+        (("view", "new", "itself"), written_alone),
+    ],
+)
+def test_on_one_worker_nothing_is_refused(kinds: Any, use: Any) -> None:
+    compare(lambda: InTurn(*kinds), use, TOGETHER)
+
+
+def test_what_is_written_to_and_read_by_nobody_else_may_be_anything() -> None:
+    compare(lambda: InTurn("itself", "new", "view"), written_alone, APART)
+
+
+def test_one_tensor_may_be_returned_twice() -> None:
+    compare(lambda: InTurn("two", "one twice", "itself twice"), both, APART)
+    compare(lambda: InTurn("itself first", "two", "one twice"), both_often, TOGETHER)
+
+
+def test_what_always_is_an_operand_is_one_value_with_it() -> None:
+    compare(lambda: InTurn("itself"), between_other_uses, APART)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "use", "message"),
+    [
+        (("new", "itself"), between_other_uses, "operand 0 and output 0 .* are one tensor"),
+        (("itself", "new"), between_other_uses, "operand 0 and output 0 .* are two tensors"),
+        (("new", "itself"), written_beside, "operand 0 and output 0 .* share memory"),
+        (("two", "one twice"), both_often, "output 0 and output 1 .* are one tensor"),
+        (("new", "otherwise laid out"), plainly, r"output 0 .* has strides \[1, 8\]"),
+        (("no gradient", "new"), plainly, "output 0 .* carries a gradient, but carried none"),
+        (("new", "a number"), whatever_it_is, "returned a value, which is not what it returned"),
+        (("new", "two"), whatever_it_is, "returned a tensor, a tensor, which is not"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_when_it_happens(
+    kinds: Any, use: Any, message: str
+) -> None:
+    with pytest.raises(StepFailedError, match=rf"(?s){message}.*Fix: .*test_opaque_returns.py"):
+        compare(lambda: InTurn(*kinds), use, APART)
+
+
+class Stored(torch.autograd.Function):
+    """Its backward is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+stored = Stored.apply  # type: ignore[no-untyped-call]
+
+
+def test_a_custom_function_keeps_its_backward_if_apply_was_stored() -> None:
+    def use(net: Net, h: torch.Tensor) -> torch.Tensor:
+        return net.last(net.inner(stored(h)))
+
+    compare(lambda: nn.Linear(4, 4), use, APART, num=2)
+
+
+class Differentiates(nn.Module):
+    """Makes leaves of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.detach().requires_grad_()
+        if x.sum() > 1e9:
+            return self.layer(x)
+        return self.layer(own) + x
+
+
+def test_a_leaf_made_inside_is_no_lost_parameter() -> None:
+    compare(Differentiates, plainly, APART, num=2)

@@ -1,0 +1,359 @@
+"""Python state that calls kept whole change: as often as in eager mode, and one for all of them."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import CaptureError, GraphsplitError, PlacementError, StepFailedError
+from graphsplit.testing.equivalence import assert_same_bits
+
+
+class Kept:
+    """Holds every kind of state."""
+
+    of_class = 0
+
+    def __init__(self) -> None:
+        self.attribute = 0
+        self.entries = {"calls": 0}
+        self.items: list[int] = []
+        self.queue: collections.deque[int] = collections.deque()
+        self.array = np.zeros(1)
+        self.members: set[int] = set()
+
+    def change(self) -> None:
+        """Change all of it."""
+        self.attribute += 1
+        Kept.of_class += 1
+        self.entries["calls"] += 1
+        self.items.append(1)
+        self.queue.append(1)
+        self.array[0] += 1
+        self.members.add(len(self.members))
+
+    def counts(self) -> list[int]:
+        """How often each kind has changed."""
+        sized = (self.items, self.queue, self.members)
+        return [
+            self.attribute,
+            Kept.of_class,
+            self.entries["calls"],
+            int(self.array[0]),
+            *map(len, sized),
+        ]
+
+
+kept = Kept()
+calls = 0
+shared = {"calls": 0}
+own = torch.zeros(1)
+own_random = random.Random(1)
+own_generator = torch.Generator().manual_seed(1)
+numbers = itertools.count()
+
+
+def count(h: torch.Tensor) -> torch.Tensor:
+    global calls
+    calls += 1
+    kept.change()
+    count.__dict__["calls"] = count.__dict__.get("calls", 0) + 1
+    return h * 2 if h.sum() > 0 else h * 3
+
+
+class Counting(torch.autograd.Function):
+    """Counts in its class."""
+
+    backwards = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        Counting.backwards += 1
+        return gradients[0] * 2
+
+
+class Scripted(nn.Module):
+    """Counts in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+class Two(nn.Module):
+    """Two calls on two workers, or one."""
+
+    def __init__(self, one: Callable[..., Any], other: Callable[..., Any] | None, at: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.one, self.other, self.at = one, other, at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with gs.place("MS_WORKER", 0):
+            h = self.one(self.first(x))
+            if self.other is not None and self.at == 0:
+                return self.last(self.other(h))
+        with gs.place("MS_WORKER", 1):
+            h = self.last(torch.dropout(h, 0.2, self.training))
+            return h if self.other is None else self.other(h)
+
+
+def compare(
+    one: Callable[..., Any], other: Callable[..., Any] | None = None, at: int = 1, **options: Any
+) -> None:
+    assert_same_bits(
+        lambda: Two(one, other, at),
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        place=lambda net: net.first.place("MS_WORKER", 0),
+        loss_fn=rows_against_target,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(("microbatches", "options"), [(1, {"recompute": True}), (4, {})])
+def test_state_changes_as_often_as_in_eager_mode(microbatches: int, options: Any) -> None:
+    before = [calls, count.__dict__.get("calls", 0), *kept.counts()]
+    compare(gs.opaque(count), microbatches=microbatches, **options)
+    after = [calls, count.__dict__["calls"], *kept.counts()]
+    runs = 2 * (3 * microbatches + 2)  # the loop's and the workers': training, eval and predict
+    assert [b - a for a, b in zip(before, after, strict=True)] == [runs] * len(after)
+
+
+def test_a_class_counts_every_backward_once() -> None:
+    before = Counting.backwards
+    compare(Counting.apply, microbatches=4)  # type: ignore[no-untyped-call]
+    assert Counting.backwards - before == 2 * 3 * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("mark", [gs.opaque, lambda module: module])
+def test_attributes_of_a_scripted_module_are_those_of_eager_mode(mark: Any) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mark(torch.jit.script(Scripted()))  # type: ignore[no-untyped-call]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    assert_same_bits(
+        Around, batches_of(8, 4, num=3), num_workers=2, loss_fn=rows_against_target, microbatches=4
+    )
+
+
+def draws(h: torch.Tensor) -> torch.Tensor:
+    return h * (random.random() + float(np.random.rand()) + random.gauss(0, 1))
+
+
+def draws_if_positive(h: torch.Tensor) -> torch.Tensor:
+    if h.sum() > 0 and random.random() < 0.5:
+        return h
+    return h * float(np.random.randn())
+
+
+def test_generators_of_the_process_travel() -> None:
+    compare(gs.opaque(draws), gs.opaque(draws_if_positive))
+
+
+def test_generators_of_the_process_run_on_through_microbatches() -> None:
+    compare(gs.opaque(draws), microbatches=4)
+    compare(gs.opaque(draws), gs.opaque(draws), at=0, microbatches=4)
+
+
+def test_generators_of_the_process_are_refused_in_two_segments_of_microbatches() -> None:
+    with pytest.raises(
+        PlacementError, match=r"(?s)share .*random, which changes .* several microbatches at once"
+    ):
+        compare(gs.opaque(draws), gs.opaque(draws), microbatches=4)
+
+
+def shares_entry(h: torch.Tensor) -> torch.Tensor:
+    shared["calls"] += 1
+    return h * shared["calls"]
+
+
+def reads_entry(h: torch.Tensor) -> torch.Tensor:
+    return h * (1 + shared["calls"])
+
+
+def shares_tensor(h: torch.Tensor) -> torch.Tensor:
+    own.add_(1)
+    return h * own.item()
+
+
+def shares_random(h: torch.Tensor) -> torch.Tensor:
+    return h * own_random.random()
+
+
+def shares_generator(h: torch.Tensor) -> torch.Tensor:
+    return h * torch.rand(1, generator=own_generator)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        (shares_entry, reads_entry, "shared"),
+        (shares_tensor, shares_tensor, "own"),
+        (shares_random, shares_random, "own_random"),
+        (shares_generator, shares_generator, "own_generator"),
+    ],
+)
+def test_shared_state_on_two_workers_is_refused(
+    one: Any, other: Any, name: str, microbatches: int
+) -> None:
+    message = rf"(?s)share {name}, which changes .*test_opaque_state.py.*test_opaque_state.py.*Fix"
+    with pytest.raises(PlacementError, match=message):
+        compare(gs.opaque(one), gs.opaque(other), microbatches=microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_state_that_is_only_read_may_be_shared(microbatches: int) -> None:
+    compare(gs.opaque(reads_entry), gs.opaque(reads_entry), microbatches=microbatches)
+
+
+times: list[int] = []
+
+
+def changes_late(h: torch.Tensor) -> torch.Tensor:
+    times.append(1)
+    if len(times) == 4:  # in the second step, by a worker
+        shared["calls"] += 1
+    return h * 2
+
+
+def test_shared_state_that_changes_later_is_refused_then() -> None:
+    message = r"(?s)changes shared, which a call elsewhere can reach .*Fix: place both calls"
+    with pytest.raises(StepFailedError, match=message):
+        compare(gs.opaque(changes_late), gs.opaque(reads_entry))
+
+
+def takes_numbers(h: torch.Tensor) -> torch.Tensor:
+    return h * next(numbers)
+
+
+def test_an_iterator_that_a_plan_would_use_up_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"takes items from an iterator, numbers.*\n.*Fix: "):
+        compare(gs.opaque(takes_numbers))
+
+
+class WithGenerator(nn.Module):
+    """Draws in forward from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + torch.rand(x.shape, generator=self.generator)
+
+
+def test_a_generator_of_its_own_in_plain_forward_is_refused_with_its_line() -> None:
+    message = r"(?s)draws from a generator of its own.*test_opaque_state.py:\d+.*Fix: leave"
+    with pytest.raises(GraphsplitError, match=message):
+        assert_same_bits(
+            WithGenerator, batches_of(8, 4), num_workers=2, loss_fn=rows_against_target
+        )
+
+
+class CountsAndWrites(nn.Module):
+    """Changes a buffer that another worker reads: planning looks at that operation once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.ones(8, 4))
+        self.calls = 0
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        sums = self.get_buffer("sums")
+        sums += h.detach().mean() * self.calls
+        return sums[: h.shape[0]]
+
+
+class ReadElsewhere(nn.Module):
+    """Hands the buffer to the other worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.inner = gs.opaque(CountsAndWrites())
+        self.last = nn.Linear(4, 4).place("MS_WORKER", 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        sums = self.inner(h)
+        return self.last(h) * sums
+
+
+def test_looking_once_more_at_a_call_that_writes_leaves_no_trace() -> None:
+    assert_same_bits(
+        ReadElsewhere,
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        place=lambda net: net.first.place("MS_WORKER", 0),
+        loss_fn=rows_against_target,
+    )
+
+
+class Counts:
+    calls = 0
+
+
+class HookReads(nn.Module):
+    """A hook on a gradient reads what a call in forward counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.counts = Counts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = self.counts
+
+        def count_it(h: torch.Tensor) -> torch.Tensor:
+            counts.calls += 1
+            return h * 2
+
+        h = self.first(x).sin()
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * counts.calls)
+        return gs.opaque(count_it)(h)
+
+
+def compare_hook_reads(microbatches: int) -> None:
+    assert_same_bits(
+        HookReads,
+        batches_of(8, 4, num=3),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+    )
+
+
+def test_what_backward_reads_of_forward_is_right_or_refused() -> None:
+    compare_hook_reads(1)
+    with pytest.raises(PlacementError, match=r"(?s)share .* several microbatches at once.*Fix: "):
+        compare_hook_reads(4)

@@ -1,0 +1,261 @@
+"""What network and loss read from Python is what the plain loop would read at that step."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import SimulatedCluster
+
+Change = Callable[[int, Any, Any], None]
+pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.5
+        self.unused = 0
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.25
+
+
+class Net(nn.Module):
+    shared_scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.bn, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.beta, self.flag, self.power, self.slope = 0.5, True, 2, 0.1
+        self.settings, self.slotted = Settings(), Slotted()
+        self.table = {"a": 1.0, "b": 2.0}
+        self.row, self.queue = [1.0, 2.0, 3.0], deque([1.0, 2.0])
+        self.numbers = np.array([0.5, 1.5])
+        self.space = SimpleNamespace(x=1.0)
+        self.mask = torch.ones(4)
+        self.activation = F.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.dropout(self.bn(self.first(x)))
+        h = h * self.beta + self.settings.scale * h
+        h = self.activation(h) * self.slotted.scale * self.shared_scale
+        if self.flag:
+            h = h + self.table["a"] * h
+        for number in self.row:
+            h = h + number
+        h = F.leaky_relu(h * self.queue[0], self.slope) * self.mask
+        h = h * float(self.numbers[0]) * self.space.x
+        made: torch.Tensor = self.second(h) ** self.power
+        return made
+
+
+def place(net: Any) -> None:
+    net.first.place("MS_WORKER", 0)
+    net.second.place("MS_WORKER", 1)
+
+
+def follows(
+    change: Change, *, microbatches: int = 1, loss_fn: Any = rows_against_target, **options: Any
+) -> SimulatedCluster:
+    return assert_same_bits(
+        options.pop("make_network", Net),
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=loss_fn,
+        microbatches=microbatches,
+        before_step=change,
+        plan_everywhere=True,
+        **options,
+    )
+
+
+def _set(path: str, values: Callable[[int], Any]) -> Change:
+    def change(step: int, net: Any, loss_fn: Any) -> None:
+        *owners, name = path.split(".")
+        one = net
+        for owner in owners:
+            one = getattr(one, owner)
+        setattr(one, name, values(step))
+
+    return change
+
+
+def _freeze_bn(step: int, net: Any, loss_fn: Any) -> None:
+    if step >= 2:
+        net.bn.eval()
+
+
+def _replace_weight(step: int, net: Any, loss_fn: Any) -> None:
+    if step == 3:
+        net.second.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def _replace_layer(step: int, net: Any, loss_fn: Any) -> None:
+    if step == 2:
+        net.dropout = nn.Identity()
+    if step == 4:
+        net.bn = nn.Sequential(net.bn)
+
+
+def _hook(step: int, net: Any, loss_fn: Any) -> None:
+    if step == 2:
+        net.first.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _own_forward(step: int, net: Any, loss_fn: Any) -> None:
+    if step == 3:
+        original = net.first.forward
+        net.first.forward = lambda x: original(x) * 3
+
+
+CHANGES: dict[str, Change] = {
+    "attribute": _set("beta", lambda step: 0.5 * 0.9**step),
+    "attribute of an object": _set("settings.scale", lambda step: 1.0 + step),
+    "slot": _set("slotted.scale", lambda step: 1.0 / (step + 1)),
+    "flag": _set("flag", lambda step: step % 2 == 0),
+    "int power": _set("power", lambda step: 2 + step % 2),
+    "int for float": _set("beta", lambda step: [1, 1.0, True][step % 3]),
+    "dropout p": _set("dropout.p", lambda step: 0.1 * step),
+    "momentum": _set("bn.momentum", lambda step: 0.1 + 0.1 * step),
+    "eps": _set("bn.eps", lambda step: 1e-5 * 2**step),
+    "function": _set("activation", lambda step: F.relu if step < 3 else torch.tanh),
+    "slope": _set("slope", lambda step: 0.1 / (step + 1)),
+    "entry": lambda step, net, loss: net.table.update(a=float(step)),
+    "list item": lambda step, net, loss: net.row.__setitem__(1, step / 2),
+    "list grows": lambda step, net, loss: net.row.append(1.0),
+    "deque": lambda step, net, loss: net.queue.rotate(),
+    "array": lambda step, net, loss: net.numbers.__setitem__(0, step + 0.5),
+    "namespace": lambda step, net, loss: setattr(net.space, "x", 1.0 + step),
+    "tensor in place": lambda step, net, loss: net.mask.mul_(0.5),
+    "tensor replaced": lambda step, net, loss: setattr(net, "mask", torch.full((4,), 0.5 + step)),
+    "frozen batch norm": _freeze_bn,
+    "weight replaced": _replace_weight,
+    "layer replaced": _replace_layer,
+    "hook": _hook,
+    "forward replaced": _own_forward,
+    "requires_grad": _set("first.weight.requires_grad", lambda step: step % 2 == 0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_script_changes_between_steps_counts(name: str) -> None:
+    follows(CHANGES[name], evaluate_after=())
+
+
+@pytest.mark.parametrize(
+    "name", ["attribute", "dropout p", "frozen batch norm", "layer replaced", "list item"]
+)
+def test_it_counts_for_microbatches_eval_and_predict(name: str) -> None:
+    follows(CHANGES[name], microbatches=4, evaluate_after=(3,))
+
+
+class Counting:
+    """A loss that counts its calls, keeps what it was given, and weighs by that."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.calls, self.seen, self.table = 0, [0.0], {"n": 0}
+        self.schedule = [1.0, 0.5, 0.25, 0.125] * 20
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.table["n"] += 2
+        self.seen.append(self.calls / 7)
+        weight = min(1.0, self.calls / 10) + self.table["n"] + self.seen[-1]
+        return rows_against_target(outputs, target) * weight * self.schedule.pop(0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_loss_keeps_state_in_attributes_lists_and_dictionaries(microbatches: int) -> None:
+    def nothing(step: int, net: Any, loss_fn: Any) -> None:
+        pass
+
+    follows(nothing, microbatches=microbatches, loss_fn=Counting())
+
+
+def num_captures(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> int:
+    from graphsplit.train import planner
+
+    made: list[Any] = []
+    original = planner.capture_graph
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(planner, "capture_graph", count)
+    run()
+    return len(made)
+
+
+def test_a_number_that_changes_at_each_step_takes_three_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> None:
+        assert_same_bits(
+            Net,
+            batches_of(4, 3),
+            steps=20,
+            num_workers=1,
+            loss_fn=rows_against_target,
+            before_step=lambda step, net, loss: setattr(net, "beta", net.beta * 0.99),
+            plan_everywhere=True,
+            evaluate_after=(),
+        )
+
+    assert num_captures(monkeypatch, run) == 3
+
+
+def test_a_flag_that_toggles_takes_two_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> None:
+        assert_same_bits(
+            Net,
+            batches_of(4, 3),
+            steps=8,
+            num_workers=1,
+            loss_fn=rows_against_target,
+            before_step=lambda step, net, loss: setattr(net, "flag", step % 2 == 0),
+            plan_everywhere=True,
+            evaluate_after=(),
+        )
+
+    assert num_captures(monkeypatch, run) == 2
+
+
+def test_what_is_not_read_takes_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(step: int, net: Any, loss: Any) -> None:
+        net.unused = step
+        net.settings.unused = step
+        net.table["b"] = math.pi * step
+
+    def run() -> None:
+        assert_same_bits(
+            Net,
+            batches_of(4, 3),
+            steps=5,
+            num_workers=1,
+            loss_fn=rows_against_target,
+            before_step=change,
+            plan_everywhere=True,
+            evaluate_after=(),
+        )
+
+    assert num_captures(monkeypatch, run) == 1

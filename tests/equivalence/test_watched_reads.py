@@ -1,0 +1,358 @@
+"""Values that code reads on other ways than by an attribute: each change of them counts."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.errors import CaptureError
+from graphsplit.testing.equivalence import assert_same_bits
+
+Weigh = Callable[[], float]
+SetWeight = Callable[[float], object]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:network or loss reads"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+]
+ORDINARY = 1.0
+settings = ModuleType("settings_of_a_test")
+settings.__file__ = __file__
+sys.modules[settings.__name__] = settings
+
+
+class Holder:
+    weight = 1.0
+
+
+class Meta(type):
+    weight = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class Base:
+    weight = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+class Scalar(float):
+    weight: float
+
+
+class Stubborn(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class PastItself:
+    def __init__(self) -> None:
+        self._values = {"weight": 1.0}
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "weight":
+            return object.__getattribute__(self, "_values")[name]
+        return object.__getattribute__(self, name)
+
+
+class Kept:
+    """A descriptor that keeps its values itself."""
+
+    def __init__(self) -> None:
+        self.values: Any = weakref.WeakKeyDictionary()
+
+    def __get__(self, one: Any, owner: Any) -> Any:
+        return self.values[one]
+
+    def __set__(self, one: Any, value: Any) -> None:
+        self.values[one] = value
+
+
+class WithKept:
+    weight = Kept()
+
+
+def _entry(make: Callable[[dict[str, float]], Any]) -> tuple[Weigh, SetWeight]:
+    held = {"weight": 1.0}
+    shown = make(held)
+    return lambda: shown["weight"], lambda value: held.update(weight=value)
+
+
+def _attribute(one: Any, read: Weigh, name: str = "weight") -> tuple[Weigh, SetWeight]:
+    setattr(one, name, 1.0)
+    return read, lambda value: setattr(one, name, value)
+
+
+def _computed_name(one: Any) -> tuple[Weigh, SetWeight]:
+    name = "wei" + "ght".lower()
+    return _attribute(one, lambda: getattr(one, name))
+
+
+def _by_import() -> tuple[Weigh, SetWeight]:
+    def read() -> float:
+        from settings_of_a_test import imported  # type: ignore[import-not-found]
+
+        return float(imported)
+
+    return _attribute(settings, read, "imported")
+
+
+def _made_by_exec() -> tuple[Weigh, SetWeight]:
+    held: dict[str, Any] = {"weight": 1.0}
+    exec("def read(): return weight", held)
+    return held["read"], lambda value: held.update(weight=value)
+
+
+def _appears() -> tuple[Weigh, SetWeight]:
+    held: dict[str, Any] = {"__name__": "__main__"}
+    exec("def read():\n try: return later\n except NameError: return 1.0", held)
+    return held["read"], lambda value: held.update(later=value)
+
+
+def _one_code_two_globals() -> tuple[Weigh, SetWeight]:
+    def read() -> float:
+        return ORDINARY
+
+    one = FunctionType(read.__code__, {"ORDINARY": 1.0})
+    other = FunctionType(read.__code__, {"ORDINARY": 1.0})
+    return lambda: one() * other(), lambda value: other.__globals__.update(ORDINARY=value)
+
+
+def _context() -> tuple[Weigh, SetWeight]:
+    variable = contextvars.ContextVar("weight", default=1.0)
+    return variable.get, variable.set
+
+
+def _thread() -> tuple[Weigh, SetWeight]:
+    local = threading.local()
+    return _attribute(local, lambda: local.weight)
+
+
+def _weak() -> tuple[Weigh, SetWeight]:
+    one = Holder()
+    reference = weakref.ref(one)
+    return _attribute(one, lambda: reference().weight)  # type: ignore[union-attr]
+
+
+def _number_with_attribute() -> tuple[Weigh, SetWeight]:
+    one = Scalar(1.0)
+    return _attribute(one, lambda: one.weight)
+
+
+def _equal_to_all() -> tuple[Weigh, SetWeight]:
+    held = [Stubborn(1)]
+    return lambda: int(held[0]), lambda value: held.__setitem__(0, Stubborn(int(value)))
+
+
+def _waiting() -> tuple[Weigh, SetWeight]:
+    waiting: queue.Queue[float] = queue.Queue()
+    return lambda: 1.0 + waiting.qsize(), waiting.put
+
+
+def _order() -> tuple[Weigh, SetWeight]:
+    held = collections.OrderedDict(a=1.0, b=2.0)
+
+    def read() -> float:
+        return functools.reduce(lambda one, other: one * 0.5 + other, held.values())
+
+    return read, lambda value: held.move_to_end("a" if value % 2 else "b")
+
+
+def _set_order() -> tuple[Weigh, SetWeight]:
+    held = [{0, 8}]
+
+    def read() -> float:
+        return functools.reduce(lambda one, other: one * 0.5 + other, held[0], 1.0)
+
+    return read, lambda value: held.__setitem__(0, {8, 0} if value % 2 else {0, 8})
+
+
+def _past_its_class() -> tuple[Weigh, SetWeight]:
+    one = PastItself()
+    return lambda: one.weight, lambda value: one._values.update(weight=value)
+
+
+def _descriptor() -> tuple[Weigh, SetWeight]:
+    one = WithKept()
+    return _attribute(one, lambda: one.weight)
+
+
+def _dispatched() -> tuple[Weigh, SetWeight]:
+    @functools.singledispatch
+    def read(one: object) -> float:
+        return 0.5
+
+    read.register(int, lambda one: 1.0)
+    return lambda: read(3), lambda value: read.register(int, lambda one: value)
+
+
+def _unlike_keys() -> tuple[Weigh, SetWeight]:
+    class Key:
+        def __repr__(self) -> str:
+            return "key"
+
+    first, second = Key(), Key()
+
+    class Table:
+        def __init__(self) -> None:
+            self.held = {first: 1.0, second: 2.0}
+
+        def read(self) -> float:
+            one, other = first, second
+            return self.held[one] * self.held[other]
+
+    table = Table()
+    return table.read, lambda value: table.held.update({second: value})
+
+
+WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
+    "computed name of a module": lambda: _computed_name(settings),
+    "computed name of a class": lambda: _computed_name(Holder),
+    "globals()": lambda: _attribute(sys.modules[__name__], lambda: globals()["OWN"], "OWN"),
+    "vars(module)": lambda: _attribute(settings, lambda: vars(settings)["weight"]),
+    "dictionary of a class": lambda: _attribute(Holder, lambda: Holder.__dict__["weight"]),
+    "import": _by_import,
+    "sys.modules": lambda: _attribute(settings, lambda: sys.modules["settings_of_a_test"].weight),
+    "metaclass": lambda: _attribute(Meta, lambda: OfMeta.weight),
+    "inherited": lambda: (lambda: Derived.weight, lambda value: setattr(Derived, "weight", value)),
+    "mapping proxy": lambda: _entry(MappingProxyType),
+    "chain map": lambda: _entry(lambda held: collections.ChainMap({}, held)),
+    "past its class": _past_its_class,
+    "descriptor": _descriptor,
+    "exec": _made_by_exec,
+    "name that appears": _appears,
+    "one code, two globals": _one_code_two_globals,
+    "context variable": _context,
+    "thread local": _thread,
+    "weak reference": _weak,
+    "number with an attribute": _number_with_attribute,
+    "number equal to all": _equal_to_all,
+    "queue": _waiting,
+    "order of a dictionary": _order,
+    "order of a set": _set_order,
+    "dispatch": _dispatched,
+    "keys that look alike": _unlike_keys,
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_whatever_way_code_reads_a_value_its_changes_count(name: str) -> None:
+    read, write = WAYS[name]()
+    seen: list[tuple[int, float]] = []
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return rows_against_target(outputs, target) * read()
+
+    def change(step: int, net: Any, loss: Any) -> None:
+        if not seen or seen[-1][0] != step:  # once for the loop and its worker
+            seen.append((step, step))
+            if step:
+                write(float(step + 1))
+
+    assert_same_bits(
+        lambda: nn.Linear(3, 4),
+        batches_of(4, 3),
+        steps=3,
+        num_workers=1,
+        loss_fn=loss_fn,
+        before_step=change,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+def test_builtins_that_were_watched_are_no_globals_afterwards() -> None:
+    test_whatever_way_code_reads_a_value_its_changes_count("computed name of a class")
+    assert "getattr" not in globals()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 4), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        made: torch.Tensor = torch.cond(
+            h.sum() > 0, lambda h: h * self.scale, lambda h: h - self.scale, (h,)
+        )
+        return made
+
+
+class InOrder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()})
+        self.out = nn.Linear(3, 4)
+        self.out.register_forward_hook(lambda module, args, output: output * 2)
+        self.out.register_forward_hook(lambda module, args, output: output + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        made: torch.Tensor = self.out(x)
+        return made
+
+
+def _reorder_layers(step: int, net: Any, loss_fn: Any) -> None:
+    net.layers["a"] = net.layers.pop("a")
+
+
+def _reorder_hooks(step: int, net: Any, loss_fn: Any) -> None:
+    net.out._forward_hooks.move_to_end(next(iter(net.out._forward_hooks)))
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (Branching, lambda step, net, loss_fn: setattr(net, "scale", 1.0 + step)),
+        (InOrder, _reorder_layers),
+        (InOrder, _reorder_hooks),
+    ],
+)
+def test_order_of_layers_and_numbers_in_branches_count(make: Any, change: Any) -> None:
+    assert_same_bits(
+        make,
+        batches_of(4, 3),
+        steps=3,
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=change,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+class Freezing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer.weight.requires_grad_(False)
+        made: torch.Tensor = self.layer(x)
+        return made
+
+
+def test_a_forward_that_freezes_a_parameter_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"requires_grad of 'layer.weight' to False"):
+        assert_same_bits(Freezing, batches_of(4, 3), num_workers=1, loss_fn=rows_against_target)

@@ -1,0 +1,157 @@
+"""Losses that live on Python state, beside the plain loop; or workers that disagree."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import graphsplit as gs
+
+SCALE = 1.0
+CALLS = 0
+CONFIG = {"weight": 1.0, "other": 0}
+STEPS = 5
+Case = tuple[nn.Module, Callable[..., Any], Callable[[int], None]]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(torch.tanh(self.bn(self.first(x))))
+        return made
+
+
+def a_global() -> Case:
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, target) * SCALE * CONFIG["weight"]
+
+    def change(step: int) -> None:
+        global SCALE
+        SCALE = 0.9**step
+        CONFIG["weight"] = 1.0 + step
+
+    return Net(), loss, change
+
+
+def a_global_counter() -> Case:
+    global CALLS
+    CALLS = 0
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        global CALLS
+        CALLS += 1
+        return F.mse_loss(outputs, target) * min(1.0, CALLS / 6)
+
+    return Net(), loss, lambda step: None
+
+
+def a_closure() -> Case:
+    calls, weights = 0, [1.0, 0.5, 0.25] * 20
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(outputs, target) * weights.pop(0) + calls
+
+    return Net(), loss, lambda step: None
+
+
+def a_frozen_batch_norm() -> Case:
+    net = Net()
+
+    def change(step: int) -> None:
+        if step == 2:
+            net.bn.eval()
+
+    return net, F.mse_loss, change
+
+
+def a_replaced_layer() -> Case:
+    net = Net()
+
+    def change(step: int) -> None:
+        if step == 2:
+            net.bn = nn.Sequential(net.bn)
+        if step == 3:
+            net.bn = nn.Identity()
+
+    return net, F.mse_loss, change
+
+
+CASES = (a_global, a_global_counter, a_closure, a_frozen_batch_norm, a_replaced_layer)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def plain(make: Callable[[], Case], num_parts: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net, loss_fn, change = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        change(step)
+        optimizer.zero_grad()
+        parts = []
+        for inputs, target in zip(*(t.chunk(num_parts) for t in batch(step)), strict=True):
+            loss = loss_fn(net(inputs), target)
+            (loss * (1 / num_parts) if num_parts > 1 else loss).backward()
+            parts.append(loss.detach() * (1 / num_parts) if num_parts > 1 else loss.detach())
+        optimizer.step()
+        losses.append(sum(parts[1:], parts[0]))
+    return [*losses, *(p.detach() for p in net.parameters())]
+
+
+def cut(make: Callable[[], Case], num_parts: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net, loss_fn, change = make()
+    net.first.place("MS_WORKER", 0)
+    net.second.place("MS_WORKER", 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    model = gs.Model(net, loss_fn, optimizer, microbatches=num_parts)
+    losses = []
+    for step in range(STEPS):
+        change(step)
+        losses.append(model.train_step(*batch(step)))
+    state = model.state_dict()
+    return [*losses, *(state[name] for name, _ in net.named_parameters())]
+
+
+def follow() -> None:
+    for make in CASES:
+        for num_parts in (1, 4):
+            pairs = zip(plain(make, num_parts), cut(make, num_parts), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), (make.__name__, num_parts)
+    print("equal", flush=True)
+
+
+def disagree() -> None:
+    net = Net()
+    net.first.place("MS_WORKER", 0)
+    net.second.place("MS_WORKER", 1)
+    model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+    for step in range(5):
+        if step == 3 and gs.get_rank() == 1:
+            net.bn.eps = 0.25
+            print(f"changed at {time.time()}", flush=True)
+        try:
+            model.train_step(*batch(step))
+        except BaseException:
+            print(f"ended at {time.time()}", flush=True)
+            raise
+
+
+gs.init()
+{"follow": follow, "disagree": disagree}[sys.argv[1]]()

@@ -1,0 +1,75 @@
+"""``graphsplit check`` on real jobs: the same bits, or where they begin to differ."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from system.helpers import JOBS
+
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
+
+
+def run_check(what: str, *, steps: int = 4, script: Path = JOBS / "checked.py") -> tuple[int, str]:
+    command = [sys.executable, "-m", "graphsplit.cli", "check", "-n", "2", "--steps", str(steps)]
+    done = subprocess.run(
+        [*command, str(script), what],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=230,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("what", ["same", "unseeded"])
+def test_a_job_is_found_to_have_the_bits_of_the_plain_loop(what: str) -> None:
+    status, output = run_check(what)
+    assert status == 0, output
+    assert "the same bits. Compared 4 training steps, 3 calls of eval and predict" in output
+    assert "not reached" not in output
+    assert ("not compared: the generator state of NumPy and Python's random" in output) == (
+        what == "unseeded"
+    )
+
+
+def test_another_computation_is_named_by_step_module_operation_and_line() -> None:
+    status, output = run_check("scale", steps=2)
+    assert status == 1
+    assert "first at training step 1 of Model 1" in output, output
+    place = rf"checked\.py:{_line_with('hidden * self.scale')}"
+    assert re.search(rf"operation  aten\.mul\.Tensor on worker \d, \S*{place}", output), output
+    assert re.search(r"value      loss: float32\[\] [\d.]+ in the plain loop", output)
+
+
+def test_a_gradient_of_its_own_is_named_with_its_operation() -> None:
+    status, output = run_check("gradient", steps=1)
+    assert status == 1
+    assert "first at training step 1 of Model 1" in output, output
+    assert "module     last" in output
+    place = rf"checked\.py:{_line_with('hidden * self.scale')}"
+    assert re.search(
+        rf"operation  backward of aten\.linear\.default on worker 1, \S*{place}", output
+    )
+    assert "value      gradient of last.weight" in output
+    assert "48 of 48 elements" in output
+
+
+def test_all_that_a_job_refuses_is_told_in_one_go() -> None:
+    status, output = run_check("refused")
+    assert status == 1
+    assert "a job refuses 3 things that this script does" in output, output
+    for number, mode in enumerate(("predict", "eval", "train"), start=1):
+        assert f"  {number}. {mode}, " in output
+    assert output.count("depends on the values of a tensor") >= 3
+
+
+def _line_with(code: str) -> int:
+    lines = (JOBS / "checked.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if code in line)

@@ -1,0 +1,140 @@
+"""A data set, or a script whose worker is lost, changes what network and loss read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import graphsplit as gs
+from graphsplit.testing.compare import difference
+from graphsplit.train.recovery.settings import SnapshotSettings
+
+assert threads_as_workers
+pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+NUM_WORKERS = 3
+
+
+class Scaled(nn.Module):
+    """Worker 2 computes nothing, and so reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(3, 4), nn.Linear(4, 2), 1.0
+        self.a.place("MS_WORKER", 0)
+        self.b.place("MS_WORKER", 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)) * self.scale)
+
+
+class Changing(Dataset[Any]):
+    """Changes something whenever a sample is asked for."""
+
+    def __init__(self, change: Callable[[int], object]) -> None:
+        self._change = change
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        self._change(index)
+        return torch.arange(3.0) * 0.1 + index, torch.full((2,), index * 0.2)
+
+
+class Losses(gs.callbacks.Callback):
+    """Keeps them."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        assert context.loss is not None
+        self.seen.append(context.loss.clone())
+
+
+def by_attribute() -> Any:
+    net = Scaled()
+
+    def change(index: int) -> None:
+        net.scale = 1 + index / 10
+
+    return net, F.mse_loss, change
+
+
+def by_flag() -> Any:
+    net, flags = Scaled(), {"absolute": False}
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (F.l1_loss if flags["absolute"] else F.mse_loss)(outputs, target)
+
+    return net, loss_fn, lambda index: flags.update(absolute=index > 6)
+
+
+def by_an_entry_that_it_adds() -> Any:
+    entries: dict[str, float] = {}
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(outputs, target) * entries["scale"]
+
+    return Scaled(), loss_fn, lambda index: entries.update(scale=1 + index / 8)
+
+
+def train_on(make: Callable[[], Any], microbatches: int) -> Any:
+    torch.manual_seed(0)
+    net, loss_fn, change = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    metrics = {"Loss": gs.metrics.Loss()}
+    model = gs.Model(net, loss_fn, optimizer, metrics, microbatches=microbatches)
+    loader, losses = DataLoader(Changing(change), 4), Losses()
+    model.train(2, loader, [losses])
+    found = [model.eval(loader), model.state_dict()]
+    return copy.deepcopy([losses.seen, found, net.scale])
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("make", [by_attribute, by_flag, by_an_entry_that_it_adds])
+def test_what_a_data_set_changes_is_changed_on_all_workers(
+    make: Callable[[], Any], microbatches: int
+) -> None:
+    before = Generators.now()
+    expected = train_on(make, microbatches)
+    before.put_back()
+    cluster = ThreadCluster(lambda rank: train_on(make, microbatches), NUM_WORKERS)
+    for found in cluster.run():
+        assert difference(expected, found) is None
+
+
+def changed_by_the_script() -> Any:
+    torch.manual_seed(0)
+    net = Scaled()
+    model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.01))
+    found = []
+    for step in range(5):
+        net.scale = 1 + step / 10
+        if step == 2:
+            net.b.eval()
+        x = torch.arange(12.0).reshape(4, 3) + step
+        found.append(model.train_step(x, torch.ones(4, 2)).clone())
+    return copy.deepcopy([found, net.scale, net.b.training, model.state_dict()])
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")
+@pytest.mark.parametrize("progress", [15, 25])
+def test_a_worker_that_comes_back_has_the_values_that_the_script_gives(progress: int) -> None:
+    before = Generators.now()
+    expected = changed_by_the_script()
+    before.put_back()
+    cluster = ThreadCluster(
+        lambda rank: changed_by_the_script(), 2, SnapshotSettings(1, 100), {0: [progress]}
+    )
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == 1
