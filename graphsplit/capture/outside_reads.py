@@ -148,12 +148,14 @@ class OutsideReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch, unseen."""
-        seen_by = sys.getprofile()
+        """Run a function of torch, unseen: none of the code that runs inside is the user's."""
+        seen_by, traced_by = sys.getprofile(), sys.gettrace()
         sys.setprofile(None)
+        sys.settrace(None)
         try:
             return function(*args, **(kwargs or {}))
         finally:
+            sys.settrace(traced_by)
             sys.setprofile(seen_by)
 
     def _see(self, frame: FrameType, event: str, called: Any) -> None:

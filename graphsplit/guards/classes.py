@@ -54,10 +54,12 @@ class Hooks:
     Attributes:
         read: ``read(object, name, value)``; ``MISSING`` where there is no such attribute.
         write: ``write(object, name)``, before it is assigned or deleted.
+        seen: Objects and names of which ``read`` has no more to know; it is not called for them.
     """
 
     read: Callable[[Any, str, Any], None]
     write: Callable[[Any, str], None]
+    seen: Mapping[tuple[int, str], Any]
 
 
 def is_watchable(kind: type) -> bool:
@@ -124,7 +126,7 @@ class HookedClasses:
         if _is_hooked(kind):
             return
         replacements = {
-            "__getattribute__": _reading(kind.__getattribute__, self._hooks.read),
+            "__getattribute__": _reading(kind.__getattribute__, self._hooks),
             "__setattr__": _writing(kind.__setattr__, self._hooks.write),
             "__delattr__": _writing(kind.__delattr__, self._hooks.write),
         }
@@ -167,8 +169,12 @@ def _set_all(kind: type, values: Mapping[str, Any]) -> None:
             type.__delattr__(kind, name)
 
 
-def _reading(original: Any, read: Callable[[Any, str, Any], None]) -> Any:
+def _reading(original: Any, hooks: Hooks) -> Any:
+    read, seen = hooks.read, hooks.seen
+
     def __getattribute__(self: Any, name: str) -> Any:
+        if (id(self), name) in seen:
+            return original(self, name)
         try:
             value = original(self, name)
         except AttributeError:

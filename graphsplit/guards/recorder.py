@@ -76,9 +76,10 @@ class ReadRecorder:
         self.touched: dict[int, nn.Module] = {}
         self._seen: dict[tuple[int, str], Any] = {}
         self._nested: dict[int, CodeType] = {}
-        self._classes = HookedClasses(Hooks(self._read, self._write))
+        self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
         self._meeting = Meeting(root, labels, self._classes)
         self._by_name = AskedByName(self._asked)
+        self._trace = _tracing(self._ran)
         self._is_off = True
         self._is_paused = is_paused
         self._root = root
@@ -98,7 +99,7 @@ class ReadRecorder:
         self._classes.add(nn.Module)
         before, collects = sys.gettrace(), gc.isenabled()
         gc.disable()  # what finalizers and callbacks of collections read is no part of the step
-        sys.settrace(self._traced)
+        sys.settrace(self._trace)
         self._is_off = False
         try:
             yield
@@ -124,7 +125,7 @@ class ReadRecorder:
                 yield
         finally:
             self._is_off = False
-            sys.settrace(self._traced)
+            sys.settrace(self._trace)
 
     def _note_all_within_reach(self, frame: FrameType | None) -> None:
         for _ in range(_MAX_FRAMES_OF_TORCH):
@@ -173,16 +174,12 @@ class ReadRecorder:
 
     # What code reads by name.
 
-    def _traced(self, frame: FrameType, event: str, argument: Any) -> None:
-        code, held = frame.f_code, frame.f_globals
-        if event != "call" or (id(code), id(held)) in self._meeting.executed:
-            return
-        if self._is_off or self._is_paused():
+    def _ran(self, code: CodeType, held: dict[str, Any]) -> None:
+        """A function of the user's has begun to run."""
+        if (id(code), id(held)) in self._meeting.executed or self._is_off or self._is_paused():
             return
         self._meeting.executed[id(code), id(held)] = code, held
-        if not is_watched_code(code, held):
-            return
-        self._note_code(code, frame.f_globals)
+        self._note_code(code, held)
         if id(code) not in self._meeting.functions and id(code) not in self._nested:
             for function in gc.get_referrers(code):
                 if isinstance(function, FunctionType) and function.__code__ is code:
@@ -260,7 +257,7 @@ class ReadRecorder:
 
     def _read(self, one: Any, name: str, value: Any) -> None:
         """An attribute was read; ``MISSING`` if there is none."""
-        if self._is_off or (id(one), name) in self._seen or self._is_paused():
+        if self._is_off or self._is_paused():
             return
         if name in _NOT_READ:
             if name == "__dict__":
@@ -279,11 +276,12 @@ class ReadRecorder:
         self._is_off = True
         try:
             place = self._place_of(one, held, name, value)
+            is_whole = place is None
             if place is not None:
                 is_whole = self._meeting.note_read(place, self._entries_asked_for(value))
-                if is_whole:
-                    self._seen[id(one), name] = one
                 self._meeting.meet(value, place.label)
+            if is_whole:
+                self._seen[id(one), name] = one
         finally:
             self._is_off = False
 
@@ -400,3 +398,22 @@ def _is_put_there_by_capture(value: Any) -> bool:
         and is_own(value.__code__.co_filename)
         and "__wrapped__" not in vars(value)  # gs.opaque's are the user's
     )
+
+
+_passed: dict[int, CodeType] = {}  # code of files that are not watched; held, as modules hold it
+
+
+def _tracing(ran: Callable[[CodeType, dict[str, Any]], None]) -> Callable[..., None]:
+    """A trace function that tells of the user's functions; of others as quickly as it can."""
+    passed = _passed
+
+    def trace(frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if id(code) in passed:
+            return
+        if is_watched_code(code, frame.f_globals):
+            ran(code, frame.f_globals)
+        elif not code.co_filename.startswith("<"):
+            passed[id(code)] = code
+
+    return trace
