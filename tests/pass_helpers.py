@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.branches import take_branches_apart
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind, Output
 from graphsplit.partition.edges import partition
@@ -22,6 +23,7 @@ from graphsplit.placement.resolve import (
     EVERYWHERE,
     PlacedGraph,
     UnplacedRule,
+    branches_to_open,
     resolve,
 )
 from graphsplit.tensor_meta import TensorMeta
@@ -72,7 +74,7 @@ def placed(
     rules = placement_rules(
         network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners or {}
     )
-    return resolve(graph, rules)
+    return resolve(take_branches_apart(graph, branches_to_open(graph, rules)), rules)
 
 
 def lenet_plan() -> PartitionPlan:

@@ -6,116 +6,36 @@ branches of which parts are placed on several workers; all others stay one opera
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 from torch.utils import _pytree as pytree
 
 from graphsplit.capture.branch_calls import EnterBranches, Guarded, JoinBranches
+from graphsplit.capture.branching import (
+    NO_GRAD,
+    branches_of,
+    is_branching,
+    made_explicit,
+    predicate_of,
+    submodule_of,
+)
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.inplace import make_in_place_explicit
 from graphsplit.capture.memory_calls import MemoryCall, Outside
 from graphsplit.capture.rebuild import rebuild_nodes
 from graphsplit.capture.regions import Region, region_of, set_region
 from graphsplit.capture.shared_memory import map_nodes
-from graphsplit.capture.users_line import users_line_of_trace
 
-_NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _NOTED = ("nn_module_stack", "stack_trace", "custom")
-
-
-def is_branching(node: FxNode) -> bool:
-    """Whether a node is a ``torch.cond``."""
-    return node.target is torch.ops.higher_order.cond
-
-
-def name_modules_inside(graph_module: GraphModule, root: nn.Module) -> None:
-    """Give the operations in branches and loops the module paths that others have.
-
-    They were recorded by torch's compiler, which knows modules by how the code came to them.
-    """
-    paths = {str(id(module)): path for path, module in root.named_modules()}
-    for module in graph_module.modules():
-        if module is graph_module or not isinstance(module, GraphModule):
-            continue
-        for node in module.graph.nodes:
-            stack = node.meta.get("nn_module_stack") or {}
-            keys = [str(key).partition("@")[0] for key in stack]
-            known = {paths[key]: (paths[key], "") for key in keys if key in paths}
-            node.meta["nn_module_stack"] = known
-
-
-def why_together(graph: CapturedGraph, node: FxNode) -> str:
-    """Why a ``torch.cond`` cannot be taken apart; empty where it can be."""
-    redraws = graph.has_gradients and any(
-        n.name == node.name and n.requires_grad for n in graph.nodes
-    )
-    if region_of(node).autocasts:
-        return "it stands in a torch.autocast block"
-    if isinstance(_predicate(node).meta.get("val"), torch.SymBool):
-        return "its condition is made of sizes, not a tensor"
-    return next(_obstacles(node, redraws=redraws), "")
-
-
-def _obstacles(node: FxNode, *, redraws: bool) -> Iterator[str]:
-    for branch in _branches(node):
-        for inner in _explicit(branch).graph.nodes:
-            yield from _obstacle(inner, redraws=redraws)
-        leaves = pytree.tree_leaves([n.args for n in branch.graph.nodes if n.op == "output"])
-        if not all(isinstance(leaf, FxNode) for leaf in leaves):
-            yield "a branch returns something else than tensors"
-
-
-def _obstacle(node: FxNode, *, redraws: bool) -> Iterator[str]:
-    line = users_line_of_trace(node.meta.get("stack_trace") or "")
-    where = f" ({line})" if line else ""
-    if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        if node.op != "placeholder":
-            yield f"it computes with sizes that may change inside{where}"
-    elif node.op != "call_function" or node.target is operator.getitem:
-        return
-    elif is_branching(node):
-        yield from _obstacles(node, redraws=redraws)
-    elif node.target is _NO_GRAD:
-        for inner in _explicit(_submodule(node, 1)).graph.nodes:
-            yield from _obstacle(inner, redraws=redraws)
-    elif not isinstance(node.target, torch._ops.OpOverload):
-        yield f"{node.target} stands inside{where}"
-    elif written_operands(node):
-        yield f"{node.target} modifies memory in place inside{where}"
-    elif redraws and is_random(node):
-        yield (
-            f"{node.target} draws random numbers inside{where}, and PyTorch draws others when it "
-            f"runs the branch again in backward"
-        )
-
-
-def _predicate(node: FxNode) -> FxNode:
-    found = node.args[0]
-    assert isinstance(found, FxNode)
-    return found
-
-
-def _submodule(node: FxNode, position: int) -> GraphModule:
-    attribute: Any = node.args[position]
-    found = getattr(node.graph.owning_module, str(attribute.target))
-    assert isinstance(found, GraphModule)
-    return found
-
-
-def _branches(node: FxNode) -> tuple[GraphModule, GraphModule]:
-    return _submodule(node, 1), _submodule(node, 2)
 
 
 def take_branches_apart(graph: CapturedGraph, names: AbstractSet[str]) -> CapturedGraph:
@@ -185,7 +105,7 @@ class _Opener:
                 copies = any(user in self._modified for user in node.users)
                 operands = [self._env[n] for n in _operands(node)]
                 carries = [self._carries(n) for n in _operands(node)]
-                predicate = self._env[_predicate(node)]
+                predicate = self._env[predicate_of(node)]
                 self._env[node] = self._open(
                     node, predicate, operands, carries, around, copies=copies
                 )
@@ -217,9 +137,9 @@ class _Opener:
                 entered[index], token = self._enter(node, operands[index], around)
                 tokens.append(token)
         results = []
-        for taken, branch in zip((True, False), _branches(node), strict=True):
+        for taken, branch in zip((True, False), branches_of(node), strict=True):
             inside = around.inside(predicate, taken, node.name)
-            results.append(self._add_branch(_explicit(branch), entered, carries, inside))
+            results.append(self._add_branch(made_explicit(branch), entered, carries, inside))
         call = JoinBranches(around.when, copies=copies)
         args = ([*around.predicates, predicate], *results, tokens)
         made = self._add(call, args, node, around)
@@ -259,9 +179,9 @@ class _Opener:
                 inner = [env[n] for n in _operands(node)]
                 asking = [self._may_carry(n, asks) for n in _operands(node)]
                 env[node] = self._open(
-                    node, env[_predicate(node)], inner, asking, around, copies=False
+                    node, env[predicate_of(node)], inner, asking, around, copies=False
                 )
-            elif node.target is _NO_GRAD:
+            elif node.target is NO_GRAD:
                 env[node] = self._add_block(node, env, around)
             else:
                 env[node] = self._add_operation(node, env, around)
@@ -281,7 +201,7 @@ class _Opener:
         region = dataclasses.replace(around.region, grad_enabled=grad_enabled)
         operands = [env[n] for n in node.args[2:] if isinstance(n, FxNode)]
         inside = dataclasses.replace(around, region=region, prefix=f"{around.prefix}{node.name}_")
-        block = _explicit(_submodule(node, 1))
+        block = made_explicit(submodule_of(node, 1))
         return self._add_branch(block, operands, [grad_enabled] * len(operands), inside)
 
     def _add_operation(self, node: FxNode, env: Mapping[FxNode, Any], around: _Around) -> Any:
@@ -334,13 +254,6 @@ def _operands(node: FxNode) -> list[FxNode]:
 
 def _all_opened(attribute: FxNode, names: AbstractSet[str]) -> bool:
     return all(user.name in names for user in attribute.users)
-
-
-def _explicit(branch: GraphModule) -> GraphModule:
-    """A branch of which in-place operations on its own values have become ordinary ones."""
-    explicit = copy.copy(branch)
-    make_in_place_explicit(explicit.graph, state=frozenset())
-    return explicit
 
 
 def _fake_result(made: FxNode, like: FxNode) -> Any:

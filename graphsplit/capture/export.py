@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from graphsplit.capture.assigned_buffers import AssignedBuffers
-from graphsplit.capture.branches import name_modules_inside
 from graphsplit.capture.casts import keep_casts
 from graphsplit.capture.data_attribute import DataIsDetached
 from graphsplit.capture.eager_mode import as_in_eager_mode
@@ -160,7 +160,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     state = _state_tensors(step)
     program = recorded.program
     graph_module = program.graph_module
-    name_modules_inside(graph_module, step)
+    _name_modules_inside(graph_module, step)
     check_pinned_sizes(graph_module.graph)
     sizes = DynamicSizes.of(program, questions[-1], recorded.state.lifted)
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
@@ -242,3 +242,19 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any
     """The inputs in the order of the graph's ``INPUT`` nodes."""
     leaves, _ = pytree.tree_flatten((args, dict(kwargs)))
     return leaves
+
+
+def _name_modules_inside(graph_module: GraphModule, root: nn.Module) -> None:
+    """Give the operations in branches and loops the module paths that others have.
+
+    They were recorded by torch's compiler, which knows modules by how the code came to them.
+    """
+    paths = {str(id(module)): path for path, module in root.named_modules()}
+    for module in graph_module.modules():
+        if module is graph_module or not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            stack = node.meta.get("nn_module_stack") or {}
+            keys = [str(key).partition("@")[0] for key in stack]
+            known = {paths[key]: (paths[key], "") for key in keys if key in paths}
+            node.meta["nn_module_stack"] = known

@@ -24,11 +24,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from graphsplit.capture.branching import is_branching
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind
 from graphsplit.placement.annotations import WORKER_ROLE, Annotation, faults_found
 from graphsplit.placement.rules import OperationRule
 from graphsplit.placement.rules_match import Matched, match_rules
-from graphsplit.placement.whole import modules_inside, nearest, torn_apart, with_branches_apart
+from graphsplit.placement.whole import branches_placed_apart, modules_inside, nearest, torn_apart
 
 UnplacedRule = Literal["affinity", "worker0"]
 EVERYWHERE = -1
@@ -77,14 +78,15 @@ class PlacedGraph:
 def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
     """Give every node its worker.
 
+    Args:
+        graph: The graph; what ``branches_to_open`` names was taken apart before.
+        rules: What decides.
+
     Raises:
         PlacementError: Ranks out of range, rules that decide nothing or contradict the code; all
             of them are listed, with the user's lines.
     """
     matched = match_rules(graph, rules.operations)
-    opened = with_branches_apart(graph, rules.modules, matched.deciding)
-    if opened is not graph:
-        graph, matched = opened, match_rules(opened, rules.operations)
     check_annotations(graph, rules, matched)
     _warn_of_dead_rules(graph, matched)
     resolver = _Resolver(graph, rules, matched)
@@ -97,6 +99,14 @@ def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
         rules.num_workers,
         (*(text for _, text in _dead_rules(graph, matched)), *resolver.idle_placements()),
     )
+
+
+def branches_to_open(graph: CapturedGraph, rules: PlacementRules) -> frozenset[str]:
+    """Names of the ``torch.cond`` operations whose branches these rules place apart."""
+    if not any(map(is_branching, graph.fx_graph.nodes)):
+        return frozenset()
+    decided = match_rules(graph, rules.operations).deciding
+    return branches_placed_apart(graph, rules.modules, decided)
 
 
 def check_annotations(graph: CapturedGraph, rules: PlacementRules, matched: Matched) -> None:

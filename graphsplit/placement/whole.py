@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch._ops import HigherOrderOperator
 
-from graphsplit.capture.branches import is_branching, take_branches_apart, why_together
+from graphsplit.capture.branching import is_branching, why_together
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
 from graphsplit.capture.opaque import OpaqueCall
 from graphsplit.placement.annotations import Annotation
@@ -64,10 +64,10 @@ def _is_apart(inside: Mapping[str, Annotation]) -> bool:
     return len({annotation.rank for annotation in inside.values()}) > 1
 
 
-def with_branches_apart(
+def branches_placed_apart(
     graph: CapturedGraph, modules: Mapping[str, Annotation], decided: Collection[int]
-) -> CapturedGraph:
-    """Take those branches apart whose modules are placed apart, if that is possible.
+) -> frozenset[str]:
+    """Names of the branches whose modules are placed apart, and that can be taken apart.
 
     Args:
         graph: The graph.
@@ -81,8 +81,7 @@ def with_branches_apart(
         if _is_apart(inside)
     ]
     called = [graph.fx_nodes[name] for name in names if name in graph.fx_nodes]
-    open_ones = [n.name for n in called if is_branching(n) and not why_together(graph, n)]
-    return take_branches_apart(graph, frozenset(open_ones))
+    return frozenset(n.name for n in called if is_branching(n) and not why_together(graph, n))
 
 
 def branches_and_loops(graph: CapturedGraph) -> list[int]:

@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
 from graphsplit import logs
 from graphsplit.cluster.identity import bounded, failure_of
@@ -24,14 +23,10 @@ from graphsplit.errors import JobFailedError
 from graphsplit.frames import line_of, users_traceback, without_own_frames
 from graphsplit.reports import write_report
 from graphsplit.root_cause import FailureCause
+from graphsplit.runtime.job import WAKE_SIGNAL, Job
 from graphsplit.settings import RESTART
 
-if TYPE_CHECKING:
-    from graphsplit.runtime.job import Job
-
 FULL_TRACEBACK = "GS_FULL_TRACEBACK"
-# Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
-WAKE_SIGNAL = getattr(signal, "SIGURG", None)
 _AGAIN_S = 0.05  # a finalizer is over by then
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 

@@ -20,12 +20,14 @@ from graphsplit.errors import (
 from graphsplit.failure import AbortSignal
 from graphsplit.runtime.control import ControlChannels
 from graphsplit.runtime.doors import Doors
-from graphsplit.runtime.endings import WAKE_SIGNAL
 from graphsplit.runtime.meter import Meter
 from graphsplit.runtime.ownership import TensorOwners
 from graphsplit.runtime.readers import LoaderReaders
 from graphsplit.runtime.script import Script
 from graphsplit.transport.base import Transport
+
+# Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
+WAKE_SIGNAL = getattr(signal, "SIGURG", None)
 
 
 class Job:

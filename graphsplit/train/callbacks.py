@@ -9,18 +9,56 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.train.checkpoint.position import Position
 from graphsplit.train.checkpoint.series import Series
+from graphsplit.train.checkpoint.states import Loaded, PathLike
 
-if TYPE_CHECKING:
-    from graphsplit.train.model import Model
+
+class TrainedModel(Protocol):
+    """The ``Model`` that is trained, with what callbacks usually ask of it."""
+
+    loss_fn: Callable[..., Any] | None
+    optimizer: Any
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """As ``Model.network``."""
+
+    @property
+    def position(self) -> Position:
+        """As ``Model.position``."""
+
+    @property
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """As ``Model.last_gradient_norm``."""
+
+    def eval(self, loader: Iterable[Any]) -> dict[str, float]:
+        """As ``Model.eval``."""
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Model.predict``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ``Model.state_dict``."""
+
+    def optimizer_state_dict(self) -> Any:
+        """As ``Model.optimizer_state_dict``."""
+
+    def save(
+        self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """As ``Model.save``."""
+
+    def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
+        """As ``Model.load``."""
 
 
 @dataclass
@@ -39,7 +77,7 @@ class RunContext:
             the Model accumulates gradients.
     """
 
-    model: Model
+    model: TrainedModel
     rank: int
     num_epochs: int
     num_steps: int | None

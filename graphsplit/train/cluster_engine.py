@@ -27,11 +27,11 @@ from graphsplit.train.modes import ensure_training, evaluating
 from graphsplit.train.outputs import unflatten_outputs
 from graphsplit.train.planner import Planned, Planner
 from graphsplit.train.profile import Profiler
+from graphsplit.train.shared_inputs import share_written
 from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.train.task import Task
 from graphsplit.train.tickets import Tickets
 from graphsplit.train.trace import Trace
-from graphsplit.train.written_inputs import share_written
 from graphsplit.transport.hub import Router
 
 

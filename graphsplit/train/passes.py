@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from graphsplit.capture.branches import take_branches_apart
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
@@ -23,8 +24,15 @@ from graphsplit.partition.splitting import with_splits
 from graphsplit.partition.tally import with_tally
 from graphsplit.partition.verify import verify
 from graphsplit.placement.annotations import Annotation
-from graphsplit.placement.resolve import PlacedGraph, PlacementRules, UnplacedRule, resolve
+from graphsplit.placement.resolve import (
+    PlacedGraph,
+    PlacementRules,
+    UnplacedRule,
+    branches_to_open,
+    resolve,
+)
 from graphsplit.placement.rules import kept_rules
+from graphsplit.placement.whole import nearest
 from graphsplit.program.lower import (
     WHOLE_STEP,
     Policy,
@@ -116,7 +124,8 @@ def make_plan(
     rules = placement_rules(
         network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
     )
-    placed = keep_memory_together(with_known_results(resolve(graph, rules)))
+    opened = take_branches_apart(graph, branches_to_open(graph, rules))
+    placed = keep_memory_together(with_known_results(resolve(opened, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
     check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)
@@ -171,8 +180,6 @@ def all_owners(
 
 
 def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
-    from graphsplit.placement.whole import nearest
-
     placed = nearest(modules, name.rpartition(".")[0])
     return placed[1].rank if placed is not None else 0
 

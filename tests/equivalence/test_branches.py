@@ -11,7 +11,8 @@ from equivalence_helpers import batches_of, num_workers_of, rows_against_target
 from pass_helpers import captured, placed
 from torch import nn
 
-from graphsplit.capture.branches import is_branching, take_branches_apart, why_together
+from graphsplit.capture.branches import take_branches_apart
+from graphsplit.capture.branching import is_branching, why_together
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import PlacementError
 from graphsplit.partition.redrawn import refuse_redrawn
