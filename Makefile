@@ -22,7 +22,7 @@ MODEL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts proto proto-check pytest format docs bench fuzz model-check kill-matrix network-matrix clean venv
+.PHONY: help demo test test-zoo lint types contracts walk proto proto-check pytest format docs bench fuzz model-check kill-matrix network-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -31,8 +31,8 @@ demo: $(STAMP) ## train LeNet on a scheduler and five workers, on a small set th
 	DATA_PATH= PYTHON="$(CURDIR)/$(BIN)/python" bash examples/lenet_mnist/run.sh $(DEMO_ARGS)
 
 # One after the other, whatever -j says: the first failure is the one that is shown last.
-test: $(STAMP) ## every check: lint, types, contracts, proto-check, pytest
-	@set -e; for step in lint types contracts proto-check pytest; do \
+test: $(STAMP) ## every check: lint, types, contracts, proto-check, walk, pytest
+	@set -e; for step in lint types contracts proto-check walk pytest; do \
 		echo "== $$step"; $(MAKE) --no-print-directory $$step; done
 
 lint: $(STAMP) ## ruff: rules and formatting
@@ -44,6 +44,9 @@ types: $(STAMP) ## mypy --strict on the library and the examples
 
 contracts: $(STAMP) ## imports run one way only
 	$(BIN)/lint-imports
+
+walk: $(STAMP) ## how many files a training step goes through; no more than today
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/walk.py --most-files 41 --most-changes 140
 
 # Tests that start processes have bounds on time, so they run alone; the others share the cores.
 pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some

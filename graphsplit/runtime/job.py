@@ -34,7 +34,9 @@ class Job:
     """A joined job, as one worker sees it.
 
     Attributes:
-        member: Membership: rank, peers, agreement, barriers.
+        member: Membership: peers, agreement, barriers.
+        rank: This worker's rank.
+        num_workers: How many workers the job has.
         transport: Moves tensors between workers.
         control: Small and chunked messages outside any plan.
         abort: Set when the job fails, anywhere.
@@ -69,6 +71,7 @@ class Job:
         recapture_every: int = 0,
     ) -> None:
         self.member = member
+        self.rank, self.num_workers = member.rank, member.num_workers  # for the job's whole life
         self.transport = transport
         self.abort = abort
         self.control = ControlChannels(transport, member.rank, member.num_workers)
@@ -145,16 +148,6 @@ class Job:
         """A number for a plan that no other plan of the job has; every worker draws alike."""
         self._num_plans += 1
         return self._num_plans - 1
-
-    @property
-    def rank(self) -> int:
-        """This worker's rank."""
-        return self.member.rank
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers the job has."""
-        return self.member.num_workers
 
     @property
     def is_closed(self) -> bool:
