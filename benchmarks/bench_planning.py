@@ -44,7 +44,7 @@ from graphsplit.program.liveness import last_uses
 from graphsplit.program.lower import describe_programs, lower
 from graphsplit.runtime.segment_code import build_code
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
+from graphsplit.schedule.named import one_forward_one_backward
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
 from graphsplit.train.batch import run_train

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import PlacedGraph
@@ -206,8 +207,6 @@ class PartitionPlan:
 
     def inputs_of(self, worker: int) -> frozenset[int]:
         """Positions of the graph inputs that a worker consumes."""
-        from graphsplit.capture.graph import NodeKind
-
         nodes = self.placed.graph.nodes
         return frozenset(
             value

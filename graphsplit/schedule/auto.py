@@ -15,7 +15,7 @@ every worker.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,27 +24,18 @@ from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import lower
-from graphsplit.schedule import gpipe, interleaved, one_forward_one_backward, zero_bubble
 from graphsplit.schedule.clock import CostClock
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
+from graphsplit.schedule.named import NAMED, RULES, ZERO_BUBBLE, Orders
 from graphsplit.schedule.play import Rule, play
 from graphsplit.schedule.simulate import simulate
 from graphsplit.schedule.warm_up import WarmUp
 
-Orders = tuple[Sequence[Instruction], ...]
-NAMED: Mapping[str, Callable[[PartitionPlan, int], Orders]] = {
-    "1f1b": one_forward_one_backward.one_forward_one_backward,
-    "zero_bubble": zero_bubble.zero_bubble,
-    "interleaved_1f1b": interleaved.interleaved_1f1b,
-    "gpipe": gpipe.gpipe,
-}
 _BACKWARD_FIRST = "zero_bubble, backward first"
 _RULES: Mapping[str, Rule] = {
-    _BACKWARD_FIRST: replace(zero_bubble.RULE, backward_first=True),
-    "zero_bubble": zero_bubble.RULE,
-    "1f1b": one_forward_one_backward.RULE,
-    "interleaved_1f1b": interleaved.RULE,
+    _BACKWARD_FIRST: replace(ZERO_BUBBLE, backward_first=True),
+    **{name: RULES[name] for name in ("zero_bubble", "1f1b", "interleaved_1f1b")},
 }
 # Of how many microbatches the backward runs in two parts, by rule; see Rule.ends.
 _ENDS = {_BACKWARD_FIRST: ((0, 3), (0, 4), (0, 2)), "zero_bubble": ((1, 1), (2, 2), (4, 4))}

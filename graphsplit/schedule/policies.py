@@ -8,20 +8,9 @@ from types import MappingProxyType
 
 from graphsplit.program.lower import Policy
 from graphsplit.schedule.auto import auto
-from graphsplit.schedule.gpipe import gpipe
-from graphsplit.schedule.interleaved import interleaved_1f1b
-from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
-from graphsplit.schedule.zero_bubble import zero_bubble
+from graphsplit.schedule.named import NAMED
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "gpipe": gpipe,
-        "1f1b": one_forward_one_backward,
-        "interleaved_1f1b": interleaved_1f1b,
-        "zero_bubble": zero_bubble,
-        "auto": auto,
-    }
-)
+POLICIES: Mapping[str, Policy] = MappingProxyType({**NAMED, "auto": auto})
 # With one microbatch these are one and the same.
 _WHOLE = ("gpipe", "1f1b", "interleaved_1f1b")
 

@@ -27,7 +27,7 @@ from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.step_state import StepState
-from graphsplit.schedule import zero_bubble
+from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.play import play
 from graphsplit.schedule.policies import POLICIES
 from graphsplit.testing.equivalence import assert_same_bits
@@ -83,7 +83,7 @@ def test_everything_wherever_placed(schedule: str) -> None:
 
 def whole_in_the_middle(plan: PartitionPlan, number: int) -> Sequence[Sequence[Instruction]]:
     """Of one microbatch at each end backward runs in two parts."""
-    return play(plan, number, replace(zero_bubble.RULE, ends=(1, 1)))
+    return play(plan, number, replace(ZERO_BUBBLE, ends=(1, 1)))
 
 
 def test_lenet_with_backwards_whole_and_in_parts() -> None:

@@ -20,7 +20,7 @@ from graphsplit.partition.explain_modules import module_lines
 from graphsplit.partition.folding import Row, fold_repetitions
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.lower import describe_programs, lower
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 
 Golden = Callable[[str, str], None]
 

@@ -17,7 +17,7 @@ from graphsplit.partition.verify import verify
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.lower import describe_programs, lower
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
 

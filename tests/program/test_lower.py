@@ -15,9 +15,7 @@ from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import Policy, WorkerProgram, late_edges, lower
-from graphsplit.schedule.gpipe import gpipe
-from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
-from graphsplit.schedule.zero_bubble import zero_bubble
+from graphsplit.schedule.named import NAMED, gpipe
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 MICROBATCHES = st.integers(1, 3)
@@ -135,7 +133,9 @@ def test_nothing_runs_before_what_it_needs_is_there(
 
 @EXAMPLES
 @given(
-    placed_graphs(), MICROBATCHES, st.sampled_from([gpipe, one_forward_one_backward, zero_bubble])
+    placed_graphs(),
+    MICROBATCHES,
+    st.sampled_from(list(NAMED.values())),
 )
 def test_what_only_the_end_of_a_step_needs_goes_out_behind_the_next_gradients(
     graph: PlacedGraph, num_microbatches: int, policy: Policy

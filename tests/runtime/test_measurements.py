@@ -25,7 +25,7 @@ from graphsplit.runtime.measurements import (
 from graphsplit.runtime.pings import clock_offset_ns, link_of
 from graphsplit.runtime.recorder import Run
 from graphsplit.schedule.costs import Costs, Host, Link
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 from graphsplit.schedule.simulate import simulate
 from graphsplit.schedule.timeline import Span
 

@@ -8,7 +8,7 @@ from graphsplit.partition.edges import partition
 from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import WorkerProgram, lower
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 
 
 def test_channels_are_as_deep_as_the_levels_they_cross() -> None:

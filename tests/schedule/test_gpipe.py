@@ -6,7 +6,7 @@ from pass_helpers import Op, placed_graph
 
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 
 
 def there_and_back() -> PartitionPlan:

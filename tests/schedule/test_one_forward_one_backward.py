@@ -15,8 +15,7 @@ from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import lower
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.gpipe import gpipe
-from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
+from graphsplit.schedule.named import gpipe, one_forward_one_backward
 from graphsplit.schedule.verify import verify_programs
 
 

@@ -20,11 +20,11 @@ from graphsplit.partition.splitting import with_splits
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import late_edges, lower
-from graphsplit.schedule import zero_bubble
 from graphsplit.schedule.auto import NAMED, auto, choose, tried
 from graphsplit.schedule.costs import Costs, Link
 from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
+from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.orders import check_orders, checked
 from graphsplit.schedule.play import Rule, play
 from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
@@ -147,7 +147,7 @@ def test_backward_in_the_middle_of_a_step_can_be_whole() -> None:
         (1, 1): "F0 I0 F1 W0 B1 F2 B2 F3 B3 F4 B4 F5 I5 W5",
         (0, 2): "F0 B0 F1 B1 F2 B2 F3 B3 F4 I4 W4 F5 I5 W5",
     }.items():
-        orders = play(plan, 6, replace(zero_bubble.RULE, ends=ends))
+        orders = play(plan, 6, replace(ZERO_BUBBLE, ends=ends))
         assert " ".join(_LETTERS[i.opcode] + str(i.microbatch) for i in orders[1]) == expected
         proven(plan, orders, 6)
 

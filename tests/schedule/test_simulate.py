@@ -16,8 +16,7 @@ from graphsplit.partition.plan import EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
 from graphsplit.schedule.costs import Costs, Host, Link
-from graphsplit.schedule.gpipe import gpipe
-from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
+from graphsplit.schedule.named import gpipe, one_forward_one_backward
 from graphsplit.schedule.processors import Processors
 from graphsplit.schedule.simulate import simulate
 from graphsplit.schedule.timeline import Timeline

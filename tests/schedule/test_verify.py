@@ -19,7 +19,7 @@ from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
 from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 from graphsplit.schedule.verify import verify_programs
 from graphsplit.schedule.wait_grid import draw_circle
 

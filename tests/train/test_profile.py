@@ -14,8 +14,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.runtime.recorder import Recorder
 from graphsplit.schedule.costs import Costs
-from graphsplit.schedule.gpipe import gpipe
-from graphsplit.schedule.one_forward_one_backward import one_forward_one_backward
+from graphsplit.schedule.named import gpipe, one_forward_one_backward
 from graphsplit.testing.simulate import SimulatedCluster
 from graphsplit.train import passes
 from graphsplit.train.microbatches import Divider

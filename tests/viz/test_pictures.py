@@ -14,7 +14,7 @@ from pass_helpers import lenet_plan
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import lower
 from graphsplit.schedule.costs import Costs, Link
-from graphsplit.schedule.gpipe import gpipe
+from graphsplit.schedule.named import gpipe
 from graphsplit.schedule.simulate import simulate
 from graphsplit.viz.chrome import chrome_trace
 from graphsplit.viz.report import FILES, Report, describe_report, write_report
