@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 from torch.utils import _pytree as pytree
@@ -29,6 +28,7 @@ from graphsplit.capture.branching import (
     submodule_of,
 )
 from graphsplit.capture.effects import alias_roots, is_random, written_operands
+from graphsplit.capture.fakes import on_fakes, value_of
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.memory_calls import MemoryCall, Outside
 from graphsplit.capture.rebuild import rebuild_nodes
@@ -260,12 +260,10 @@ def _fake_result(made: FxNode, like: FxNode) -> Any:
     """What a new node looks like: it shares memory with what its operands stand for."""
     target: Any = made.target
     run = target.as_taken if isinstance(target, MemoryCall) else target
-    values = [n.meta.get("val") for n in made.all_input_nodes]
-    fake = next((v for v in pytree.tree_leaves(values) if isinstance(v, FakeTensor)), None)
-    if fake is None:
-        return like.meta.get("val")
-    try:
-        with fake.fake_mode, torch.no_grad():
-            return run(*torch.fx.map_arg(made.args, lambda n: n.meta.get("val")))
-    except Exception:  # what cannot be run on fake tensors alone looks as it was recorded
-        return like.meta.get("val")
+
+    def run_it() -> Any:
+        with torch.no_grad():
+            return run(*torch.fx.map_arg(made.args, value_of))
+
+    found = on_fakes(made, run_it)
+    return value_of(like) if found is None else found  # what needs values looks as recorded

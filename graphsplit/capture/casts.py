@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphsplit.capture.fakes import on_fakes, value_of
 from graphsplit.capture.regions import in_region, region_of, set_region
 from graphsplit.capture.users_line import users_line_of_trace
 from graphsplit.errors import CaptureError
@@ -108,21 +108,19 @@ class _Recorder(TorchDispatchMode):
 
 
 def _run(node: Node, candidates: Sequence[Node]) -> _Recorder | None:
-    """Run an operation on fake tensors as it runs in its region; None if that is not possible."""
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    fake = next((v for v in values if isinstance(v, FakeTensor)), None)
-    if fake is None or not isinstance(node.target, torch._ops.OpOverload):
+    """Run an operation on fake tensors as it runs in its region; None if it needs values."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
         return None
     recorder = _Recorder({id(n.meta["val"]): n for n in candidates})
-    try:
-        with in_region(region_of(node), grad_enabled=False), fake.fake_mode, recorder:
-            args, kwargs = torch.fx.map_arg(
-                (node.args, node.kwargs), lambda operand: operand.meta.get("val")
-            )
-            node.target(*args, **kwargs)
-    except Exception:  # what cannot be run on fake tensors alone keeps its casts to itself
-        return None
-    return recorder
+
+    def run() -> _Recorder:
+        with in_region(region_of(node), grad_enabled=False), recorder:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value_of)
+            target(*args, **kwargs)
+        return recorder
+
+    return on_fakes(node, run)
 
 
 def _add_cast(graph: Graph, user: Node, operand: Node, dtype: torch.dtype) -> Node:

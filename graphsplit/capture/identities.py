@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
+from graphsplit.capture.fakes import on_fakes, value_of
+
 _IN_PARTS = "CompositeImplicitAutograd"
 
 
@@ -70,22 +72,17 @@ def _look(node: Node) -> Any:
 def _run(node: Node) -> tuple[Any, list[tuple[Node, torch.Tensor]]]:
     """Run an operation on fake tensors; returns its result, and the operands it was given."""
     given: dict[Node, Any] = {}
-    mode = next(v.fake_mode for v in _values(node) if isinstance(v, FakeTensor))
-    try:
-        with mode, torch.no_grad():
+
+    def run() -> Any:
+        with torch.no_grad():
             for operand in node.all_input_nodes:
-                value = operand.meta.get("val")
-                given[operand] = value
+                value = given[operand] = value_of(operand)
                 if isinstance(value, torch.Tensor):
                     given[operand] = torch.empty_strided(
                         value.shape, value.stride(), dtype=value.dtype, device=value.device
                     )
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), given.__getitem__)
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # what cannot run on fake tensors alone depends on values: no identity
-        return None, []
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    result = on_fakes(node, run)  # what needs values is no identity
     return result, [(n, v) for n, v in given.items() if isinstance(v, torch.Tensor)]
-
-
-def _values(node: Node) -> list[Any]:
-    return [n.meta.get("val") for n in node.all_input_nodes]

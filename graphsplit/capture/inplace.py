@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from graphsplit.capture.effects import OWN_MEMORY, roots_of, written_operands
+from graphsplit.capture.fakes import on_fakes, value_of
 from graphsplit.capture.handed_out import possible_memories
 from graphsplit.capture.opaque import opaque_call
 from graphsplit.capture.regions import region_of
@@ -165,7 +166,7 @@ def _ordinary_form_is_alike(node: Node, base: Node) -> bool:
     value = base.meta.get("val")
     if not isinstance(value, FakeTensor):
         return True
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value_of)
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()):
         return _is_alike(node, args, kwargs)
     kinds = (node.target, *map(_kind, args), *((name, _kind(kwargs[name])) for name in kwargs))
@@ -185,18 +186,22 @@ def _kind(operand: object) -> object:
 
 
 def _is_alike(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    value, ordinary = args[0], _ordinary_form(node)
-    assert ordinary is not None and callable(node.target)
-    try:
-        with value.fake_mode, torch.enable_grad():
+    value, ordinary, target = args[0], _ordinary_form(node), node.target
+    assert ordinary is not None and isinstance(target, torch._ops.OpOverload)
+
+    def run() -> tuple[Any, Any]:
+        with torch.enable_grad():
             operands = [_with_gradient(arg) for arg in args]
             found = ordinary(*operands, **kwargs)
-            written = node.target(operands[0].clone(), *operands[1:], **kwargs)
-    except Exception:  # what cannot be run on fake tensors alone stays as it is
+            return found, target(operands[0].clone(), *operands[1:], **kwargs)
+
+    results = on_fakes(node, run)
+    if results is None:  # what needs values stays as it is
         return False
+    found, written = results
     if found.dtype != value.dtype or found.stride() != value.stride():
         return False
-    same_bits = node.target.name().partition(".")[0] in _SAME_BITS  # type: ignore[attr-defined]
+    same_bits = target.name().partition(".")[0] in _SAME_BITS
     return same_bits or _formula(found) == _formula(written)
 
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from graphsplit.capture.fakes import on_fakes
 from graphsplit.capture.memory_calls import MemoryCall
 from graphsplit.capture.opaque import opaque_call, operands_at
 from graphsplit.capture.regions import in_region, region_of
@@ -111,22 +111,20 @@ def _run(
     if not isinstance(target, (torch._ops.OpOverload, MemoryCall)):
         return None
     operands, region = node.all_input_nodes, region_of(node)
-    values = (operand.meta.get("val") for operand in operands)
-    fake = next((v for v in values if isinstance(v, FakeTensor)), None)
-    if fake is None:
-        return None
     shadows: dict[Node, Any] = {}
-    try:
-        with fake.fake_mode, torch.enable_grad():
+
+    def run() -> list[Any]:
+        with torch.enable_grad():
             for operand in operands:
                 shadows[operand] = _shadow(operand, carries_grad.get(operand, False), target)
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), shadows.__getitem__)
             with in_region(region, grad_enabled=grad_enabled):
-                run = target.as_taken if isinstance(target, MemoryCall) else target
-                results = run(*args, **kwargs)
-    except Exception:  # what cannot be run on fake tensors alone is judged by its operands
+                taken = target.as_taken if isinstance(target, MemoryCall) else target
+                return pytree.tree_leaves(taken(*args, **kwargs))
+
+    leaves = on_fakes(node, run)
+    if leaves is None:  # what needs values is judged by its operands
         return None
-    leaves = pytree.tree_leaves(results)
     carries = tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in leaves)
     casts = bool(region.autocasts)  # each cast is an operation of its own
     repeated = _repeated(leaves, shadows) if casts or _is_in_parts(target) else frozenset()
