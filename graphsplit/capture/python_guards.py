@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from graphsplit.capture.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.replaced import replaced
+from graphsplit.capture.trained_marks import TrainedMarks
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, changes_of
 from graphsplit.guards.check import Guards, Watched
@@ -85,6 +86,7 @@ class StateWatch:
             root: The module that holds the network and the loss.
             is_paused: Whether what runs now is no part of the graph.
         """
+        self._root, self._is_paused = root, is_paused
         self._recorder = ReadRecorder(root, label_of_path, is_paused)
         self._before = [(module, dict(vars(module))) for module in root.modules()]
         self._parameters = {id(m): dict(m._parameters) for m in root.modules()}
@@ -94,14 +96,15 @@ class StateWatch:
         """Watch what runs inside; ends with everything as it was."""
         recorder = self._recorder
         assert recorder is not None
+        marks = TrainedMarks(self._root, label_of_path, self._is_paused)
         with lifted_in_place(self._lift) as lifted:
             try:
                 for place in lifted.places:
                     recorder.note_lifted(place)
-                with recorder.recording(), _compiler_let_in(recorder):
+                with recorder.recording(), _compiler_let_in(recorder), marks.seen():
                     yield
             finally:
-                self._changes = changes_of(recorder.noted, computed)
+                self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
         self._lifted = lifted
 
     def put_back(self) -> None:

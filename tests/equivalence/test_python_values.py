@@ -240,6 +240,34 @@ def test_a_flag_that_toggles_takes_two_captures(monkeypatch: pytest.MonkeyPatch)
     assert num_captures(monkeypatch, run) == 2
 
 
+class EverySecond(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        return y * 2 if self.calls % 2 else y
+
+
+def test_a_counter_that_decides_in_turns_takes_three_captures_a_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> None:
+        assert_same_bits(
+            EverySecond,
+            batches_of(4, 3),
+            steps=12,
+            num_workers=1,
+            loss_fn=rows_against_target,
+            plan_everywhere=True,
+            evaluate_after=(),
+        )
+
+    assert num_captures(monkeypatch, run) == 6
+
+
 def test_what_is_not_read_takes_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(step: int, net: Any, loss: Any) -> None:
         net.unused = step

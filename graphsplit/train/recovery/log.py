@@ -20,10 +20,10 @@ from graphsplit.train.epochs import load_callbacks
 from graphsplit.train.recovery.share import (
     ModelShare,
     members_of,
-    put_requires_grad,
     put_settings,
     settings_of,
 )
+from graphsplit.train.trainable import put_requires_grad
 
 _TAKES_TENSORS = frozenset(
     {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}

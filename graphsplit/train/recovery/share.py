@@ -29,6 +29,7 @@ from graphsplit.train.recovery.disk import WHOLE, contents_of
 from graphsplit.train.recovery.part import FlatTensors, Part
 from graphsplit.train.recovery.whole import WholeModules
 from graphsplit.train.task import Task, named_state
+from graphsplit.train.trainable import put_requires_grad
 
 _count = itertools.count()
 _LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
@@ -321,14 +322,6 @@ def put_settings(
         for key in [key for key in group if key != "params" and key not in saved]:
             del group[key]
         group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
-
-
-def put_requires_grad(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
-    """Let parameters be trained, or not, as they were."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter, flag in zip(parameters, flags, strict=True):
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
 
 
 def loads_state(name: str) -> bool:
