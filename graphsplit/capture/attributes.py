@@ -240,6 +240,8 @@ def _restore(module: nn.Module, name: str, before: dict[str, Any]) -> None:
         vars(module).pop(name, None)
         return
     old, held = before[name], vars(module).get(name)
+    if held is old:  # not copied: what was read of it is put back by who saw that
+        return
     if isinstance(held, list) and type(old) is list:
         held[:] = old
     elif isinstance(held, (dict, set)) and type(old) is type(held):
