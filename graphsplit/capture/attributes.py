@@ -82,7 +82,6 @@ class Attributes:
         self._whole = frozenset(inside)
         self._after: dict[nn.Module, dict[str, Any]] = {}
         self._before = {m: _attributes(m) for m in root.modules()}
-        self._marks: dict[Key, bool] = {}
         self._paths = {m: path for path, m in root.named_modules()}
 
     @contextmanager
@@ -91,42 +90,12 @@ class Attributes:
 
         def note(module: nn.Module, args: Any, outputs: Any) -> None:
             self._after = {module: _attributes(module) for module in self._before}
-            marks = self._trained()
-            self._marks = {key: on for key, on in marks.items() if before.get(key, on) is not on}
 
-        before: dict[Key, bool] = {}
-        handles = [
-            self._root.register_forward_pre_hook(lambda *_: before.update(self._trained())),
-            self._root.register_forward_hook(note),
-        ]
+        handle = self._root.register_forward_hook(note)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-    def _trained(self) -> dict[Key, bool]:
-        return {
-            (path, name): parameter.requires_grad
-            for module, path in self._paths.items()
-            if module not in self._whole
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
-
-    def check_marks(self) -> None:
-        """Refuse a forward that decides itself which parameters are trained.
-
-        Raises:
-            CaptureError: It does.
-        """
-        for key, on in self._marks.items():
-            raise CaptureError(
-                f"forward sets requires_grad of {label_of(key)!r} to {on}; in the captured graph "
-                f"that would be so at no step\n"
-                f"  Fix: call requires_grad_({on}) between two steps; or use .detach() in forward "
-                f"where the parameter is not to be trained."
-            )
+            handle.remove()
 
     def put_back(self) -> None:
         """Take away what was left: tensors that have no values, and plain values."""
@@ -271,6 +240,8 @@ def _restore(module: nn.Module, name: str, before: dict[str, Any]) -> None:
         vars(module).pop(name, None)
         return
     old, held = before[name], vars(module).get(name)
+    if held is old:  # not copied: what was read of it is put back by who saw that
+        return
     if isinstance(held, list) and type(old) is list:
         held[:] = old
     elif isinstance(held, (dict, set)) and type(old) is type(held):

@@ -39,11 +39,12 @@ from graphsplit.capture.own_errors import raises_by_itself
 from graphsplit.capture.pinned_sizes import check_pinned_sizes
 from graphsplit.capture.python_guards import StateWatch
 from graphsplit.capture.recipes import Question
-from graphsplit.capture.record_program import Export, record_program
+from graphsplit.capture.record_program import Export, Recorded, record_program
 from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
 from graphsplit.capture.sizes import DynamicSizes, dynamic_shapes
 from graphsplit.capture.structure import Structure, take_apart
 from graphsplit.capture.tied import state_placeholders, unite_tied
+from graphsplit.capture.trained_marks import marked_as_left
 from graphsplit.guards.places import Place
 
 
@@ -157,12 +158,24 @@ def capture(request: CaptureRequest) -> CapturedGraph:
     step.training = request.network.training
     with _only_recording(request):
         recorded = record_program(step, request.network, _how_to_export(step, request, watch))
+    with marked_as_left(recorded.state.changes):
+        return _graph_of(request, recorded, step, questions[-1], structures[-1])
+
+
+def _graph_of(
+    request: CaptureRequest,
+    recorded: Recorded,
+    step: _Step,
+    questions: Sequence[Question],
+    output_spec: Structure,
+) -> CapturedGraph:
+    """The graph of a recorded step."""
     state = _state_tensors(step)
     program = recorded.program
     graph_module = program.graph_module
     _name_modules_inside(graph_module, step)
     check_pinned_sizes(graph_module.graph)
-    sizes = DynamicSizes.of(program, questions[-1], recorded.state.lifted)
+    sizes = DynamicSizes.of(program, questions, recorded.state.lifted)
     mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
     remove_identities(graph_module.graph)
     unite_tied(program, state)
@@ -182,7 +195,7 @@ def capture(request: CaptureRequest) -> CapturedGraph:
         fx_owner=graph_module,
         constants=constants,
         outputs=outputs,
-        output_spec=structures[-1],
+        output_spec=output_spec,
         loss=request.loss,
         state_names=state_names,
         sizes=sizes,

@@ -29,6 +29,7 @@ def forget_fake_tensors() -> None:
         results = gc.get_referents(cache)  # the function, and everything it has kept
         if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(results)):
             cache.cache_clear()
+            _asked[cache] = tuple(cache.cache_info())
 
 
 def _used_since() -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 
 from graphsplit.capture.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.replaced import replaced
+from graphsplit.capture.trained_marks import TrainedMarks
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, changes_of
 from graphsplit.guards.check import Guards, Watched
@@ -21,6 +22,7 @@ from graphsplit.guards.ignored import is_ignored
 from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.recorder import ReadRecorder
+from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -77,6 +79,7 @@ class StateWatch:
         self._lifted = Lifted()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._parameters: dict[int, dict[str, Any]] = {}
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
     def begin(self, root: nn.Module, is_paused: Callable[[], bool]) -> None:
         """Note what all modules hold: while the step is recorded, other things stand there.
@@ -85,24 +88,39 @@ class StateWatch:
             root: The module that holds the network and the loss.
             is_paused: Whether what runs now is no part of the graph.
         """
+        self._root, self._is_paused = root, is_paused
         self._recorder = ReadRecorder(root, label_of_path, is_paused)
         self._before = [(module, dict(vars(module))) for module in root.modules()]
         self._parameters = {id(m): dict(m._parameters) for m in root.modules()}
+        self._tensors = tensors_of(root.modules())
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what runs inside; ends with everything as it was."""
         recorder = self._recorder
         assert recorder is not None
+        marks = TrainedMarks(self._root, label_of_path, self._is_paused)
         with lifted_in_place(self._lift) as lifted:
             try:
                 for place in lifted.places:
                     recorder.note_lifted(place)
-                with recorder.recording(), _compiler_let_in(recorder):
+                with (
+                    recorder.recording(),
+                    _compiler_let_in(recorder),
+                    marks.seen(),
+                    self._attributes_seen(recorder),
+                ):
                     yield
             finally:
-                self._changes = changes_of(recorder.noted, computed)
+                self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
         self._lifted = lifted
+
+    def _attributes_seen(self, recorder: ReadRecorder) -> AbstractContextManager[None]:
+        labels = {id(m): label_of_path(path) for path, m in self._root.named_modules()}
+        standing = tensors_of(self._root.modules())
+        return tensor_attributes_seen(
+            standing, self._tensors, labels.__getitem__, recorder.note_tensors
+        )
 
     def put_back(self) -> None:
         """Put back what torch has replaced by copies: the containers in attributes of modules."""

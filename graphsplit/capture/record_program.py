@@ -193,7 +193,6 @@ def _record(
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
     attributes.check_replaced(constants)
-    attributes.check_marks()
     return Recorded(
         program, export.watch.state(recorder.modules.values())
     ), attributes.left_tensors()

@@ -22,6 +22,7 @@ class PlaceKind(Enum):
     FIELD = "field"  # an attribute that Python itself keeps: the code of a function
     ITSELF = "itself"  # a container that is reached by no name: behind a view, in a C object
     CONTEXT = "context"  # a context variable
+    MARK = "mark"  # of a parameter: whether it is trained
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,8 @@ class Place:
         kind: How to read and write it.
         holder: The dictionary, list, object, class, cell or function; held, so that its identity
             stays its own.
-        key: Its key, index or name there.
+        key: Its key, index or name there. A mark is held by the dictionary of a module's
+            attributes, and its key is the parameter's name.
         label: What it is, for people: ``net.beta``, ``train.py: CONFIG['beta']``.
         source: Where it was first read: ``file:line``.
         module: The path of the module whose attribute it is, below what is captured, or None: such
@@ -59,6 +61,8 @@ class Place:
                 return self.holder
             if self.kind is PlaceKind.CONTEXT:
                 return self.holder.get(MISSING)
+            if self.kind is PlaceKind.MARK:
+                return self.holder["_parameters"][self.key].requires_grad
             if isinstance(self.holder, dict):  # a dictionary of defaults must not make one
                 return dict.get(self.holder, self.key, MISSING)
             if self.kind is PlaceKind.ENTRY:
@@ -77,6 +81,8 @@ class Place:
             self._delete()
         elif self.kind is PlaceKind.CONTEXT:
             self.holder.set(value)
+        elif self.kind is PlaceKind.MARK:
+            self.holder["_parameters"][self.key].requires_grad_(value)
         elif isinstance(self.holder, dict):
             dict.__setitem__(self.holder, self.key, value)
         elif self.kind is PlaceKind.ENTRY:

@@ -17,6 +17,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import (
     CodeType,
     FrameType,
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphsplit.errors import CaptureError
 from graphsplit.frames import is_own, is_users, short_path
 from graphsplit.guards.by_name import AskedByName
 from graphsplit.guards.classes import (
@@ -167,6 +169,24 @@ class ReadRecorder:
     def path(self, module: nn.Module) -> str | None:
         """The path of a module in what is captured."""
         return self._meeting.tables[id(vars(module))][1]
+
+    def note_tensors(self, place: Place, is_read: bool) -> None:
+        """Note an attribute that the user has hung on a parameter or buffer."""
+        place = replace(place, source=self._where(None)[0])
+        if is_read and self._is_paused() and place.read() is not MISSING:
+            raise CaptureError(
+                f"code that is kept whole reads {place.label}, an attribute of a tensor, which the "
+                f"worker that runs it may not have\n  {place.source}\n"
+                f"  Fix: keep it in an attribute of the module."
+            )
+        if is_read and (self._is_off or self._is_paused()):
+            return
+        if is_read:
+            self._meeting.note_read(place)
+            self._meeting.meet(place.read(), place.label)
+        else:
+            self._meeting.note(place, is_read=False)
+            self.noted[place.identity].is_written = True
 
     def note_lifted(self, place: Place) -> None:
         """Note a place that holds a symbol by now."""

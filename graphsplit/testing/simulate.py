@@ -313,7 +313,7 @@ class SimulatedCluster:
             ]
             self._note_draws(planned)
             by_worker = [
-                list(made.phases(division if worker.rank in made.consumers else None))
+                made.phases(division if worker.rank in made.consumers else None)
                 for worker, made, division in zip(self.workers, planned, divisions, strict=True)
             ]
             number, self._step = self._step, self._step + 1

@@ -29,7 +29,7 @@ from graphsplit.capture.opaque import opaque_call
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, Computed, value_of
 from graphsplit.guards.check import Failure
-from graphsplit.guards.places import Place
+from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import Frozen, shown, thaw
 from graphsplit.train.batch import Signature, leaves
 
@@ -193,8 +193,8 @@ class Recordings:
         """
         began = time.monotonic()
         self._counts_before = self._num_lifts.copy(), self._num_changes.copy()
-        before = self._before(mode, signature)
         graph = self._kept(mode, signature) or self._record(mode, signature, ())
+        before = self._before(mode, signature, graph)
         changed = tuple(before.graph.state.guards.failures()) if before is not None else ()
         chosen = self._lifted(before, graph, changed, mode, signature) if before else None
         if chosen is None:
@@ -254,11 +254,20 @@ class Recordings:
         trained, loss_fn = circumstances
         return recording.trained == trained and recording.loss_fn is loss_fn
 
-    def _before(self, mode: Mode, signature: Signature) -> Recording | None:
-        for recording in self._latest:
-            if recording.mode is mode and recording.signature == signature:
-                return recording if self._fits(recording, self._circumstances()) else None
-        return None
+    def _before(
+        self, mode: Mode, signature: Signature, graph: CapturedGraph | None = None
+    ) -> Recording | None:
+        """The recording of such a step that was used last; one that is like a graph, if any is."""
+        circumstances = self._circumstances()
+        found = [
+            recording
+            for recording in self._latest
+            if recording.mode is mode
+            and recording.signature == signature
+            and self._fits(recording, circumstances)
+        ]
+        alike = (r for r in found if graph is not None and _are_alike(r.graph, graph))
+        return next(alike, found[0] if found else None)
 
     def _lifted(
         self,
@@ -271,6 +280,8 @@ class Recordings:
         """The step with the numbers lifted that have changed, if that gives the same graphs."""
         old_places = before.graph.state.guards.lifted
         if not changed or not all(map(_is_number, changed)):
+            return None
+        if not _are_alike(before.graph, graph):
             return None
         labels = sorted(failure.place.label for failure in changed)
         if max(self._num_lifts[label] for label in labels) >= _MAX_LIFTS:
@@ -329,6 +340,8 @@ class Recordings:
             for place in state.guards.lifted:
                 found.setdefault(place.label, (place, place.read()))
             for change in state.changes:
+                if change.place.kind is PlaceKind.MARK:  # snapshots keep those of all parameters
+                    continue
                 found.setdefault(change.place.label, (change.place, change.old))
         return found
 
@@ -336,6 +349,17 @@ class Recordings:
 def write(place: Place, value: Any) -> None:
     """Put a value into a place; into the container that is there, if it is one."""
     Change(place, place.read(), value, is_read=True).leave(())
+
+
+def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:
+    """Whether two graphs may differ in numbers alone."""
+    return _form(one) == _form(other)
+
+
+def _form(graph: CapturedGraph) -> list[Any]:
+    nodes = (node for node in graph.nodes if node.kind is not NodeKind.NUMBER)
+    left = [change.place.label for change in graph.changes]
+    return [*((node.kind, node.target, node.requires_grad) for node in nodes), *left]
 
 
 def _is_number(failure: Failure) -> bool:

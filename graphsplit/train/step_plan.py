@@ -13,8 +13,9 @@ itself, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from graphsplit.runtime.step_state import Microbatches
 from graphsplit.train.batch import leaves
 from graphsplit.train.microbatches import Divider, Division, Shape, own_views
 from graphsplit.train.planner import Planned, Planner
+from graphsplit.train.trainable import put_requires_grad
 
 
 @dataclass
@@ -102,11 +104,14 @@ class PlannedStep:
         plans: One for each run of microbatches with one signature, in order.
         sizes: How many microbatches each runs.
         weights: What the loss of each microbatch is multiplied by; empty where the batch is whole.
+        marks: Where forward freezes or unfreezes parameters between them: for each plan, what marks
+            those that are trained while it runs.
     """
 
     plans: tuple[Planned, ...]
     sizes: tuple[int, ...] = (1,)
     weights: tuple[float, ...] = ()
+    marks: tuple[Callable[[], None], ...] = ()
 
     @property
     def first(self) -> Planned:
@@ -132,7 +137,9 @@ class PlannedStep:
             division: The batch; None on workers that do not have it.
         """
         start = 0
-        for plan, size in zip(self.plans, self.sizes, strict=True):
+        for index, (plan, size) in enumerate(zip(self.plans, self.sizes, strict=True)):
+            if self.marks:
+                self.marks[index]()
             part = slice(start, start + size)
             yield Phase(plan, start, _inputs(plan, size, division, part), self.weights[part])
             start += size
@@ -187,6 +194,7 @@ def plan_step(
     planner.keep_at_least(2 * len(shape.parts))
     plans: list[Planned] = []
     sizes: list[int] = []
+    trained: list[tuple[bool, ...]] = []
     waiting = [*shape.parts]
     while waiting:
         (signature, count), *later = waiting
@@ -201,5 +209,8 @@ def plan_step(
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)
+        trained.append(planner.requires_grad())
         waiting = later
-    return PlannedStep(tuple(plans), tuple(sizes), shape.weights)
+    marks = [partial(put_requires_grad, planner.trainable, flags) for flags in trained]
+    is_one = len(set(trained)) == 1
+    return PlannedStep(tuple(plans), tuple(sizes), shape.weights, () if is_one else tuple(marks))

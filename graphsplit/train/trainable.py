@@ -1,4 +1,4 @@
-"""What a loss must be like, so that there is something to train; the same in one process and many.
+"""What is trained, and what a loss must be like; the same in one process and many.
 
 A loss that is a parameter, or a view of one, has no memory of its own: when the optimizer has
 stepped, it holds another number on the worker that owns the parameter, and on that one alone.
@@ -6,6 +6,7 @@ stepped, it holds another number on the worker that owns the parameter, and on t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -56,3 +57,11 @@ def _refuse_parameter(name: str) -> NoReturn:
         f"the loss is {name} itself, or a view of it: the optimizer changes what it holds\n"
         f"  Fix: return a value of its own, for example the same * 1."
     )
+
+
+def put_requires_grad(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
+    """Let parameters be trained, or not, as they were."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter, flag in zip(parameters, flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)

@@ -35,6 +35,12 @@ class Slotted:
         self.scale = 1.25
 
 
+class Config(dict[str, float]):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
 class Net(nn.Module):
     shared_scale = 1.0
 
@@ -50,6 +56,7 @@ class Net(nn.Module):
         self.space = SimpleNamespace(x=1.0)
         self.mask = torch.ones(4)
         self.activation = F.relu
+        self.config, self.first.weight.scale = Config(scale=1.0, other=2.0), 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.dropout(self.bn(self.first(x)))
@@ -61,7 +68,8 @@ class Net(nn.Module):
             h = h + number
         h = F.leaky_relu(h * self.queue[0], self.slope) * self.mask
         h = h * float(self.numbers[0]) * self.space.x
-        made: torch.Tensor = self.second(h) ** self.power
+        h = h * self.first.weight.scale * getattr(self.first.bias, "scale", 1.0)
+        made: torch.Tensor = self.second(h) ** self.power * self.config.scale
         return made
 
 
@@ -143,6 +151,9 @@ CHANGES: dict[str, Change] = {
     "deque": lambda step, net, loss: net.queue.rotate(),
     "array": lambda step, net, loss: net.numbers.__setitem__(0, step + 0.5),
     "namespace": lambda step, net, loss: setattr(net.space, "x", 1.0 + step),
+    "dictionary of attributes": lambda step, net, loss: net.config.update(scale=1.0 + step),
+    "attribute of a weight": _set("first.weight.scale", lambda step: 1.0 + step),
+    "attribute that a bias gets": _set("first.bias.scale", lambda step: 1.0 + step),
     "tensor in place": lambda step, net, loss: net.mask.mul_(0.5),
     "tensor replaced": lambda step, net, loss: setattr(net, "mask", torch.full((4,), 0.5 + step)),
     "frozen batch norm": _freeze_bn,
@@ -238,6 +249,52 @@ def test_a_flag_that_toggles_takes_two_captures(monkeypatch: pytest.MonkeyPatch)
         )
 
     assert num_captures(monkeypatch, run) == 2
+
+
+class CountsUses(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.uses = getattr(self.weight, "uses", 0) + 1
+        return super().forward(x) * self.weight.uses
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_forward_counts_in_an_attribute_of_a_weight(microbatches: int) -> None:
+    assert_same_bits(
+        lambda: CountsUses(3, 4),
+        batches_of(4, 3),
+        num_workers=1,
+        steps=3,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+    )
+
+
+class EverySecond(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        return y * 2 if self.calls % 2 else y
+
+
+def test_a_counter_that_decides_in_turns_takes_three_captures_a_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run() -> None:
+        assert_same_bits(
+            EverySecond,
+            batches_of(4, 3),
+            steps=12,
+            num_workers=1,
+            loss_fn=rows_against_target,
+            plan_everywhere=True,
+            evaluate_after=(),
+        )
+
+    assert num_captures(monkeypatch, run) == 6
 
 
 def test_what_is_not_read_takes_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import torch
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
-from graphsplit.errors import CaptureError
 from graphsplit.testing.equivalence import assert_same_bits
 
 Weigh = Callable[[], float]
@@ -340,19 +339,3 @@ def test_order_of_layers_and_numbers_in_branches_count(make: Any, change: Any) -
         plan_everywhere=True,
         evaluate_after=(),
     )
-
-
-class Freezing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.layer.weight.requires_grad_(False)
-        made: torch.Tensor = self.layer(x)
-        return made
-
-
-def test_a_forward_that_freezes_a_parameter_is_refused() -> None:
-    with pytest.raises(CaptureError, match=r"requires_grad of 'layer.weight' to False"):
-        assert_same_bits(Freezing, batches_of(4, 3), num_workers=1, loss_fn=rows_against_target)

@@ -37,6 +37,7 @@ ON_DISK = (
     "callback_that_keeps_what_lives_here",
     "generators_of_loaders",
     "kept_whole_with_memory",
+    "loss_and_optimizer_given_anew",
     "numbers_of_python_and_numpy",
     "python_values",
     "sampler_that_counts_epochs",

@@ -84,3 +84,19 @@ def first_steps_only(place: bool = True) -> Any:
     net = plain_net(place=place)
     model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
     return [model.train_step(x, y) for x, y in batches()], all_of(model)
+
+
+@feature
+def loss_and_optimizer_given_anew(place: bool = True) -> Any:
+    net: Any = plain_net(place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    losses = []
+    for index, (x, y) in enumerate(list(batches()) * 3):
+        if index == 3:
+            model.loss_fn = nn.CrossEntropyLoss(label_smoothing=0.2)
+        if index == 4:
+            model.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        if index == 7:
+            model.optimizer = adam(net, 0.01)
+        losses.append(model.train_step(x, y))
+    return losses, all_of(model)

@@ -18,12 +18,13 @@ from graphsplit.train.checkpoint.position import LoaderWatch
 from graphsplit.train.checkpoint.states import Resumption, Stateful
 from graphsplit.train.epochs import load_callbacks
 from graphsplit.train.recovery.share import (
+    Given,
     ModelShare,
     members_of,
-    put_requires_grad,
     put_settings,
     settings_of,
 )
+from graphsplit.train.trainable import put_requires_grad
 
 _TAKES_TENSORS = frozenset(
     {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}
@@ -61,6 +62,8 @@ class ModelBefore:
 
     Attributes:
         share: The Model.
+        given: Its loss and its optimizer.
+        states: Of every optimizer, where it was given since the call before; else None.
         settings: Of every optimizer.
         members: The parameters of every group of every optimizer.
         requires_grad: Of every parameter.
@@ -70,6 +73,8 @@ class ModelBefore:
     """
 
     share: ModelShare
+    given: Given
+    states: list[dict[Any, Any]] | None
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
@@ -80,8 +85,12 @@ class ModelBefore:
     @classmethod
     def of(cls, share: ModelShare) -> ModelBefore:
         """Look at a Model."""
+        given = share.given()
+        is_new = not given.is_same(share.given_before)
         return cls(
             share,
+            given,
+            [_copied(dict(o.state)) for o in share.task.optimizers] if is_new else None,
             [settings_of(optimizer) for optimizer in share.task.optimizers],
             [members_of(optimizer) for optimizer in share.task.optimizers],
             share.engine.planner.requires_grad(),
@@ -92,7 +101,11 @@ class ModelBefore:
 
     def put_back(self) -> None:
         """Let it be like that again."""
+        self.share.go_on_with(self.given)
         optimizers = self.share.task.optimizers
+        for optimizer, state in zip(optimizers, self.states or (), strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(_copied(state))
         for of_one in zip(optimizers, self.settings, self.members, strict=True):
             put_settings(*of_one)
         put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)

@@ -96,6 +96,9 @@ class RecoveringScript(Script):
             with self._nested():
                 return call()
         self._ordinal += 1
+        with self._job.reporting():
+            for share in self._shares:
+                share.check_given()
         self._join()
         if self._place is not None and self._ordinal <= self._last_given(self._place):
             return self._give_again(self._ordinal, call)

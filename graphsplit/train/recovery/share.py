@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from graphsplit.errors import CheckpointError
+from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.train.checkpoint.by_worker import RESUMPTION
 from graphsplit.train.checkpoint.contents import (
@@ -25,10 +25,12 @@ from graphsplit.train.checkpoint.contents import (
 from graphsplit.train.checkpoint.states import Resumption, States
 from graphsplit.train.checkpoint.values import Encoder, Fixed, decode
 from graphsplit.train.cluster_engine import ClusterEngine
+from graphsplit.train.recovery.agreement import START
 from graphsplit.train.recovery.disk import WHOLE, contents_of
 from graphsplit.train.recovery.part import FlatTensors, Part
 from graphsplit.train.recovery.whole import WholeModules
 from graphsplit.train.task import Task, named_state
+from graphsplit.train.trainable import put_requires_grad
 
 _count = itertools.count()
 _LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
@@ -46,6 +48,22 @@ class _RestMine(Ownership):
         return self._owners.get(id(tensor), self._rank)
 
 
+class Given(NamedTuple):
+    """What the script may give a Model anew.
+
+    Attributes:
+        loss_fn: The loss.
+        optimizer: The optimizer, or several.
+    """
+
+    loss_fn: Any
+    optimizer: Any
+
+    def is_same(self, other: Given) -> bool:
+        """Whether these are the same objects."""
+        return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
+
+
 class ModelShare:
     """One worker's share of a Model.
 
@@ -59,6 +77,8 @@ class ModelShare:
         was_loaded: Whether a state was loaded: by the script, or from a snapshot on disk.
         start: The share as it was when owners were fixed, before the first step; None before.
         began: When that was: Models are counted in the order in which they begin.
+        given_at: The loss and the optimizer that it had at each snapshot, by number.
+        given_before: Those that it had after the last call.
     """
 
     def __init__(
@@ -71,7 +91,12 @@ class ModelShare:
         self.was_loaded = False
         self.start: Part | None = None
         self.began = 0
+        self.given_at: dict[int, Given] = {}
+        self.given_before = self.given()
         self._rank = rank
+        self._loss_fn = task.loss_fn
+        self._optimizers = task.optimizers
+        self._taken_away: list[torch.optim.Optimizer] = []
         self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
         self._is_checked = False
         self._encoder = Encoder()
@@ -101,7 +126,46 @@ class ModelShare:
         """Whether a snapshot must hold it: a Model that was never used is as it was built."""
         return self.is_settled or self.was_loaded
 
+    def given(self) -> Given:
+        """The loss and the optimizer that it has now."""
+        return Given(self.task.loss_fn, self.task.optimizer)
+
+    def go_on_with(self, given: Given) -> None:
+        """Let it have another loss and another optimizer, as if the script had given them."""
+        if not given.is_same(self.given()):
+            self.task.loss_fn, self.task.optimizer = given
+            self.engine.renew()
+
+    def check_given(self) -> None:
+        """Note what the script has given since the last call.
+
+        Raises:
+            ConfigurationError: An optimizer that it had taken away: snapshots since then lack its
+                state.
+        """
+        now, before = self.task.optimizers, self._optimizers
+        self._optimizers = now
+        self._taken_away += [one for one in before if one not in now]
+        back = [one for one in now if one in self._taken_away]
+        if back:
+            raise ConfigurationError(
+                f"the script goes back to the {type(back[0]).__name__} that it had taken away; a "
+                f"worker that comes back would not have its state\n"
+                f"  Fix: make a new optimizer, and load_optimizer_state_dict; or start the job "
+                f"with fail_fast."
+            )
+
+    def _follow(self) -> None:
+        """The script may have given it another loss: nothing that is known of the tensors holds."""
+        if self._loss_fn is not self.task.loss_fn:
+            task = self.task
+            self._loss_fn = task.loss_fn
+            self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
+            self._whole = WholeModules(task.network, task.loss_fn)
+            self._known, self._owned = None, []
+
     def _keep_start(self) -> None:
+        self.given_at[START] = self.given()
         self.began = next(_count)
         flat = FlatTensors()
         tensors: dict[str, torch.Tensor] = {}
@@ -127,6 +191,7 @@ class ModelShare:
             StateError: Something cannot be kept; names it.
         """
         task, rank = self.task, self._rank
+        self._follow()
         if not self.is_settled:
             self.engine.settle_now()
         state, ownership = self._layout()
@@ -187,6 +252,7 @@ class ModelShare:
         """
         node = self.node_in(part)
         assert node is not None
+        self._follow()
         contents = contents_of(part, node)
         with torch.no_grad():
             self._put_network(contents)
@@ -219,6 +285,7 @@ class ModelShare:
     def put_back_start(self) -> None:
         """As it was before the first step; nothing to do if no owner was fixed yet."""
         if self.start is not None:
+            self.go_on_with(self.given_at[START])
             self.put_back(self.start, inside=False)
 
     def node_in(self, part: Part) -> dict[str, Any] | None:
@@ -269,7 +336,9 @@ class ModelShare:
     # What the script itself changes between calls.
 
     def note_versions(self) -> None:
-        """Note that the owned tensors are now as graphsplit left them."""
+        """Note that all is now as graphsplit left it."""
+        self.given_before = self.given()
+        self._follow()
         if not self.is_settled:
             return
         if not self._owned:
@@ -321,14 +390,6 @@ def put_settings(
         for key in [key for key in group if key != "params" and key not in saved]:
             del group[key]
         group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
-
-
-def put_requires_grad(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
-    """Let parameters be trained, or not, as they were."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter, flag in zip(parameters, flags, strict=True):
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
 
 
 def loads_state(name: str) -> bool:

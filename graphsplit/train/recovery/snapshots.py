@@ -131,6 +131,8 @@ class Snapshots:
         num_lines = len(self._results.lines)
         place = Place(self._number, ordinal, inside, model, num_lines, models)
         self._places[self._number] = place
+        for share in self._shares:
+            share.given_at[self._number] = share.given()
         part = self._copy(place)
         goes_to_disk = self._folder is not None and (
             is_last or not inside or self._since_disk >= self._settings.disk_every
@@ -195,6 +197,8 @@ class Snapshots:
             is_kept = number >= committed or number in self._on_disk
             if earlier.first_needed < place.first_needed or not is_kept:
                 del self._places[number]
+                for share in self._shares:
+                    share.given_at.pop(number, None)
         for share in self._shares:
             if share.index in place.models:
                 share.start = None
@@ -351,6 +355,7 @@ class Snapshots:
         assert self._part is not None
         if not share.is_settled and (owners := self.owners_of(share.index)):
             share.engine.planner.adopt(owners)
+        share.go_on_with(share.given_at.get(place.number, share.given()))
         share.put_back(self._part, inside=place.inside and share.index == place.model)
 
     def _load(self, share: ModelShare, place: Place) -> None:

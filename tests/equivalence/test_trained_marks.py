@@ -1,0 +1,114 @@
+"""Parameters that forward itself freezes and unfreezes are trained as in the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.capture.graph import Mode
+from graphsplit.runtime.clip import GlobalNorm
+from graphsplit.testing.equivalence import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls, self.flag = 0, True
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        return made
+
+
+class EverySecond(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.weight.requires_grad_(self.calls % 2 == 0)
+        self.calls += 1
+        return self.compute(x)
+
+
+class ByFlag(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b.requires_grad_(self.flag)
+        y = self.compute(x)
+        return y if self.b.weight.requires_grad else 2 * y
+
+
+class AfterUse(Net):
+    """Frozen, and thawed again, once the parameter was used."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.compute(x)
+        if self.calls in (1, 9):
+            for parameter in self.b.parameters():
+                parameter.requires_grad = self.calls == 9
+        self.calls += 1
+        return y
+
+
+class FrozenForOneUse(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.a(x))
+        self.b.requires_grad_(False)
+        h = torch.tanh(self.b(h))
+        self.b.requires_grad_(True)
+        made: torch.Tensor = self.c(h) + self.b(h)
+        return made
+
+
+class FrozenForACallKeptWhole(FrozenForOneUse):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = gs.opaque(self.b)
+
+
+def _place(net: Any) -> None:
+    net.a.place("MS_WORKER", 0)
+    net.b.place("MS_WORKER", 1)
+    net.c.place("MS_WORKER", 0)
+
+
+def _follows(make_network: Callable[[], nn.Module], **options: Any) -> Any:
+    return assert_same_bits(
+        make_network,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=_place,
+        loss_fn=rows_against_target,
+        plan_everywhere=True,
+        steps=5,
+        evaluate_after=(1, 4),
+        **options,
+    )
+
+
+def _flip(step: int, net: Any, loss_fn: Any) -> None:
+    net.flag = step % 3 != 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("make", [EverySecond, AfterUse, FrozenForOneUse, FrozenForACallKeptWhole])
+def test_marks_that_forward_sets(make: Any, microbatches: int) -> None:
+    _follows(make, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_marks_that_follow_a_flag_of_the_script(microbatches: int) -> None:
+    _follows(ByFlag, microbatches=microbatches, before_step=_flip, clip=GlobalNorm(0.1))
+
+
+def test_a_gradient_of_zeros_moves_what_is_frozen() -> None:
+    cluster = _follows(EverySecond, set_to_none=False)
+    planned = cluster.latest(Mode.TRAIN)
+    assert planned is not None
+    label = "requires_grad of net.a.weight"
+    assert label in [c.place.label for c in planned.plan.placed.graph.changes]
