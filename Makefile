@@ -22,7 +22,7 @@ MODEL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts walk proto proto-check pytest format docs bench fuzz model-check kill-matrix network-matrix clean venv
+.PHONY: help demo test test-zoo lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -52,7 +52,7 @@ walk: $(STAMP) ## how many files a training step goes through; no more than toda
 pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
 	@set -e; run() { echo "$(BIN)/python -m pytest $$*"; \
 		$(BIN)/python -m pytest "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ]; }; \
-	run -n auto --dist loadfile -m "not real_processes and not zoo"; \
+	run -n auto --dist loadfile -m "not real_processes and not zoo and not fuzz"; \
 	run -m "real_processes and not zoo"
 
 test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
@@ -78,6 +78,9 @@ docs: $(STAMP) ## build the API reference as HTML under docs/_build
 fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ_ARGS="--frames N"
 	$(BIN)/python tests/fuzz/frame_fuzzer.py $(FUZZ_ARGS)
 	$(BIN)/python tests/fuzz/session_fuzzer.py
+
+fuzz-changes: $(STAMP) ## thousands of random changes of what networks read from Python
+	$(BIN)/python -m pytest -n auto -m fuzz tests/equivalence $(PYTEST_ARGS)
 
 # The tests explore all of one failure. MODEL_ARGS="--rules NAME --kinds kill,break --jobs N"
 model-check: $(STAMP) ## everything that three workers can do while two things go wrong

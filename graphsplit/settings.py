@@ -168,7 +168,7 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         snapshot_every=reader.steps("GS_SNAPSHOT_EVERY", default=10),
         snapshot_disk_every=reader.steps("GS_SNAPSHOT_DISK_EVERY", default=100),
         transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
-        recapture_every=reader.steps("GS_RECAPTURE_EVERY", default=0, least=0),
+        recapture_every=_read_recapture(reader),
         trace=reader.text("GS_TRACE"),
         watching=_read_watching(reader),
         security=read_options(reader),
@@ -203,6 +203,22 @@ def read_security(environ: Mapping[str, str]) -> SecurityOptions:
 def recovery_policy(environ: Mapping[str, str]) -> str:
     """What the variables say about a lost worker; the default where they are malformed."""
     return _read_recovery(_Reader(environ))
+
+
+def recapture_every(environ: Mapping[str, str]) -> int:
+    """After how many steps graphs are captured again and compared; 0: never.
+
+    Raises:
+        ConfigurationError: ``GS_RECAPTURE_EVERY`` is malformed.
+    """
+    reader = _Reader(environ)
+    found = _read_recapture(reader)
+    reader.raise_if_any()
+    return found
+
+
+def _read_recapture(reader: _Reader) -> int:
+    return reader.steps("GS_RECAPTURE_EVERY", default=0, least=0)
 
 
 def _read_recovery(reader: _Reader) -> str:

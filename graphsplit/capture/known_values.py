@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.capture.recipes import Question, Recipe
+from graphsplit.capture.torch_calls import TorchCalls
 
 _MOST_ELEMENTS = 1 << 18
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -68,7 +68,7 @@ def is_all_ones(value: Any) -> bool:
     return bool((value == 1).all())
 
 
-class KnownValues(TorchFunctionMode):
+class KnownValues(TorchCalls):
     """Follows known values through a network's code, and answers what is asked of them."""
 
     def __init__(self) -> None:
@@ -87,15 +87,10 @@ class KnownValues(TorchFunctionMode):
         """Whether the value of a tensor is known."""
         return isinstance(tensor, torch.Tensor) and tensor in self._real
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function, and note its result if it follows from known values."""
-        kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in _QUESTIONS and args and self.knows(args[0]):
             return self._answer(function, args, kwargs)

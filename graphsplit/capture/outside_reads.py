@@ -24,9 +24,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 
 from graphsplit.capture.kept_iterators import KeptIterators
+from graphsplit.capture.torch_calls import TorchCalls
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users, line_now
 
@@ -99,7 +99,7 @@ _THROUGH = frozenset(
 _OF_TORCH = frozenset(("sympy", "mpmath", "networkx"))
 
 
-class OutsideReads(TorchFunctionMode):
+class OutsideReads(TorchCalls):
     """Refuses, while a network's code runs, what the graph would not read again.
 
     ``with OutsideReads(loss_fn):`` runs what is recorded; no other mode may be entered after it.
@@ -141,19 +141,15 @@ class OutsideReads(TorchFunctionMode):
         if exception[0] is None:
             self._iterators.check()
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function of torch, unseen: none of the code that runs inside is the user's."""
         seen_by, traced_by = sys.getprofile(), sys.gettrace()
         sys.setprofile(None)
         sys.settrace(None)
         try:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         finally:
             sys.settrace(traced_by)
             sys.setprofile(seen_by)

@@ -27,11 +27,11 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
 
 from graphsplit.capture.failures import comes_of_capture
 from graphsplit.capture.opaque_record import Recorder
 from graphsplit.capture.replaced import replaced
+from graphsplit.capture.torch_calls import TorchCalls
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
 
@@ -57,7 +57,7 @@ class Swallowed:
     module: nn.Module | None
 
 
-class Signals(TorchFunctionMode):
+class Signals(TorchCalls):
     """Notes the errors that a recording raises in the user's code.
 
     Args:
@@ -86,16 +86,12 @@ class Signals(TorchFunctionMode):
         self._stack.close()
         self._noted.clear()  # tracebacks hold all that was recorded
 
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function, and note what it raises for want of values."""
         try:
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         except Exception as error:
             if comes_of_capture(error):
                 self._note(error)

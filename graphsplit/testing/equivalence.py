@@ -36,48 +36,15 @@ def sgd_with_momentum(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
 
 
-def assert_same_bits(
-    make_network: Callable[[], nn.Module],
-    batches: Sequence[Any],
-    *,
-    num_workers: int,
-    place: Place | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    make_optimizer: MakeOptimizer = sgd_with_momentum,
-    make_scheduler: MakeScheduler | None = None,
-    unplaced: UnplacedRule = "affinity",
-    steps: int | None = None,
-    evaluate_after: Collection[int] | None = None,
-    seed: int = 0,
-    captures: Captures | None = None,
-    plan_everywhere: bool = False,
-    dynamic_dims: Mapping[int, int] | None = None,
-    microbatches: int = 1,
-    split: Split | None = None,
-    loss_weight: LossWeight | None = None,
-    clip: Clip | None = None,
-    make_scaler: Callable[[], torch.amp.GradScaler] | None = None,
-    autocast: torch.dtype | None = None,
-    set_to_none: bool = True,
-    on_gradients: Callable[[nn.Module], None] | None = None,
-    accumulate: int = 1,
-    schedule: str | Policy = "1f1b",
-    recompute: bool | tuple[str, ...] = False,
-    before_step: Callable[[int, nn.Module, Any], None] | None = None,
-) -> SimulatedCluster:
-    """Check that training over workers gives the bytes of the plain eager loop.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a network is trained, in the loop and on the workers.
 
-    Compared after every step: the loss on every worker; every parameter, gradient, buffer and
-    optimizer state where it lives; the state of every worker's generator. After some steps: eval
-    loss and outputs, and what predict returns on every worker.
-
-    Args:
-        make_network: Makes the network; called once for the loop and once per worker, each time
-            from the same seed.
-        batches: Batches as a loader yields them, used in turn.
+    Attributes:
         num_workers: Size of the simulated cluster.
         place: Places the network's modules.
-        loss_fn: The loss; None if the network returns it. A module is copied for every worker.
+        loss_fn: The loss; None if the network returns it. An object is copied for the loop and
+            for every worker.
         make_optimizer: Makes the optimizer of a network, or several.
         make_scheduler: Makes the learning rate scheduler of an optimizer, stepped every step.
         unplaced: The rule for operations that nobody placed.
@@ -101,7 +68,91 @@ def assert_same_bits(
         schedule: In which order workers compute.
         recompute: What backward runs again: everything, or the modules with these paths.
         before_step: ``before_step(step, network, loss_fn)``: what the script changes before a step,
-            in the loop and on every worker. A loss that is an object is copied for each.
+            in the loop and on every worker.
+    """
+
+    num_workers: int
+    place: Place | None = None
+    loss_fn: Callable[..., Any] | None = None
+    make_optimizer: MakeOptimizer = sgd_with_momentum
+    make_scheduler: MakeScheduler | None = None
+    unplaced: UnplacedRule = "affinity"
+    steps: int | None = None
+    evaluate_after: Collection[int] | None = None
+    seed: int = 0
+    captures: Captures | None = None
+    plan_everywhere: bool = False
+    dynamic_dims: Mapping[int, int] | None = None
+    microbatches: int = 1
+    split: Split | None = None
+    loss_weight: LossWeight | None = None
+    clip: Clip | None = None
+    make_scaler: Callable[[], torch.amp.GradScaler] | None = None
+    autocast: torch.dtype | None = None
+    set_to_none: bool = True
+    on_gradients: Callable[[nn.Module], None] | None = None
+    accumulate: int = 1
+    schedule: str | Policy = "1f1b"
+    recompute: bool | tuple[str, ...] = False
+    before_step: Callable[[int, nn.Module, Any], None] | None = None
+
+    def loop(self, start: _Start) -> EagerLoop:
+        """The plain loop."""
+        return EagerLoop(
+            start.make,
+            microbatches=self.microbatches,
+            split=self.split,
+            loss_weight=self.loss_weight,
+            extras=Extras(
+                _plain(self.clip),
+                self.make_scaler,
+                self.autocast,
+                self.set_to_none,
+                self.on_gradients,
+                self.accumulate,
+            ),
+        )
+
+    def workers(self, start: _Start) -> _Workers:
+        """What makes the workers' tasks."""
+        make_task = functools.partial(
+            Task,
+            unplaced=self.unplaced,
+            with_loss=True,
+            dynamic_dims=self.dynamic_dims or {},
+            divider=Divider(self.microbatches, self.split, self.loss_weight),
+            clip=self.clip,
+            set_to_none=self.set_to_none,
+            autocast=self.autocast,
+            accumulate=self.accumulate,
+            schedule=self.schedule,
+            recompute=self.recompute,
+        )
+        return _Workers(start, self.place, self.make_scaler, make_task)
+
+    def cluster(self, workers: _Workers) -> SimulatedCluster:
+        """The simulated workers."""
+        shared = None if self.plan_everywhere else self.captures or Captures()
+        cluster = SimulatedCluster(workers.next_task, self.num_workers, captures=shared)
+        if self.on_gradients is not None:
+            _show_gradients(cluster, self.on_gradients)
+        return cluster
+
+
+def assert_same_bits(
+    make_network: Callable[[], nn.Module], batches: Sequence[Any], **options: Any
+) -> SimulatedCluster:
+    """Check that training over workers gives the bytes of the plain eager loop.
+
+    Compared after every step: the loss on every worker; every parameter, gradient, buffer and
+    optimizer state where it lives; the state of every worker's generator. After some steps: eval
+    loss and outputs, and what predict returns on every worker.
+
+    Args:
+        make_network: Makes the network; called once for the loop and once per worker, each time
+            from the same seed.
+        batches: Batches as a loader yields them, used in turn.
+        options: The attributes of ``Training``; ``num_workers`` has no default.
 
     Returns:
         The simulated cluster after the last step.
@@ -109,47 +160,41 @@ def assert_same_bits(
     Raises:
         AssertionError: Something differs; names the first difference.
     """
-    start = _Start(make_network, loss_fn, make_optimizer, make_scheduler, seed)
-    reference = EagerLoop(
-        start.make,
-        microbatches=microbatches,
-        split=split,
-        loss_weight=loss_weight,
-        extras=Extras(_plain(clip), make_scaler, autocast, set_to_none, on_gradients, accumulate),
+    training = Training(**options)
+    start = _Start(
+        make_network,
+        training.loss_fn,
+        training.make_optimizer,
+        training.make_scheduler,
+        training.seed,
     )
-    make_task = functools.partial(
-        Task,
-        unplaced=unplaced,
-        with_loss=True,
-        dynamic_dims=dynamic_dims or {},
-        divider=Divider(microbatches, split, loss_weight),
-        clip=clip,
-        set_to_none=set_to_none,
-        autocast=autocast,
-        accumulate=accumulate,
-        schedule=schedule,
-        recompute=recompute,
-    )
-    workers = _Workers(start, place, make_scaler, make_task)
-    shared = None if plan_everywhere else captures or Captures()
-    cluster = SimulatedCluster(workers.next_task, num_workers, captures=shared)
-    if on_gradients is not None:
-        _show_gradients(cluster, on_gradients)
-    num_steps = len(batches) if steps is None else steps
-    evaluated = {num_steps - 1} if evaluate_after is None else set(evaluate_after)
+    reference, workers = training.loop(start), training.workers(start)
+    cluster = training.cluster(workers)
+    num_steps = len(batches) if training.steps is None else training.steps
+    evaluated = training.evaluate_after
     for step in range(num_steps):
         batch = batches[step % len(batches)]
-        if before_step is not None:
-            with reference.own_generator():
-                before_step(step, reference.network, reference.loss_fn)
-            for worker in cluster.workers:
-                with worker.active():
-                    before_step(step, worker.task.network, worker.task.loss_fn)
+        if training.before_step is not None:
+            _change(step, training.before_step, reference, cluster)
         comparison = Comparison(f"step {step}", reference, cluster)
         comparison.train(batch, workers.schedulers)
-        if step in evaluated:
+        if step in ((num_steps - 1,) if evaluated is None else evaluated):
             comparison.evaluate(batch)
     return cluster
+
+
+def _change(
+    step: int,
+    change: Callable[[int, nn.Module, Any], None],
+    reference: EagerLoop,
+    cluster: SimulatedCluster,
+) -> None:
+    """Let the script change what it likes before a step, in the loop and on every worker."""
+    with reference.own_generator():
+        change(step, reference.network, reference.loss_fn)
+    for worker in cluster.workers:
+        with worker.active():
+            change(step, worker.task.network, worker.task.loss_fn)
 
 
 @dataclass(frozen=True)

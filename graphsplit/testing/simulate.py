@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from graphsplit.runtime.randomness import (
 )
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
+from graphsplit.settings import recapture_every
 from graphsplit.train.batch import Arguments, Signature, leaves
 from graphsplit.train.microbatches import Division
 from graphsplit.train.modes import ensure_training, evaluating
@@ -145,7 +147,8 @@ class _Job:
         self.transport = MemoryTransport(shared.fabric, generation=1, policy=WaitPolicy())
         self.owners = TensorOwners()
         self._num_plans = 0
-        self.recapture_every = 0
+        # Graphs that are shared are captured once: that is what they are shared for.
+        self.recapture_every = recapture_every(os.environ) if shared.captures is None else 0
 
     @property
     def following_plan_number(self) -> int:

@@ -1,4 +1,4 @@
-"""Batches, and placements of single operations, for comparing with the plain eager loop."""
+"""Batches, a small network and placements, for comparing with the plain eager loop."""
 
 from __future__ import annotations
 
@@ -31,6 +31,32 @@ def batches_of(*shape: int, num: int = 2) -> list[Any]:
 def rows_against_target(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """A loss for outputs of any shape."""
     return F.mse_loss(outputs.flatten(1).sum(1), target)
+
+
+class Tower(nn.Module):
+    """Three linear layers of width 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+        return made
+
+
+def on_two(network: Any) -> None:
+    """The first layer on worker 0, the others on worker 1."""
+    network.first.place("MS_WORKER", 0)
+    network.second.place("MS_WORKER", 1)
+    network.third.place("MS_WORKER", 1)
+
+
+def on_three(network: Any) -> None:
+    """Each layer on a worker of its own."""
+    network.first.place("MS_WORKER", 2)
+    network.second.place("MS_WORKER", 0)
+    network.third.place("MS_WORKER", 1)
 
 
 @contextmanager

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import assert_same_wherever_placed, batches_of, rows_against_target
+from equivalence_helpers import (
+    Tower,
+    assert_same_wherever_placed,
+    batches_of,
+    on_three,
+    rows_against_target,
+)
 from pass_helpers import captured
 from torch import nn
 
@@ -287,21 +293,6 @@ def test_weights_clipped_in_forward() -> None:
 
 
 # Scaling of the loss.
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
-
-
-def on_three(network: Any) -> None:
-    network.first.place("MS_WORKER", 2)
-    network.second.place("MS_WORKER", 0)
-    network.third.place("MS_WORKER", 1)
 
 
 def scaler(**settings: Any) -> Callable[[], torch.amp.GradScaler]:

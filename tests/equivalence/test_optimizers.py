@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_helpers import batches_of, rows_against_target
+from equivalence_helpers import batches_of, on_three, rows_against_target
 from torch import nn
 from torch.optim import Optimizer
 
@@ -46,12 +46,6 @@ class Words(nn.Module):
 
     def forward(self, x):
         return self.linear(self.embedding(x).sum(1))
-
-
-def on_three(network: Any) -> None:
-    network.first.place("MS_WORKER", 2)
-    network.second.place("MS_WORKER", 0)
-    network.third.place("MS_WORKER", 1)
 
 
 same_over_three = functools.partial(

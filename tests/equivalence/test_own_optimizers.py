@@ -13,7 +13,7 @@ import numpy as np
 import own_optimizers as own
 import pytest
 import torch
-from equivalence_helpers import batches_of, rows_against_target
+from equivalence_helpers import Tower, batches_of, on_two, rows_against_target
 from own_optimizers import stepped, with_hook
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -38,23 +38,6 @@ COUNTING = ("Distance", "Slow", "Grows", "Late")
 BY_ITSELF = ("Momentum", "Tutorial", "Lars")
 
 
-class Tower(nn.Module):
-    """Three layers, the first on worker 0, the others on worker 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
-
-
-def on_two(network: Any) -> None:
-    network.first.place("MS_WORKER", 0)
-    network.second.place("MS_WORKER", 1)
-    network.third.place("MS_WORKER", 1)
-
-
 same = functools.partial(
     assert_same_bits,
     Tower,
@@ -70,7 +53,11 @@ CAPTURES = Captures()
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", BY_ITSELF)
 def test_one_that_treats_every_parameter_by_itself_may_be_split(name, microbatches) -> None:
-    same(make_optimizer=lambda net: MAKE[name](net.parameters()), microbatches=microbatches)
+    same(
+        make_optimizer=lambda net: MAKE[name](net.parameters()),
+        microbatches=microbatches,
+        captures=CAPTURES,
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKE) - set(BY_ITSELF)))
@@ -108,7 +95,12 @@ def test_what_other_workers_would_see_wrongly_is_refused(name) -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_a_job_of_one_worker_takes_any(name) -> None:
-    same(make_optimizer=lambda net: MAKE[name](net.parameters()), num_workers=1, place=None)
+    same(
+        make_optimizer=lambda net: MAKE[name](net.parameters()),
+        num_workers=1,
+        place=None,
+        captures=CAPTURES,
+    )
 
 
 def halve(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_helpers import batches_of, rows_against_target
+from equivalence_helpers import Tower, batches_of, on_two, rows_against_target
 from torch import nn
 from torch.nn.utils import (
     clip_grad_norm_,
@@ -22,22 +22,6 @@ from graphsplit.runtime.clip import GlobalNorm
 from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
-
-
-def on_two(network: Any) -> None:
-    network.first.place("MS_WORKER", 0)
-    network.second.place("MS_WORKER", 1)
-    network.third.place("MS_WORKER", 1)
-
 
 same = functools.partial(
     assert_same_bits,

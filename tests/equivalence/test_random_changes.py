@@ -1,186 +1,282 @@
-"""Random changes of random places: the plain loop's bits, and no capture for what is not read."""
+"""Random changes of random places: the plain loop's bits, and no capture for what is not read.
+
+Networks and losses stand in changing_networks.py, what is changed in random_changes.py. A few seeds
+run with the other tests; all of them, more than 3,000 changes, with `make fuzz-changes`, or::
+
+    python -m pytest -m fuzz tests/equivalence/test_random_changes.py -k "script and 17-"
+"""
 
 from __future__ import annotations
 
-import math
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from types import MappingProxyType, SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from equivalence_helpers import batches_of, rows_against_target
-from torch import nn
+from changing_networks import BATCH, LOSSES, NETWORKS, WIDTH, place, shared_state_kept
+from equivalence_helpers import batches_of
+from random_changes import sites
+from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from torch.utils.data import DataLoader, Dataset
 
-from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.train import planner
+import graphsplit as gs
+from graphsplit.errors import GraphsplitError, StaleGraphError
+from graphsplit.testing.compare import difference
+from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
+from graphsplit.testing.reference import EagerLoop
+from graphsplit.train import passes, planner
 
-Site = tuple[str, Callable[[random.Random], None]]
+assert threads_as_workers
+capture_graph = passes.capture_graph
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")
-FLOATS = (0.5, 1.0, -0.0, 0.0, 1.5, -0.25, 0.1, 2.0, 1e-3)
+STEPS = 10
+NUM_SEEDS = 60  # each makes some 35 changes; most by a script, as that takes less time
 
 
-class Settings:
-    def __init__(self) -> None:
-        self.scale, self.shift, self.is_on, self.unused = 1.5, 0.25, True, 0.0
-        self.inner = SimpleNamespace(rate=0.5, times=2)
+@dataclass
+class Changes:
+    """What a script, a callback or a data set changes, drawn where it is called first for a step.
+
+    Called for the loop first, then for every worker, which do the same to the same places.
+
+    Attributes:
+        seed: What is drawn follows from it.
+        with_shared: Whether places may change that all networks of the process have in common.
+        with_used: Whether places may change that somebody reads.
+        made: The paths of the places, and what is drawn for each, by step.
+    """
+
+    seed: int
+    with_shared: bool = True
+    with_used: bool = True
+    made: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+
+    def __call__(self, step: int, net: Any, loss_fn: Any) -> None:
+        """Change some random places."""
+        is_known = step in self.made
+        draw = random.Random(1000 * self.seed + step)
+        chosen = self.made.setdefault(step, [])
+        for number in range(len(chosen) if is_known else 1 + draw.randrange(6)):
+            by_path = {
+                site.path: site
+                for site in sites(net, loss_fn)
+                if (self.with_shared or not site.is_shared) and (self.with_used or site.is_unused)
+            }
+            if not is_known:
+                chosen.append((draw.choice(list(by_path)), draw.randrange(1 << 30)))
+            path, seed = chosen[number]
+            by_path[path].change(random.Random(seed))
+
+    def __str__(self) -> str:
+        paths = ((step, [path for path, _ in chosen]) for step, chosen in self.made.items())
+        return "\n".join(f"  before step {step}: {', '.join(found)}" for step, found in paths)
 
 
-class Slotted:
-    __slots__ = ("gain", "unused")
+@dataclass(frozen=True)
+class Case:
+    """What is trained for a seed: networks and losses in turn, the rest at random."""
 
-    def __init__(self) -> None:
-        self.gain, self.unused = 1.25, 0.0
+    network: Callable[[], Any]
+    make_loss: Callable[[], Any]
+    microbatches: int
+    num_workers: int
 
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        draw = random.Random(seed)
+        return cls(
+            NETWORKS[seed % len(NETWORKS)],
+            LOSSES[seed // 2 % len(LOSSES)],
+            draw.choice((1, 4)),
+            draw.choice((1, 1, 2)),
+        )
 
-def weight_function() -> Callable[[], float]:
-    weight, unused = 1.0, 2.0
-
-    def weigh() -> float:
-        return weight
-
-    def forget() -> float:
-        return unused
-
-    weigh.forget = forget  # type: ignore[attr-defined]
-    return weigh
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
-        self.bn, self.dropout = nn.BatchNorm1d(4), nn.Dropout(0.3)
-        self.extra = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Tanh()})
-        self.register_buffer("kept", torch.ones(4))
-        self.beta, self.flag, self.times, self.unused = 0.5, True, 2, 0.0
-        self.settings, self.slotted = Settings(), Slotted()
-        self.table = {"a": 1.0, "b": 2.0}
-        self.ordered = OrderedDict(p=0.5, q=0.25)
-        self.shown = MappingProxyType(self.ordered)
-        self.row, self.queue = [1.0, 2.0], deque([1.0, 0.5])
-        self.numbers = np.array([0.5, 1.5])
-        self.mask = torch.ones(4)
-        self.weigh = weight_function()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        h = self.dropout(self.bn(self.first(x))) * self.beta + self.settings.shift
-        if self.flag and self.settings.is_on:
-            h = h * self.settings.scale * self.slotted.gain
-        for _ in range(self.times):
-            h = h * self.settings.inner.rate + 0.1
-        for layer in self.extra.values():
-            h = layer(h)
-        for number in self.row:
-            h = h * 0.5 + number
-        for number in self.shown.values():
-            h = h * number + self.table["a"]
-        h = (h + self.queue[0]) * self.mask * self.kept + float(self.numbers[0])
-        made: torch.Tensor = self.second(h).tanh() * self.weigh() * (1 + self.calls % 3)
-        return made
+    def make(self) -> tuple[Any, Any, Any, None]:
+        """Network, loss, optimizer, and no scheduler."""
+        torch.manual_seed(0)
+        network = self.network()
+        return network, self.make_loss(), sgd_with_momentum(network), None
 
 
-def place(net: Any) -> None:
-    net.first.place("MS_WORKER", 0)
-    net.second.place("MS_WORKER", 1)
+@pytest.fixture(autouse=True)
+def _classes_and_globals_are_put_back() -> Iterator[None]:
+    with shared_state_kept():
+        yield
 
 
-def _changed(value: Any, draw: random.Random) -> Any:
-    """Another value of the same kind; now and then of another one."""
-    if draw.random() < 0.1:
-        return draw.choice((1, 1.0, True))
-    if isinstance(value, bool):
-        return not value
-    return draw.randrange(4) if isinstance(value, int) else draw.choice(FLOATS)
+def check(case: Case, changes: Changes, train: Callable[[Case, Changes], None]) -> None:
+    """The bits of the loop, or an error by name; any other names the changes."""
+    try:
+        train(case, changes)
+    except StaleGraphError as error:  # a change that was not seen
+        raise AssertionError(f"{case}\n{changes}\n{error}") from error
+    except GraphsplitError as error:
+        print(f"refused: {type(error).__name__}: {error}\n{case}\n{changes}")
+    except Exception as error:
+        raise AssertionError(f"{case}\n{changes}\n{error}") from error
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float))
+def few_of(seeds: range, few: int) -> list[Any]:
+    """Seeds with numbers of steps: a few short runs with the other tests, and the whole ones."""
+    short = [pytest.param(seed, 4) for seed in seeds[:few]]
+    return [*short, *(pytest.param(seed, STEPS, marks=pytest.mark.fuzz) for seed in seeds)]
 
 
-def sites(net: Any) -> Iterator[Site]:
-    """Every place of a network that can be changed, and how."""
-    for path, module in net.named_modules():
-        yield f"{path}.training", lambda draw, m=module: m.train(not m.training)
-    for one in (net, net.settings, net.settings.inner, net.bn, net.dropout):
-        for name, value in vars(one).items():
-            if _is_number(value) and name not in ("training", "eps", "p", "times", "num_features"):
-                yield name, lambda draw, o=one, n=name: setattr(o, n, _changed(getattr(o, n), draw))
-    for name in Slotted.__slots__:
-        yield name, lambda draw, n=name: setattr(net.slotted, n, draw.choice(FLOATS))
-    yield "times", lambda draw: setattr(net, "times", draw.randrange(4))
-    yield "p", lambda draw: setattr(net.dropout, "p", draw.choice((0.0, 0.1, 0.3, 0.7)))
-    for held in (net.table, net.ordered):
-        for key in held:
-            yield f"[{key}]", lambda draw, h=held, k=key: h.__setitem__(k, draw.choice(FLOATS))
-    yield "order", lambda draw: net.ordered.move_to_end(next(iter(net.ordered)))
-    yield "children", lambda draw: net.extra.update({"a": net.extra.pop("a")})
-    yield "append", lambda draw: net.row.append(1.0) if len(net.row) < 4 else net.row.clear()
-    yield "queue", lambda draw: net.queue.rotate()
-    yield "array", lambda draw: net.numbers.__setitem__(draw.randrange(2), draw.choice(FLOATS))
-    yield "mask", lambda draw: net.mask.mul_(0.5)
-    yield "another mask", lambda draw: setattr(net, "mask", torch.full((4,), draw.choice(FLOATS)))
-    yield "buffer", lambda draw: net.kept.add_(0.25)
-    yield "cell", lambda draw: _set_cell(net.weigh, draw)
-    yield "weight", lambda draw: net.first.weight.data.mul_(0.5)
-    yield "frozen", lambda draw: net.second.weight.requires_grad_(draw.random() < 0.5)
+# By a script, over simulated workers.
 
 
-def _set_cell(function: Any, draw: random.Random) -> None:
-    function.__closure__[0].cell_contents = draw.choice(FLOATS)
+@pytest.mark.parametrize(("seed", "steps"), few_of(range(NUM_SEEDS), 2))
+def test_what_a_script_changes_counts(seed: int, steps: int) -> None:
+    check(Case.of(seed), Changes(seed), lambda case, changes: by_script(case, changes, steps))
 
 
-@pytest.mark.parametrize(("seed", "microbatches"), [(0, 1), (1, 1), (2, 4)])
-def test_random_changes_give_the_plain_loops_bits(seed: int, microbatches: int) -> None:
-    def change(step: int, net: Any, loss_fn: Any) -> None:
-        draw = random.Random(1000 * seed + step)
-        for _ in range(draw.randrange(5)):
-            draw.choice(list(sites(net)))[1](draw)
-
+def by_script(case: Case, changes: Changes, steps: int) -> None:
     assert_same_bits(
-        Net,
-        batches_of(8, 3, num=3),
-        steps=12,
-        num_workers=1,
-        loss_fn=rows_against_target,
-        microbatches=microbatches,
-        before_step=change,
+        case.network,
+        batches_of(BATCH, WIDTH, num=3),
+        steps=steps,
+        num_workers=case.num_workers,
+        place=place if case.num_workers > 1 else None,
+        loss_fn=case.make_loss(),
+        microbatches=case.microbatches,
+        before_step=changes,
         plan_everywhere=True,
-        evaluate_after=(3,),
+        evaluate_after=(steps // 2,),
     )
 
 
-def test_random_changes_of_what_is_not_read_take_no_capture(
-    monkeypatch: pytest.MonkeyPatch,
+# By a callback or a data set, over Models in threads.
+
+
+class Rows(Dataset[Any]):
+    """Says when a batch is begun."""
+
+    def __init__(self, begin: Callable[[int], object], steps: int) -> None:
+        self._begin = begin
+        batches = batches_of(BATCH, WIDTH, num=steps)
+        self._rows = [row for batch in batches for row in zip(*batch, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % BATCH == 0:
+            self._begin(index // BATCH)
+        return self._rows[index]
+
+
+class AfterStep(gs.callbacks.Callback):
+    """Keeps losses, and says which step is over."""
+
+    def __init__(self, end: Callable[[int], object]) -> None:
+        self._end = end
+        self.losses: list[torch.Tensor] = []
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        assert context.loss is not None
+        self._end(len(self.losses))
+        self.losses.append(context.loss.clone())
+
+
+def _nothing(step: int) -> None:
+    pass
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("seed", "steps"), few_of(range(NUM_SEEDS, NUM_SEEDS + 36), 2))
+def test_what_a_callback_or_a_data_set_changes_counts(
+    seed: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "capture_graph", capture_graph)
+    by = ("callback", "data set")[seed % 7 % 2]
+    changes = Changes(seed, with_shared=False)
+    check(Case.of(seed), changes, lambda case, changes: by_models(case, changes, by, steps))
+
+
+def by_models(case: Case, changes: Changes, by: str, steps: int) -> None:
+    before = Generators.now()
+    expected = by_loop(case, changes, by, steps)
+    before.put_back()
+
+    def run(rank: int) -> Any:
+        return by_model(case, changes, by, steps)
+
+    for rank, found in enumerate(ThreadCluster(run, 2, is_recoverable=False).run()):
+        differing = difference(expected, found)
+        assert differing is None, f"worker {rank}: {differing}"
+
+
+def by_loop(case: Case, changes: Changes, by: str, steps: int) -> Any:
+    """The plain loop; returns losses, parameters and buffers."""
+    loop = EagerLoop(case.make, microbatches=case.microbatches)
+
+    def change(step: int) -> None:
+        changes(step, loop.network, loop.loss_fn)
+
+    with loop.own_generator():
+        batches = iter(DataLoader(Rows(change if by == "data set" else _nothing, steps), BATCH))
+    losses = []
+    for step in range(steps):
+        with loop.own_generator():
+            batch = next(batches)
+        losses.append(loop.train_step(batch))
+        if by == "callback":
+            with loop.own_generator():
+                change(step)
+    return losses, {name: t.detach() for name, t in loop.network.named_parameters()}
+
+
+def by_model(case: Case, changes: Changes, by: str, steps: int) -> Any:
+    """A worker of a job."""
+    network, loss_fn, optimizer, _ = case.make()
+    place(network)
+    model = gs.Model(network, loss_fn, optimizer, microbatches=case.microbatches)
+
+    def change(step: int) -> None:
+        changes(step, network, loss_fn)
+
+    losses = AfterStep(change if by == "callback" else _nothing)
+    model.train(
+        1, DataLoader(Rows(change if by == "data set" else _nothing, steps), BATCH), [losses]
+    )
+    state = model.state_dict()
+    return losses.losses, {name: state[name] for name, _ in network.named_parameters()}
+
+
+# What nobody reads.
+
+
+@pytest.mark.parametrize("number", range(len(NETWORKS)))
+def test_changes_of_what_is_not_read_take_no_capture(
+    number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    original = planner.capture_graph
     monkeypatch.setattr(
-        planner, "capture_graph", lambda *a, **k: (made.append(a), original(*a, **k))[1]
+        planner, "capture_graph", lambda *a, **k: (made.append(a), capture_graph(*a, **k))[1]
     )
+    monkeypatch.delenv("GS_RECAPTURE_EVERY")
+
+    changes = Changes(number, with_used=False)
+    num_before = 0
 
     def change(step: int, net: Any, loss_fn: Any) -> None:
-        if step == 0:
-            return
-        draw = random.Random(step)
-        net.unused = net.settings.unused = net.slotted.unused = draw.choice(FLOATS)
-        net.weigh.forget.__closure__[0].cell_contents = draw.random()
-        net.table["b"] = math.pi * draw.random()
-        net.calls = 0  # as the first call found it
+        nonlocal num_before
+        if step < 4:  # what network and loss change themselves is known by then
+            num_before = len(made)
+        else:
+            changes(step, net, loss_fn)
 
     assert_same_bits(
-        Net,
-        batches_of(4, 3),
-        steps=40,
+        NETWORKS[number],
+        batches_of(BATCH, WIDTH),
+        steps=STEPS,
         num_workers=1,
-        loss_fn=rows_against_target,
+        loss_fn=LOSSES[number % len(LOSSES)](),
         before_step=change,
         plan_everywhere=True,
         evaluate_after=(),
     )
-    assert len(made) == 1
+    assert len(made) == num_before > 0

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence_helpers import assert_same_wherever_placed, batches_of, rows_against_target
+from equivalence_helpers import (
+    assert_same_wherever_placed,
+    batches_of,
+    on_three,
+    rows_against_target,
+)
 from torch import nn
 
 from graphsplit import place
@@ -26,12 +31,6 @@ class Tower(nn.Module):
     def forward(self, x):
         h = self.dropout(torch.relu(self.first(x)))
         return self.third(self.dropout(torch.relu(self.second(h)))) + h
-
-
-def on_three(network: Any) -> None:
-    network.first.place("MS_WORKER", 2)
-    network.second.place("MS_WORKER", 0)
-    network.third.place("MS_WORKER", 1)
 
 
 same_over_three = functools.partial(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import decimal
 import functools
 import queue
 import sys
@@ -18,6 +19,7 @@ import torch
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
+from graphsplit.errors import StaleGraphError
 from graphsplit.testing.equivalence import assert_same_bits
 
 Weigh = Callable[[], float]
@@ -339,3 +341,26 @@ def test_order_of_layers_and_numbers_in_branches_count(make: Any, change: Any) -
         plan_everywhere=True,
         evaluate_after=(),
     )
+
+
+def test_what_nothing_watches_is_found_by_capturing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GS_RECAPTURE_EVERY", "2")
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return rows_against_target(outputs, target) * float(decimal.Decimal(1) / 3)
+
+    def change(step: int, net: Any, loss: Any) -> None:
+        decimal.getcontext().prec = 5 if step else 20
+
+    found = r"GS_RECAPTURE_EVERY=2: .*\n.*\b0\.33333\b.* was .*\b0\.3333333333"
+    with decimal.localcontext(), pytest.raises(StaleGraphError, match=found):
+        assert_same_bits(
+            lambda: nn.Linear(3, 4),
+            batches_of(4, 3),
+            steps=2,
+            num_workers=1,
+            loss_fn=loss_fn,
+            before_step=change,
+            plan_everywhere=True,
+            evaluate_after=(),
+        )

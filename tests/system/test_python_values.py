@@ -6,20 +6,24 @@ import re
 
 import pytest
 
-from system.helpers import run_job
+from system.helpers import Finished, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 
-def test_globals_closures_modes_and_layers_count() -> None:
-    job = run_job("python_values.py", "follow", workers=2)
-    assert job.status == 0, job.output
-    assert "equal" in job.said_by("worker 0")
+@pytest.fixture(scope="module")
+def job() -> Finished:
+    """First what changes on both workers, captured again now and then; then on one alone."""
+    again = {"GS_RECAPTURE_EVERY": "3"}
+    return run_job("python_values.py", "follow", "disagree", workers=2, **again)
+
+
+def test_globals_closures_modes_and_layers_count(job: Finished) -> None:
+    assert "equal" in job.said_by("worker 0"), job.output
     assert "equal" in job.said_by("worker 1")
 
 
-def test_a_worker_that_alone_changes_a_value_is_named_with_both_values() -> None:
-    job = run_job("python_values.py", "disagree", workers=2)
+def test_a_worker_that_alone_changes_a_value_is_named_with_both_values(job: Finished) -> None:
     assert job.status != 0
     for process in ("scheduler", "worker 0", "worker 1"):
         said = "\n".join(job.lines_of(process))

@@ -35,11 +35,10 @@ def plain(kind: str) -> list[str]:
     return losses
 
 
-def main(kind: str, first: int, second: int) -> None:
+def train(kind: str, first: int, second: int) -> None:
     """Train with the two layers on two workers, or on one."""
     import graphsplit as gs
 
-    gs.init()
     net, optimizer, batches = start(kind)
     net[0].place("MS_WORKER", first)
     net[2].place("MS_WORKER", second)
@@ -48,5 +47,15 @@ def main(kind: str, first: int, second: int) -> None:
     print(*losses, flush=True)
 
 
+def main(cases: list[str]) -> None:
+    """Train once for each KIND:FIRST:SECOND."""
+    import graphsplit as gs
+
+    gs.init()
+    for case in cases:
+        kind, first, second = case.split(":")
+        train(kind, int(first), int(second))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1:])

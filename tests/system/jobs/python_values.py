@@ -154,4 +154,5 @@ def disagree() -> None:
 
 
 gs.init()
-{"follow": follow, "disagree": disagree}[sys.argv[1]]()
+for what in sys.argv[1:]:
+    {"follow": follow, "disagree": disagree}[what]()
