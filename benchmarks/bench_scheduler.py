@@ -35,9 +35,10 @@ sys.modules["graphsplit"] = _package
 import grpc  # noqa: E402
 
 from graphsplit._proto import cluster_pb2 as pb  # noqa: E402
-from graphsplit.cluster.codec import encode_worker, encode_worker_fence  # noqa: E402
-from graphsplit.cluster.limits import heartbeat_interval_s  # noqa: E402
-from graphsplit.cluster.messages import (  # noqa: E402
+from graphsplit.cluster.scheduler.server import serve  # noqa: E402
+from graphsplit.cluster.wire.codec import encode_worker, encode_worker_fence  # noqa: E402
+from graphsplit.cluster.wire.limits import heartbeat_interval_s  # noqa: E402
+from graphsplit.cluster.wire.messages import (  # noqa: E402
     Arrive,
     Fence,
     Heartbeat,
@@ -47,8 +48,7 @@ from graphsplit.cluster.messages import (  # noqa: E402
     Register,
     WorkerMessage,
 )
-from graphsplit.cluster.rpc import METHOD, SERVICE, channel_options  # noqa: E402
-from graphsplit.cluster.scheduler import serve  # noqa: E402
+from graphsplit.cluster.wire.rpc import METHOD, SERVICE, channel_options  # noqa: E402
 from graphsplit.settings import ClusterSettings, silence_within  # noqa: E402
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from graphsplit.cli.console import Console, Sink
-from graphsplit.cli.environment import find_free_port, job_children
-from graphsplit.cli.supervise import Restarts, supervise
+from graphsplit.cli.launch.console import Console, Sink
+from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.supervise import Restarts, supervise
 from graphsplit.cli.tokens import kept_token
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from graphsplit.cluster.messages import Register
+from graphsplit.cluster.wire.messages import Register
 
 _CUT = "\n... ({} characters left out) ...\n"
 

@@ -18,8 +18,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from graphsplit import logs
-from graphsplit.cluster.identity import bounded, failure_of
-from graphsplit.cluster.rules import EX_TEMPFAIL
+from graphsplit.cluster.member.identity import bounded, failure_of
+from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
 from graphsplit.errors import JobFailedError
 from graphsplit.frames import line_of, users_traceback, without_own_frames
 from graphsplit.reports import write_report

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster.events import (
+from graphsplit.cluster.scheduler.job.events import (
     Connected,
     Drop,
     Effect,
@@ -21,8 +21,10 @@ from graphsplit.cluster.events import (
     Send,
     Tick,
 )
-from graphsplit.cluster.image import JobImage
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
+from graphsplit.cluster.scheduler.state_machine import SchedulerState
+from graphsplit.cluster.wire.messages import (
     Arrive,
     Departed,
     Formed,
@@ -33,8 +35,6 @@ from graphsplit.cluster.messages import (
     Started,
     WorkerMessage,
 )
-from graphsplit.cluster.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler_state import SchedulerState
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -11,9 +11,7 @@ from typing import Any
 
 from membership_invariants import BrokenInvariant, Standing, check_plan, check_told
 
-from graphsplit.cluster.events import Connected, Disconnected, Event, Received
-from graphsplit.cluster.fencing import StreamGuard, Verdict
-from graphsplit.cluster.member_state import (
+from graphsplit.cluster.member.state_machine import (
     EndGeneration,
     EndJob,
     MemberEffect,
@@ -22,8 +20,10 @@ from graphsplit.cluster.member_state import (
     Reconnect,
     Tell,
 )
-from graphsplit.cluster.messages import Fence, Formed, Leave, Place, Refused, Register
-from graphsplit.cluster.rules import JobRules
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Event, Received
+from graphsplit.cluster.scheduler.job.rules import JobRules
+from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.messages import Fence, Formed, Leave, Place, Refused, Register
 
 NODES_PER_SLOT = 100
 _IS_DONE = (MemberPhase.FAILED, MemberPhase.REFUSED)

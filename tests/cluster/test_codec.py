@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from graphsplit._proto import cluster_pb2 as pb
-from graphsplit.cluster import limits, rpc
-from graphsplit.cluster.codec import (
+from graphsplit.cluster.member.identity import bounded, text_chunks
+from graphsplit.cluster.wire import limits, rpc
+from graphsplit.cluster.wire.codec import (
     MessageError,
     decode_scheduler,
     decode_worker,
@@ -18,8 +19,7 @@ from graphsplit.cluster.codec import (
     open_scheduler,
     open_worker,
 )
-from graphsplit.cluster.identity import bounded, text_chunks
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
     Arrive,

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Connected, Disconnected, Interrupted, Malformed
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Interrupted, Malformed
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.wire.messages import (
     STOPPED,
     Abort,
     Departed,

@@ -8,11 +8,11 @@ import os
 import pytest
 from cluster_helpers import DEADLINE_S, wait_until
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Disconnected, TellLauncher, Tick, ToldByLauncher
-from graphsplit.cluster.member import Member
-from graphsplit.cluster.messages import Abort, Heartbeat, Place, Recovering
-from graphsplit.cluster.scheduler import _Outbox, _Sessions
+from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, Tick, ToldByLauncher
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.server import _Outbox, _Sessions
+from graphsplit.cluster.wire.messages import Abort, Heartbeat, Place, Recovering
 from graphsplit.errors import JobFailedError
 from graphsplit.launcher_line import VARIABLE, Beat, Ended, GivenUp, Line, Over
 from graphsplit.reports import VARIABLE as REPORT_FILE

@@ -27,10 +27,13 @@ PURE = ["torch", "numpy", "grpc", "google.protobuf", "asyncio", "socket", "threa
     ("module", "forbidden"),
     [
         ("graphsplit.settings", PURE),
-        ("graphsplit.cluster.scheduler_state", ["torch", "numpy", "grpc", "google.protobuf"]),
-        ("graphsplit.cluster.member_state", ["torch", "numpy", "grpc", "google.protobuf"]),
-        ("graphsplit.cluster.scheduler", ["torch", "numpy", "grpc"]),
-        ("graphsplit.cluster.member", ["torch", "numpy", "grpc"]),
+        (
+            "graphsplit.cluster.scheduler.state_machine",
+            ["torch", "numpy", "grpc", "google.protobuf"],
+        ),
+        ("graphsplit.cluster.member.state_machine", ["torch", "numpy", "grpc", "google.protobuf"]),
+        ("graphsplit.cluster.scheduler.server", ["torch", "numpy", "grpc"]),
+        ("graphsplit.cluster.member.member", ["torch", "numpy", "grpc"]),
     ],
 )
 def test_what_a_module_does_not_import(module, forbidden):

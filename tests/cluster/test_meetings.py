@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import hashlib
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Disconnected
-from graphsplit.cluster.limits import MAX_TEXT_BYTES
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job.events import Disconnected
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.text import cut_middle, first_difference, split_lines
+from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
+from graphsplit.cluster.wire.messages import (
     Abort,
     Departed,
     Heartbeat,
@@ -13,7 +14,6 @@ from graphsplit.cluster.messages import (
     Text,
     TextWanted,
 )
-from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 
 
 def barrier(name="epoch"):

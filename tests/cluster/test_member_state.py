@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.identity import Position, failure_of
-from graphsplit.cluster.member_state import (
+from graphsplit.cluster.member.identity import Position, failure_of
+from graphsplit.cluster.member.state_machine import (
     BeginGeneration,
     EndJob,
     MemberPhase,
@@ -12,7 +12,7 @@ from graphsplit.cluster.member_state import (
     ShowText,
     Tell,
 )
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
     Arrive,

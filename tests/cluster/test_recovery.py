@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphsplit.cluster.decisions import job_state
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Connected, Disconnected, Received, Tick
-from graphsplit.cluster.image import JobImage
-from graphsplit.cluster.member_state import (
+from graphsplit.cluster.member.state_machine import (
     EndGeneration,
     EndJob,
     MemberPhase,
@@ -18,7 +14,12 @@ from graphsplit.cluster.member_state import (
     Reconnect,
     Tell,
 )
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job import state as job_state
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Received, Tick
+from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.state_machine import SchedulerState
+from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
     Arrive,
@@ -35,7 +36,6 @@ from graphsplit.cluster.messages import (
     Resume,
     Started,
 )
-from graphsplit.cluster.scheduler_state import SchedulerState
 from graphsplit.failure import FailureCause
 
 OFFER = {"grpc": "10.0.0.9:1"}

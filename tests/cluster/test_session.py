@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster import session as sessions
-from graphsplit.cluster.codec import decode_worker
-from graphsplit.cluster.messages import Failed, Fence, Heartbeat, Register
-from graphsplit.cluster.rpc import PURPOSE
-from graphsplit.cluster.session import Session
+from graphsplit.cluster.member import session as sessions
+from graphsplit.cluster.member.session import Session
+from graphsplit.cluster.wire.codec import decode_worker
+from graphsplit.cluster.wire.messages import Failed, Fence, Heartbeat, Register
+from graphsplit.cluster.wire.rpc import PURPOSE
 from graphsplit.failure import FailureCause
 from graphsplit.security.handshake import Listener
 from graphsplit.security.protection import Protection

@@ -12,18 +12,18 @@ from cluster_helpers import DEADLINE_S, wait_until
 from security_helpers import SCHEDULER_NAME, protection, worker_name
 
 from graphsplit.cli.main import main
-from graphsplit.cluster import scheduler as scheduler_module
-from graphsplit.cluster.codec import MessageError
-from graphsplit.cluster.rpc import SERVICE, STATUS_METHOD
-from graphsplit.cluster.status import JobStatus, WorkerStatus
-from graphsplit.cluster.status_client import fetch_status
-from graphsplit.cluster.status_codec import (
+from graphsplit.cluster.scheduler import server as scheduler_module
+from graphsplit.cluster.status.client import fetch_status
+from graphsplit.cluster.status.codec import (
     check_request,
     decode_status,
     encode_request,
     encode_status,
 )
-from graphsplit.cluster.status_text import status_object, status_table
+from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
+from graphsplit.cluster.status.table import status_object, status_table
+from graphsplit.cluster.wire.codec import MessageError
+from graphsplit.cluster.wire.rpc import SERVICE, STATUS_METHOD
 from graphsplit.errors import ClusterError
 from graphsplit.root_cause import FailureCause, Location
 from graphsplit.security.options import SecurityOptions
@@ -156,7 +156,8 @@ def test_under_tls_any_certificate_of_the_job_may_ask_and_no_other(start_cluster
         with pytest.raises(ClusterError, match="no status from"):
             ask(cluster, wrong)
     monkeypatch.setattr(
-        "graphsplit.cluster.member.load_protection", lambda *_, **__: protection(worker_name(0))
+        "graphsplit.cluster.member.member.load_protection",
+        lambda *_, **__: protection(worker_name(0)),
     )
     finish(cluster, cluster.join_all("0"))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.messages import Failed, Heartbeat, Place
-from graphsplit.cluster.status import JobStatus, WorkerStatus
-from graphsplit.cluster.watchdog import Watchdog, stall_report
+from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
+from graphsplit.cluster.status.watchdog import Watchdog, stall_report
+from graphsplit.cluster.wire.messages import Failed, Heartbeat, Place
 from graphsplit.failure import FailureCause
 from graphsplit.root_cause import Location
 

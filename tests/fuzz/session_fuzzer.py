@@ -25,11 +25,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from graphsplit.cluster.codec import decode_scheduler, encode_worker
-from graphsplit.cluster.member import Member, NodeIdentity
-from graphsplit.cluster.messages import Arrive, Heartbeat, Place, Refused, Register
-from graphsplit.cluster.rpc import METHOD, PURPOSE, SERVICE
-from graphsplit.cluster.scheduler import serve
+from graphsplit.cluster.member.member import Member, NodeIdentity
+from graphsplit.cluster.scheduler.server import serve
+from graphsplit.cluster.wire.codec import decode_scheduler, encode_worker
+from graphsplit.cluster.wire.messages import Arrive, Heartbeat, Place, Refused, Register
+from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE
 from graphsplit.failure import AbortSignal
 from graphsplit.security.handshake import Dialer
 from graphsplit.security.options import SecurityOptions

@@ -1,0 +1,1 @@
+"""What the scheduler, its workers and its visitors say to each other."""
