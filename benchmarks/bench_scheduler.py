@@ -36,7 +36,7 @@ import grpc  # noqa: E402
 
 from graphsplit._proto import cluster_pb2 as pb  # noqa: E402
 from graphsplit.cluster.scheduler.server import serve  # noqa: E402
-from graphsplit.cluster.wire.codec import encode_worker, encode_worker_fence  # noqa: E402
+from graphsplit.cluster.wire.codec import encode_fence, encode_worker  # noqa: E402
 from graphsplit.cluster.wire.limits import heartbeat_interval_s  # noqa: E402
 from graphsplit.cluster.wire.messages import (  # noqa: E402
     Arrive,
@@ -85,7 +85,7 @@ class SimulatedMember:
             self._number += 1
             fence = Fence(self._job, self._generation, self._incarnation, self._number)
             try:
-                await self._call.write(encode_worker(message) + encode_worker_fence(fence))
+                await self._call.write(encode_worker(message) + encode_fence(fence))
             except asyncio.InvalidStateError:
                 raise RuntimeError(
                     f"the stream of worker {self._rank} ended: {await self._call.code()}, "

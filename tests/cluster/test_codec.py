@@ -8,17 +8,14 @@ from graphsplit._proto import cluster_pb2 as pb
 from graphsplit.cluster.member.identity import bounded, text_chunks
 from graphsplit.cluster.wire import limits, rpc
 from graphsplit.cluster.wire.codec import (
-    MessageError,
-    decode_scheduler,
-    decode_worker,
+    encode_fence,
     encode_plan,
     encode_scheduler,
-    encode_scheduler_fence,
     encode_worker,
-    encode_worker_fence,
     open_scheduler,
     open_worker,
 )
+from graphsplit.cluster.wire.fields import ANY, Layout, MessageError
 from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
@@ -45,6 +42,16 @@ from graphsplit.cluster.wire.messages import (
 from graphsplit.failure import FailureCause
 
 CAUSE = FailureCause("exception", "no\nreally", 3, "host", 12, "step 1", "Traceback\n  x")
+
+
+def decode_worker(data):
+    return open_worker(data)[1]
+
+
+def decode_scheduler(data):
+    return open_scheduler(data)[1]
+
+
 PEERS = tuple(Peer(rank, str(rank), "life", "host", 7, {"grpc": "h:1"}) for rank in range(2))
 
 
@@ -117,9 +124,12 @@ def test_a_registration_that_lacks_a_field_or_breaks_a_bound_is_refused(
         (Arrive(Place.BARRIER, ""), "name is missing"),
         (Arrive(Place.BARRIER, "x" * 129), "name has 129 characters"),
         (Arrive(Place.AGREEMENT, "x", "f"), "SHA-256"),
-        (Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True), "chunk of text has 1048577"),
-        (Failed(FailureCause("whim", "x")), "the kind of failure is not known"),
-        (Failed(FailureCause("lost", "x", rank=5000)), "names rank 5000"),
+        (
+            Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True),
+            "chunk has 1048577 bytes",
+        ),
+        (Failed(FailureCause("whim", "x")), "the kind of failure 'whim' is not known"),
+        (Failed(FailureCause("lost", "x", rank=5000)), "rank is 5000, not -1 to 1023"),
         (Failed(FailureCause("lost", "x", traceback="x" * 64_001)), "traceback has 64001"),
     ],
 )
@@ -181,19 +191,22 @@ def test_the_methods_are_those_in_the_proto_file():
 
 def test_the_fence_travels_behind_the_message():
     fence = Fence("job", 3, "life", 9)
-    data = encode_worker(Ready(3)) + encode_worker_fence(fence)
+    data = encode_worker(Ready(3)) + encode_fence(fence)
     assert open_worker(data) == (fence, Ready(3))
-    data = encode_scheduler(Started(3)) + encode_scheduler_fence(fence)
+    data = encode_scheduler(Started(3)) + encode_fence(fence)
     assert open_scheduler(data) == (fence, Started(3))
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (pb.WorkerMessage(ready=pb.Ready()), "the generation is missing"),
-        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[0] * 65)), "65 ranks are watched"),
+        (pb.WorkerMessage(ready=pb.Ready()), "generation is 0, not 1 to"),
+        (
+            pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[0] * 65)),
+            "watched has 65 entries",
+        ),
         (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "rank is 1024"),
-        (pb.WorkerMessage(arrive=pb.Arrive(place=3)), "number of the meeting is missing"),
+        (pb.WorkerMessage(arrive=pb.Arrive(place=3)), "number is 0, not 1 to"),
         (pb.WorkerMessage(fence=pb.Fence(job="x")), "the message is empty"),
     ],
 )
@@ -206,3 +219,10 @@ def test_a_plan_may_be_encoded_in_two_parts():
     formed = Formed(1, "ab" * 16, 2, 7, PEERS, ("careful",))
     parts = encode_scheduler(replace(formed, peers=())) + encode_plan(PEERS)
     assert decode_scheduler(parts) == formed
+
+
+def test_a_layout_that_forgets_a_field_is_no_layout():
+    with pytest.raises(TypeError, match="TextWanted"):
+        Layout(TextWanted, pb.TextWanted)
+    with pytest.raises(TypeError, match="Fence"):
+        Layout(Fence, pb.Fence, job=ANY, generation=ANY, incarnation=ANY, number=ANY, more=ANY)

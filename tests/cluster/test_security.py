@@ -14,7 +14,7 @@ from security_helpers import SCHEDULER_NAME, expired, protection, worker_name
 
 from graphsplit.cluster.member.member import Member
 from graphsplit.cluster.scheduler import admission
-from graphsplit.cluster.wire.codec import decode_scheduler, encode_worker
+from graphsplit.cluster.wire.codec import encode_worker, open_scheduler
 from graphsplit.cluster.wire.messages import Accepted, Formed, Heartbeat, Refused
 from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE
 from graphsplit.errors import ClusterError, ConfigurationError, RegistrationRefusedError
@@ -84,7 +84,7 @@ class Stranger:
 
         call = session(requests(), metadata=metadata, timeout=DEADLINE_S)
         try:
-            return decode_scheduler(next(call))
+            return open_scheduler(next(call))[1]
         except StopIteration:
             return None
         except grpc.RpcError as error:

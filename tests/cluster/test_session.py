@@ -10,7 +10,7 @@ import pytest
 
 from graphsplit.cluster.member import session as sessions
 from graphsplit.cluster.member.session import Session
-from graphsplit.cluster.wire.codec import decode_worker
+from graphsplit.cluster.wire.codec import open_worker
 from graphsplit.cluster.wire.messages import Failed, Fence, Heartbeat, Register
 from graphsplit.cluster.wire.rpc import PURPOSE
 from graphsplit.failure import FailureCause
@@ -75,6 +75,6 @@ def test_what_is_said_early_waits_until_this_worker_has_proved_itself(
     session.send(Failed(FailureCause("lost", "a link broke")))
     scheduler.may_prove.set()
     assert scheduler.listener.accepts(next(scheduler.requests))
-    assert isinstance(decode_worker(next(scheduler.requests)), Register)
-    assert isinstance(decode_worker(next(scheduler.requests)), Failed)
+    assert isinstance(open_worker(next(scheduler.requests))[1], Register)
+    assert isinstance(open_worker(next(scheduler.requests))[1], Failed)
     session.close(timeout_s=0.1)

@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from graphsplit.cluster.member.member import Member, NodeIdentity
 from graphsplit.cluster.scheduler.server import serve
-from graphsplit.cluster.wire.codec import decode_scheduler, encode_worker
+from graphsplit.cluster.wire.codec import encode_worker, open_scheduler
 from graphsplit.cluster.wire.messages import Arrive, Heartbeat, Place, Refused, Register
 from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE
 from graphsplit.failure import AbortSignal
@@ -103,7 +103,7 @@ class Strangers(RuleBasedStateMachine):
         call = session(iter(sent), metadata=metadata, timeout=DEADLINE_S)
         try:
             for answer in call if wait else ():
-                assert isinstance(decode_scheduler(answer), Refused)
+                assert isinstance(open_scheduler(answer)[1], Refused)
         except grpc.RpcError:
             pass
         finally:
@@ -142,7 +142,7 @@ class Strangers(RuleBasedStateMachine):
                 outgoing.put(answer)
                 outgoing.put(first)
                 for reply in call:
-                    assert isinstance(decode_scheduler(reply), Refused)
+                    assert isinstance(open_scheduler(reply)[1], Refused)
         except grpc.RpcError:
             pass
         finally:

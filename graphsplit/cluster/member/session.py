@@ -14,13 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphsplit.cluster.wire.codec import (
-    MessageError,
-    encode_worker,
-    encode_worker_fence,
-    open_scheduler,
-)
+from graphsplit.cluster.wire.codec import encode_fence, encode_worker, open_scheduler
 from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import heartbeat_interval_s
 from graphsplit.cluster.wire.messages import (
     Fence,
@@ -158,7 +154,7 @@ class Session:
     def _encode(self, outgoing: _Outgoing) -> bytes:
         message, fence = outgoing
         self._num_sent += 1
-        return encode_worker(message) + encode_worker_fence(replace(fence, number=self._num_sent))
+        return encode_worker(message) + encode_fence(replace(fence, number=self._num_sent))
 
     def _introduce(self) -> None:
         """Prove that this worker knows the job's token, once the scheduler has proved it.

@@ -20,13 +20,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from graphsplit.cluster.scheduler.doorkeeper import Doorkeeper, address_of
-from graphsplit.cluster.status.codec import check_request
-from graphsplit.cluster.wire.codec import (
-    MessageError,
-    decode_worker,
-    encode_scheduler,
-    encode_scheduler_fence,
-)
+from graphsplit.cluster.status.codec import REQUEST
+from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
+from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Fence, Refused, Register
 from graphsplit.cluster.wire.rpc import PURPOSE
@@ -76,7 +72,7 @@ class Admission:
         """The registration of a stream that may take part; None for any other, which is told."""
         new, reason = await self._look_at(context, self._examine(requests, context))
         if reason:
-            fence = encode_scheduler_fence(Fence(number=1))
+            fence = encode_fence(Fence(number=1))
             await context.write(encode_scheduler(Refused(reason)) + fence)
         return new
 
@@ -130,7 +126,7 @@ class Admission:
             raise NotAdmitted(f"its certificate does not name one role of {DOMAIN}")
         await self._shake_hands(requests, context)
         try:
-            check_request(await _next(requests))
+            REQUEST.decode(await _next(requests))
         except MessageError as error:
             raise NotAdmitted(f"sent a malformed message: {error}") from None
         return True
@@ -144,7 +140,7 @@ class Admission:
                 raise NotAdmitted(reason)
         await self._shake_hands(requests, context)
         try:
-            message = decode_worker(await _next(requests))
+            _, message = open_worker(await _next(requests))
         except MessageError as error:
             raise NotAdmitted(f"sent a malformed message: {error}") from None
         if not isinstance(message, Register):

@@ -38,17 +38,12 @@ from graphsplit.cluster.scheduler.job.events import (
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
 from graphsplit.cluster.scheduler.journal import Journal
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
-from graphsplit.cluster.status.codec import encode_status
+from graphsplit.cluster.status.codec import JOB_STATUS
 from graphsplit.cluster.status.job_status import JobStatus
 from graphsplit.cluster.status.metrics import status_metrics
-from graphsplit.cluster.wire.codec import (
-    MessageError,
-    encode_plan,
-    encode_scheduler,
-    encode_scheduler_fence,
-    open_worker,
-)
+from graphsplit.cluster.wire.codec import encode_fence, encode_plan, encode_scheduler, open_worker
 from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import TICK_INTERVAL_S, heartbeat_interval_s
 from graphsplit.cluster.wire.messages import (
     Abort,
@@ -333,7 +328,7 @@ class _Sessions:
     async def tell_status(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Answer somebody who asks what is going on."""
         if await self._admission.admit_visitor(requests, context):
-            await context.write(encode_status(self.status()))
+            await context.write(JOB_STATUS.encode(self.status()))
 
     def status(self) -> JobStatus:
         """What is going on."""
@@ -436,7 +431,7 @@ class _Sessions:
             return
         outbox.num_sent += 1
         fence = Fence(self._state.job, self._state.generation, outbox.incarnation, outbox.num_sent)
-        outbox.put_nowait((*self._parts_of(message), encode_scheduler_fence(fence)))
+        outbox.put_nowait((*self._parts_of(message), encode_fence(fence)))
 
     def _parts_of(self, message: SchedulerMessage) -> tuple[bytes, ...]:
         """The message as bytes in parts: what goes to everybody is encoded, and held, once."""

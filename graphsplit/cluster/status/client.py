@@ -6,9 +6,9 @@ import os
 import queue
 from typing import Any
 
-from graphsplit.cluster.status.codec import decode_status, encode_request
-from graphsplit.cluster.status.job_status import JobStatus
-from graphsplit.cluster.wire.codec import MessageError
+from graphsplit.cluster.status.codec import JOB_STATUS, REQUEST
+from graphsplit.cluster.status.job_status import JobStatus, StatusRequest
+from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import (
     PURPOSE,
     SERVICE,
@@ -43,7 +43,7 @@ def fetch_status(host: str, port: int, protection: Protection, *, timeout_s: flo
     options = channel_options(silence_s=timeout_s)
     channel = open_channel(address, protection, expected=expected, options=options)
     try:
-        return decode_status(_ask(channel, protection, timeout_s))
+        return JOB_STATUS.decode(_ask(channel, protection, timeout_s))
     except grpc.RpcError as error:
         detail = f"{error.code().name}: {error.details() or ''}"
         hint = tls_hint(detail, protection)
@@ -70,7 +70,7 @@ def _ask(channel: Any, protection: Protection, timeout_s: float) -> bytes:
                 requests.put(answer)
             elif call.is_active():
                 raise MessageError("it does not know the job's token")
-        requests.put(encode_request())
+        requests.put(REQUEST.encode(StatusRequest()))
         for data in call:
             return bytes(data)
         raise MessageError("it said nothing")

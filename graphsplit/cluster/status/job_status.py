@@ -10,6 +10,11 @@ RUNNING, AWAY, FINISHED, LOST = STATES = ("running", "away", "finished", "lost")
 
 
 @dataclass(frozen=True)
+class StatusRequest:
+    """A visitor asks for the status."""
+
+
+@dataclass(frozen=True)
 class WorkerStatus:
     """One worker, as the scheduler knows it.
 
