@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.scheduler.doorkeeper import Doorkeeper, address_of
+from graphsplit.cluster.scheduler.limiter import Doorkeeper, address_of
 
 
 def test_all_workers_may_come_at_once_from_one_machine() -> None:

@@ -11,7 +11,8 @@ from cluster_helpers import DEADLINE_S, wait_until
 from graphsplit.cluster.member.member import Member
 from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, Tick, ToldByLauncher
 from graphsplit.cluster.scheduler.job.state import Phase
-from graphsplit.cluster.scheduler.server import _Outbox, _Sessions
+from graphsplit.cluster.scheduler.launcher import Launcher
+from graphsplit.cluster.scheduler.sessions import Sessions
 from graphsplit.cluster.wire.messages import Abort, Heartbeat, Place, Recovering
 from graphsplit.errors import JobFailedError
 from graphsplit.launcher_line import VARIABLE, Beat, Ended, GivenUp, Line, Over
@@ -182,8 +183,8 @@ def test_a_scheduler_that_raises_tells_everybody_and_the_launcher(
     settings = ClusterSettings("MS_SCHED", 1, "127.0.0.1", 0)
 
     async def break_down():
-        sessions = _Sessions(settings, Protection(), lambda *_, **__: None)
-        outbox = sessions._outboxes[1] = _Outbox("life")
+        sessions = Sessions(settings, Protection(), lambda *_, **__: None, Launcher(None, 1.0))
+        outbox = sessions._outboxes.add(1, "life")
 
         def handle(*_):
             raise RuntimeError("a bug")

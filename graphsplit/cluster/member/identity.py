@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 import threading
 import traceback
@@ -202,11 +201,6 @@ def bounded_location(location: Location) -> Location:
         for name in ("instruction", "operation", "module", "source", "waits_what")
     }
     return replace(location, **parts)  # type: ignore[arg-type]
-
-
-def own_host() -> str:
-    """The name of this machine."""
-    return cut_end(encodable(socket.gethostname() or "unknown"), limits.MAX_HOST_CHARS)
 
 
 def _printable(text: str) -> str:

@@ -14,7 +14,6 @@ from graphsplit.cluster.member.forked import drop_in_children
 from graphsplit.cluster.member.identity import NodeIdentity, Position
 from graphsplit.cluster.member.membership import Membership
 from graphsplit.cluster.member.state_machine import MemberPhase, MemberState
-from graphsplit.cluster.scheduler.job.meetings import place_name
 from graphsplit.cluster.text import split_lines
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import STOPPED, Peer, Place
@@ -203,7 +202,7 @@ class Member:
                     raise ClusterError("this worker has left the cluster already")
                 if state.waits_at is not None:
                     raise ClusterError(
-                        f"this worker still waits at {place_name(state.waits_at)}: that "
+                        f"this worker still waits at {state.waits_at.place_name}: that "
                         f"wait was broken off, so the workers are out of step"
                     )
                 if state.phase is MemberPhase.RUNNING:

@@ -7,11 +7,11 @@ import secrets
 import threading
 from collections.abc import Mapping
 
-from graphsplit.cluster.member.identity import NodeIdentity, Position, own_host
+from graphsplit.cluster.member.identity import NodeIdentity, Position
 from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import Failed, Fence, Formed, Heartbeat, Register
-from graphsplit.cluster.wire.rpc import format_address
+from graphsplit.cluster.wire.rpc import format_address, own_host
 from graphsplit.errors import RegistrationRefusedError
 from graphsplit.failure import AbortSignal
 from graphsplit.settings import ClusterSettings

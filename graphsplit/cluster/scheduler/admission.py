@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from graphsplit.cluster.scheduler.doorkeeper import Doorkeeper, address_of
+from graphsplit.cluster.scheduler.limiter import Doorkeeper, address_of
 from graphsplit.cluster.status.codec import REQUEST
 from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
 from graphsplit.cluster.wire.fields import MessageError

@@ -98,6 +98,16 @@ class Register:
     resume: Resume | None = None
     attempt: int = 1
 
+    @property
+    def process(self) -> str:
+        """The worker's process, for people: ``host 10.0.0.1, pid 17``."""
+        return f"host {self.host}, pid {self.pid}"
+
+    @property
+    def who(self) -> str:
+        """The worker as a person can find it: ``worker 'a' (host 10.0.0.1, pid 17)``."""
+        return f"worker {self.node_id!r} ({self.process})"
+
 
 @dataclass(frozen=True)
 class Heartbeat:
@@ -125,6 +135,13 @@ class Arrive:
     name: str = ""
     digest: str = ""
     number: int = 1
+
+    @property
+    def place_name(self) -> str:
+        """The place in words: ``the barrier 'epoch 3'``."""
+        if self.place is Place.FINISH:
+            return "the end of the job"
+        return f"the {self.place.value} {self.name!r}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+
+from graphsplit.cluster.text import cut_end, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.security.grpc_ports import keepalive, server_limits
 
@@ -52,3 +55,8 @@ def channel_options(*, silence_s: float) -> Options:
 def max_connections(num_workers: int) -> int:
     """How many streams may be open at once: all workers, and room to refuse others politely."""
     return 4 * num_workers + 16
+
+
+def own_host() -> str:
+    """The name of this machine."""
+    return cut_end(encodable(socket.gethostname() or "unknown"), limits.MAX_HOST_CHARS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphsplit.cluster.scheduler.decisions import ending
 from graphsplit.cluster.scheduler.job import causes
-from graphsplit.cluster.scheduler.job.meetings import Dispute, place_name
+from graphsplit.cluster.scheduler.job.meetings import Dispute
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
 from graphsplit.cluster.wire.limits import TEXT_TIMEOUT_S
@@ -27,7 +27,7 @@ def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) 
         return
     number = meeting.num_departed + 1
     if job.phase is not Phase.RUNNING or waits_at is not None or arrival.number != number:
-        ending.protest(job, worker.node, f"arrived at {place_name(arrival)} out of turn")
+        ending.protest(job, worker.node, f"arrived at {arrival.place_name} out of turn")
         return
     apart = meeting.arrive(worker.rank, arrival, job.now)
     if apart is not None:

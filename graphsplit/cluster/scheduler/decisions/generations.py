@@ -7,7 +7,7 @@ from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.formation import bit_warnings, choose_seed, missing_ranks
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
-from graphsplit.cluster.text import forming_line, join_numbers, who
+from graphsplit.cluster.text import forming_line, join_numbers
 from graphsplit.cluster.wire.limits import FORMING_REPORT_INTERVAL_S
 from graphsplit.cluster.wire.messages import Formed, Ready, Register, Started
 from graphsplit.failure import FailureCause
@@ -25,7 +25,7 @@ def fill(job: JobState) -> None:
         job.roster.fill(worker, rank)
         job.generation.offering.add(new.incarnation)
         job.recovery.former.pop(rank, None)
-        job.log(f"{who(new)} takes rank {rank}", event="rank")
+        job.log(f"{new.who} takes rank {rank}", event="rank")
     if job.roster.is_full and len(job.generation.offering) == job.rules.num_workers:
         plan(job)
 
@@ -57,7 +57,7 @@ def plan(job: JobState) -> None:
     took_s = job.now - generation.since
     job.log(f"all {len(generation.peers)} workers registered after {took_s:.1f} s", event="formed")
     for one in job.roster:
-        job.log(f"rank {one.rank}: {who(one.registration)}", event="rank")
+        job.log(f"rank {one.rank}: {one.registration.who}", event="rank")
     for warning in generation.warnings:
         job.log("warning: " + warning, event="warning", level="warning")
 

@@ -7,7 +7,6 @@ from graphsplit.cluster.scheduler.job.events import Drop
 from graphsplit.cluster.scheduler.job.formation import misfit, refusal
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
-from graphsplit.cluster.text import who
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Abort, Register
 from graphsplit.failure import FailureCause
@@ -51,7 +50,7 @@ def _enlist(job: JobState, node: int, new: Register) -> None:
     job.door.strangers.pop(node, None)
     job.liveness.absent.pop(new.incarnation, None)
     job.roster.add(Worker(node, new, last_seen=job.now, last_change=job.now))
-    job.log(f"{who(new)} registered", event="registered")
+    job.log(f"{new.who} registered", event="registered")
     job.accept(node, new)
     if job.roster.is_full:
         generations.plan(job)
@@ -67,7 +66,7 @@ def _offer_place(job: JobState, node: int, new: Register) -> None:
     job.door.strangers.pop(node, None)
     job.door.spares[node] = new
     job.accept(node, new)
-    job.log(f"{who(new)} registered, and waits for a rank that is free", event="spare_registered")
+    job.log(f"{new.who} registered, and waits for a rank that is free", event="spare_registered")
     if job.phase is Phase.RECOVERING:
         generations.fill(job)
 

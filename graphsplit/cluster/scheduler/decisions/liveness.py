@@ -9,7 +9,6 @@ from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.events import Drop, ToldByLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
-from graphsplit.cluster.text import who
 from graphsplit.cluster.wire.limits import FROZEN_AFTER_S
 from graphsplit.cluster.wire.messages import FailureNoted, Heartbeat, Progress
 from graphsplit.failure import FailureCause
@@ -49,7 +48,7 @@ def disconnect(job: JobState, node: int) -> None:
     """A stream has ended."""
     job.door.strangers.pop(node, None)
     if (spare := job.door.spares.pop(node, None)) is not None:
-        job.log(f"{who(spare)} does not wait for a rank any more", event="spare_left")
+        job.log(f"{spare.who} does not wait for a rank any more", event="spare_left")
     worker = job.roster.get(node)
     if worker is None or not worker.is_connected:
         return

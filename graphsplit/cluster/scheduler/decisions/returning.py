@@ -8,7 +8,6 @@ from graphsplit.cluster.scheduler.decisions import durable, ending, gathering, g
 from graphsplit.cluster.scheduler.job.events import Drop
 from graphsplit.cluster.scheduler.job.roster import NO_NODE, Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
-from graphsplit.cluster.text import where
 from graphsplit.cluster.wire.messages import Abort, Register, Resume, Started
 
 
@@ -79,5 +78,5 @@ def _attach(job: JobState, worker: Worker, node: int, new: Register) -> None:
     worker.last_seen = worker.last_change = job.now
     worker.is_lost = worker.is_leaving = False
     job.liveness.suspicion.withdraw_loss(worker.rank)
-    job.log(f"worker {worker.rank} ({where(worker.registration)}) is back", event="returned")
+    job.log(f"worker {worker.rank} ({worker.registration.process}) is back", event="returned")
     job.accept(node, new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from graphsplit.cluster.scheduler.job.meetings import place_name
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState
 from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
@@ -39,7 +38,7 @@ def _worker_status(job: JobState, worker: Worker, now: float) -> WorkerStatus:
         progress=worker.progress,
         position=worker.position,
         location=worker.location,
-        meets_at="" if arrival is None else place_name(arrival),
+        meets_at="" if arrival is None else arrival.place_name,
         heard_s=max(0.0, now - worker.last_seen),
         still_s=max(0.0, now - worker.last_change),
     )

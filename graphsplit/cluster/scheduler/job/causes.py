@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from graphsplit.cluster.scheduler.job.meetings import place_name
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.text import join_numbers
 from graphsplit.cluster.wire.messages import Arrive
@@ -78,7 +77,7 @@ def stalled(missing: Sequence[Worker], place: Arrive, timeout_s: float) -> Failu
     """Some workers did not come to a meeting, and make no progress either."""
     message = (
         f"workers {join_numbers(worker.rank for worker in missing)} did not come to "
-        f"{place_name(place)}, where the others wait, and made no progress for {timeout_s:g} s "
+        f"{place.place_name}, where the others wait, and made no progress for {timeout_s:g} s "
         f"(MS_RECEIVE_MSG_TIMEOUT)\n"
         f"  Fix: if they really need longer, raise MS_RECEIVE_MSG_TIMEOUT"
     )

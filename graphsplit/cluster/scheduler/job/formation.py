@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphsplit.cluster.text import where, who
 from graphsplit.cluster.wire.messages import Register
 from graphsplit.settings import FAIL_FAST, WORKER_ROLE
 
@@ -115,14 +114,14 @@ def _policy_refusal(new: Register, recovery: str) -> str | None:
 def _duplicate_refusal(new: Register, holders: Holders) -> str | None:
     if holders.of_rank is not None:
         return (
-            f"rank {new.wished_rank} is already held by the worker at {where(holders.of_rank)}\n"
+            f"rank {new.wished_rank} is already held by the worker at {holders.of_rank.process}\n"
             f"  Fix: give every worker an MS_NODE_ID of its own; if that one is left over from "
             f"an earlier run, end it first"
         )
     if holders.of_name is not None:
         return (
             f"the name {new.node_id!r} (MS_NODE_ID) is already held by the worker at "
-            f"{where(holders.of_name)}\n"
+            f"{holders.of_name.process}\n"
             f"  Fix: give every worker an MS_NODE_ID of its own, or unset it everywhere"
         )
     return None
@@ -142,12 +141,12 @@ def _difference_refusal(new: Register, first: Register) -> str | None:
         mine, theirs = new.versions.get(name, "none"), first.versions.get(name, "none")
         if mine != theirs:
             return (
-                f"{who(new)} has {name} {mine}, but {who(first)} has {name} {theirs}\n"
+                f"{new.who} has {name} {mine}, but {first.who} has {name} {theirs}\n"
                 f"  Fix: install the same version of {name} for every worker"
             )
     if new.script_digest != first.script_digest:
         return (
-            f"{who(new)} runs another script than {who(first)}: digest "
+            f"{new.who} runs another script than {first.who}: digest "
             f"{new.script_digest or 'none'} against {first.script_digest or 'none'}\n"
             f"  Fix: start every worker with the same file"
         )

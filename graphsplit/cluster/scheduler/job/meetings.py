@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from graphsplit.cluster.text import cut_end, first_difference
 from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
-from graphsplit.cluster.wire.messages import Arrive, Place
+from graphsplit.cluster.wire.messages import Arrive
 
 _LINE_CHARS = 1_000
-
-
-def place_name(arrival: Arrive) -> str:
-    """The place in words: ``the barrier 'epoch 3'``."""
-    if arrival.place is Place.FINISH:
-        return "the end of the job"
-    return f"the {arrival.place.value} {arrival.name!r}"
 
 
 class Meeting:
@@ -73,7 +66,7 @@ class Meeting:
         other = next(iter(self._arrived))
         return (
             f"workers wait for each other at different places: worker {other} at "
-            f"{place_name(first)}, worker {rank} at {place_name(arrival)}\n"
+            f"{first.place_name}, worker {rank} at {arrival.place_name}\n"
             f"  Fix: every worker must run the same steps in the same order; look for an `if` on "
             f"the rank around one of the two"
         )

@@ -11,7 +11,6 @@ from graphsplit.cluster.scheduler.job.roster import Roster, Worker
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
 from graphsplit.cluster.scheduler.job.suspicion import Suspicion
 from graphsplit.cluster.status.watchdog import Watchdog
-from graphsplit.cluster.text import who
 from graphsplit.cluster.wire.limits import FORMING_REPORT_INTERVAL_S, MAX_LIVES
 from graphsplit.cluster.wire.messages import Accepted, Peer, Register, SchedulerMessage
 from graphsplit.failure import FailureCause
@@ -218,7 +217,7 @@ class JobState:
         self.door.strangers.pop(node, None)
         self.door.spares.pop(node, None)
         self.door.num_refused += 1
-        name = who(new) if new is not None else "a connection"
+        name = new.who if new is not None else "a connection"
         self.log(f"refused {name}: {reason}", event="refused", level="warning")
         self.effects.append(Refuse(node, reason))
 
