@@ -132,13 +132,13 @@ def _leaving_by_signals() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What both runs of a script left.
+    """The notes of both runs of a script.
 
     Attributes:
         job_status: The job's exit status.
         plain_status: That of the plain loop.
-        plain: What the plain loop noted.
-        workers: What each worker noted.
+        plain: The notes of the plain loop.
+        workers: The notes of each worker.
     """
 
     job_status: int

@@ -1,4 +1,4 @@
-"""What the processes of one job on this machine are called and which variables they get."""
+"""The names and the environment variables of the processes of a job on this machine."""
 
 from __future__ import annotations
 

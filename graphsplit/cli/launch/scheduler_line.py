@@ -45,7 +45,7 @@ class SchedulerLine:
         return self._deadline_s
 
     def hear(self) -> list[Note]:
-        """What the scheduler has said, its beats aside."""
+        """Read the scheduler's notes, its beats aside."""
         notes = [] if self._line is None else list(self._line.read())
         beats = [note for note in notes if isinstance(note, Beat)]
         if beats:

@@ -55,7 +55,7 @@ class _Output:
 
 @dataclass(frozen=True)
 class Restarts:
-    """What is started again when it was lost.
+    """The processes and jobs that are started again when they were lost.
 
     Attributes:
         processes: How many processes may be started again while the others wait for them.
@@ -204,7 +204,7 @@ class _Job:
         self._console.close()
 
     def reports(self) -> dict[str, Report]:
-        """What the processes said about their end, by name."""
+        """The reports of the processes about their end, by name."""
         found = {name: read_report(path) for name, path in self._reports.items()}
         return {name: report for name, report in found.items() if report is not None}
 
@@ -300,7 +300,7 @@ class _Job:
             self._num_open -= 1
 
     def _close_pipes(self) -> None:
-        """Those that something holds open that outlived its process."""
+        """Close pipes that something holds open that outlived its process."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, _Output):
                 key.data.pipe.close()

@@ -1,4 +1,4 @@
-"""What the launcher says last: the root cause, and the exit status. Pure."""
+"""The launcher's last line: the root cause, and the exit status. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def verdict(ending: JobEnding, reports: Mapping[str, Report]) -> Verdict:
 
     Args:
         ending: How the processes ended, and which was first.
-        reports: What processes left behind, by name. The scheduler's is about the whole job.
+        reports: The reports of processes, by name. The scheduler's is about the whole job.
     """
     if ending.status == 0:
         return Verdict(0, "")

@@ -210,7 +210,7 @@ class Connection:
         self.carry_out(effects)
 
     def carry_out_locked(self, effects: Sequence[MemberEffect]) -> None:
-        """What must be done before anybody else sees the new state."""
+        """Carry out the effects that nobody may see the new state without."""
         for effect in effects:
             match effect:
                 case Tell():

@@ -1,4 +1,4 @@
-"""How a worker tells the scheduler that it failed, and hears what that means for the job."""
+"""Reports of a worker's failures to the scheduler, and the scheduler's verdict on them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _VERDICT_S = 3.0  # the scheduler's grace, and a busy machine
 
 
 class FailureReports:
-    """What this worker reports of its own failures."""
+    """The reports of this worker's own failures."""
 
     def __init__(self, membership: Membership, connection: Connection) -> None:
         self._membership = membership
         self._connection = connection
 
     def cause_of(self, error: BaseException) -> FailureCause | None:
-        """What an error on this worker means for the job; None if it only echoes the job's end."""
+        """The failure that an error on this worker means; None if it only echoes the job's end."""
         membership = self._membership
         return failure_of(
             error,

@@ -1,4 +1,4 @@
-"""What a worker says about itself, and where it is, in forms that fit the protocol's bounds."""
+"""A worker's identity, position and failures, in forms that fit the protocol's bounds."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 @dataclass(frozen=True)
 class NodeIdentity:
-    """What decides whether this worker fits the others.
+    """The properties of a worker that must fit those of the others.
 
     Attributes:
-        versions: What must be equal everywhere: ``{"graphsplit": "0.1.0", "torch": "2.13.0",
-            "python": "3.11"}``. The scheduler compares every entry, whatever its name.
+        versions: Versions that must be equal everywhere: ``{"graphsplit": "0.1.0",
+            "torch": "2.13.0", "python": "3.11"}``. The scheduler compares all entries.
         script_digest: SHA-256 of the user's script in hexadecimal; empty if there is no file.
         num_threads: Threads of one operation. A difference changes bits, so it is reported.
         cpu_capability: Instruction set of the kernels. A difference is reported likewise.
@@ -161,7 +161,7 @@ def _users_line(error: BaseException) -> str:
 
 
 def failure_message(error: BaseException) -> str:
-    """What an error says: ``ValueError: the disk is full``.
+    """The message of an error: ``ValueError: the disk is full``.
 
     Of the user's errors the first line. Those of graphsplit say in further lines which line of the
     user's they are about, and what to do; they are kept.

@@ -59,7 +59,7 @@ class Member:
         Args:
             settings: Where the scheduler is, and which rank this worker wishes.
             endpoints: Where this worker's data plane can be reached, by transport.
-            identity: What must fit the other workers.
+            identity: The properties that must fit those of the other workers.
             abort: Set when the job fails, anywhere, for any reason, or recovers.
             log: Takes lines for the person who watches; None: the logger ``graphsplit``.
 
@@ -106,7 +106,7 @@ class Member:
 
     @property
     def recovery(self) -> str:
-        """What the job does about a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        """The policy for lost workers: ``fail_fast``, ``wait_rejoin``, ``restart``."""
         return self._membership.state.recovery
 
     @property
@@ -283,7 +283,7 @@ class Member:
     # Failures.
 
     def failure_of(self, error: BaseException) -> FailureCause | None:
-        """What an error on this worker means for the job; None if it only echoes the job's end."""
+        """The failure that an error on this worker means; None if it only echoes the job's end."""
         return self._failures.cause_of(error)
 
     def report_failure(self, cause: FailureCause) -> None:

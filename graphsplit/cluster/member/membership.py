@@ -1,4 +1,4 @@
-"""What the threads of a worker know of its membership, and the lock that guards it."""
+"""The membership that the threads of a worker share, and the lock that guards it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Membership:
         formed: The plan of the generation that runs, or was left; None before the first.
         has_left: Whether this worker has closed its membership.
         to_report: The failure that the scheduler is to hear of.
-        texts: What is being agreed on, by topic, in case somebody has another text.
+        texts: The text that is being agreed on, by topic, in case somebody has another one.
         watched: Whose progress the next heartbeat asks for.
         wants_stop: Whether heartbeats ask that all workers end in order.
         position: Where this worker is in its computation.
@@ -86,7 +86,7 @@ class Membership:
         self.formed = self.state.formed
 
     def registration(self, endpoints: Mapping[str, str], identity: NodeIdentity) -> Register:
-        """Who this worker is, as it says on its first stream."""
+        """The registration of this worker, for its first stream."""
         settings = self.settings
         anonymous = f"{self.host[:64]}-{self.pid}-{self.incarnation[:8]}"
         return Register(
@@ -107,11 +107,11 @@ class Membership:
         )
 
     def fence(self) -> Fence:
-        """What every message of this worker belongs to."""
+        """The fence of a message that this worker sends now."""
         return Fence(self.state.job, self.state.generation, self.incarnation)
 
     def heartbeat(self) -> Heartbeat:
-        """Where this worker is at this moment, and what it wants to know."""
+        """The position of this worker at this moment, and the ranks whose progress it asks for."""
         watched, self.watched = self.watched, set()
         return Heartbeat(
             progress=max(0, self.position.progress),

@@ -115,7 +115,7 @@ _PLANNED = (MemberPhase.READY, MemberPhase.RUNNING)
 
 
 class MemberState:
-    """What this worker knows of the job. Not thread-safe; ``Member`` locks around it.
+    """A worker's state in its job. Not thread-safe; ``Member`` locks around it.
 
     Attributes:
         phase: How far this worker has come.
@@ -125,7 +125,7 @@ class MemberState:
         stops_soon: Whether all are to end in order.
         num_departed: From how many meetings of this generation it was let go.
         job: The job's id; empty until the scheduler told it.
-        recovery: What the job does about a lost worker.
+        recovery: The policy for lost workers.
         keeps_journal: Whether the scheduler comes back when it is lost.
     """
 
@@ -165,7 +165,7 @@ class MemberState:
         return self._progress.get(rank, 0)
 
     def registration(self, new: Register) -> Register:
-        """What to say first on a stream: ``new``, or where this worker stands already."""
+        """The first message on a stream: ``new``, or where this worker stands already."""
         if self.formed is None:
             return new
         return replace(

@@ -2,7 +2,7 @@
 
 In this order, and each only after the one before::
 
-    a place at the door       doorkeeper   else RESOURCE_EXHAUSTED: come back later
+    a place in the queue      limiter      else RESOURCE_EXHAUSTED: come back later
     a worker's certificate    under TLS    checked by the TLS library, then its role
     the job's token           if it has one; both sides prove that they know it
     a registration            the first message, within REGISTER_TIMEOUT_S
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from graphsplit.cluster.scheduler.limiter import Doorkeeper, address_of
+from graphsplit.cluster.scheduler.limiter import AdmissionLimiter, address_of
 from graphsplit.cluster.status.codec import REQUEST
 from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
 from graphsplit.cluster.wire.fields import MessageError
@@ -45,12 +45,12 @@ class Admission:
 
     Args:
         num_workers: How many workers the job has.
-        protection: What a stranger must show.
+        protection: The token and certificate that a stranger must show.
         log: Takes lines for the person who watches.
         clock: Seconds; does not run backwards.
 
     Attributes:
-        door: Counts strangers.
+        limiter: Limits strangers.
         num_refused: How many connections were not let in.
     """
 
@@ -65,7 +65,7 @@ class Admission:
         self._protection = protection
         self._log = log
         self._clock = clock
-        self.door = Doorkeeper(num_workers, clock())
+        self.limiter = AdmissionLimiter(num_workers, clock())
         self.num_refused = 0
 
     async def admit(self, requests: AsyncIterator[bytes], context: Any) -> Register | None:
@@ -92,11 +92,11 @@ class Admission:
     async def _look_at(
         self, context: Any, examination: Coroutine[Any, Any, _Shown]
     ) -> tuple[_Shown | None, str]:
-        """What a stranger has shown; or None, and the reason if there is somebody to tell it to."""
+        """The result of an examination; or None, and a reason if there is somebody to tell."""
         import grpc
 
         address = address_of(context.peer())
-        come_back = self.door.knock(address, self._clock())
+        come_back = self.limiter.enter(address, self._clock())
         if come_back is not None:
             examination.close()
             self.num_refused += 1
@@ -112,11 +112,11 @@ class Admission:
         except asyncio.TimeoutError:
             reason = f"it did not register within {REGISTER_TIMEOUT_S:g} s"
         finally:
-            self.door.leave(address, self._clock(), has_failed=shown is None)
+            self.limiter.leave(address, self._clock(), has_failed=shown is None)
         if reason:
             self.num_refused += 1
             line = f"refused a connection from {address}: {reason}"
-            logged = self.door.logged(line, self._clock())
+            logged = self.limiter.logged(line, self._clock())
             if logged is not None:
                 self._log(logged, event="refused", level="warning")
         return shown, reason

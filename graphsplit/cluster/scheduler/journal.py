@@ -43,7 +43,7 @@ _FIX = (
 
 @dataclass(frozen=True)
 class Contents:
-    """What the bytes of a journal say.
+    """The contents of a journal.
 
     Attributes:
         payload: The last record; None if there is none.

@@ -1,4 +1,4 @@
-"""How many strangers may be at the scheduler's door, and how often they may fail. Pure.
+"""An admission limiter: how many strangers may wait at once, and how often they may fail. Pure.
 
 A stranger is a stream that has not registered. Members of the job are not counted here, so nothing
 in this file slows down a job that runs.
@@ -17,8 +17,8 @@ _MAX_ADDRESSES = 1024
 
 
 @dataclass
-class Allowance:
-    """Something that may happen in bursts, and over long times at a rate."""
+class TokenBucket:
+    """A limit on events that may come in bursts, and over long times at a rate."""
 
     capacity: float
     per_s: float
@@ -26,28 +26,28 @@ class Allowance:
     since: float
 
     @classmethod
-    def full(cls, capacity: float, per_s: float, now: float) -> Allowance:
-        """An allowance that nobody has used yet."""
+    def full(cls, capacity: float, per_s: float, now: float) -> TokenBucket:
+        """A full bucket."""
         return cls(capacity, per_s, capacity, now)
 
     def refill(self, now: float) -> float:
-        """What is left by now."""
+        """Add the tokens of the time since the last call, and return how many there are."""
         self.left = min(self.capacity, self.left + (now - self.since) * self.per_s)
         self.since = now
         return self.left
 
     def take(self, now: float) -> bool:
-        """Use one; False if none is left."""
+        """Take a token; False if none is left."""
         if self.refill(now) < 1:
             return False
         self.left -= 1
         return True
 
 
-class Doorkeeper:
+class AdmissionLimiter:
     """Decides, before anything of a stream is read, whether it may be looked at now.
 
-    Takes a fixed amount of memory, whoever knocks and however often.
+    Takes a fixed amount of memory, whoever comes and however often.
 
     Args:
         num_workers: How many workers the job has: they may all come at once, from one machine.
@@ -58,8 +58,8 @@ class Doorkeeper:
         self._max_waiting = 2 * num_workers + 16
         self._max_of_address = num_workers + 8
         self._waiting: Counter[str] = Counter()
-        self._failures: OrderedDict[str, Allowance] = OrderedDict()
-        self._log = Allowance.full(_LOG_LINES, _LOG_LINES_PER_S, now)
+        self._failures: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._log = TokenBucket.full(_LOG_LINES, _LOG_LINES_PER_S, now)
         self._num_unlogged = 0
 
     @property
@@ -72,7 +72,7 @@ class Doorkeeper:
         """How many addresses it remembers."""
         return len(self._failures)
 
-    def knock(self, address: str, now: float) -> str | None:
+    def enter(self, address: str, now: float) -> str | None:
         """A stream was opened. Returns why it must come back later, or None and counts it."""
         if self._waiting.total() >= self._max_waiting:
             return "too many connections wait to register; try again later"
@@ -93,7 +93,7 @@ class Doorkeeper:
             return
         failures = self._failures.pop(address, None)
         if failures is None:
-            failures = Allowance.full(_FAILURES, _FAILURES_PER_S, now)
+            failures = TokenBucket.full(_FAILURES, _FAILURES_PER_S, now)
         failures.take(now)
         self._failures[address] = failures
         if len(self._failures) > _MAX_ADDRESSES:

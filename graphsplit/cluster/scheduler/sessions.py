@@ -121,7 +121,7 @@ class Sessions:
             await context.write(JOB_STATUS.encode(self.status()))
 
     def status(self) -> JobStatus:
-        """What is going on."""
+        """The status of the job at this moment."""
         status = self._state.status(time.monotonic())
         return replace(status, num_refused=status.num_refused + self._admission.num_refused)
 

@@ -88,11 +88,11 @@ class SchedulerState:
         return self._job.is_over
 
     def status(self, now: float) -> JobStatus:
-        """What is going on, for those who ask."""
+        """The job's status, for visitors."""
         return view.status(self._job, now)
 
     def open(self) -> list[Effect]:
-        """What is to be done before the first event."""
+        """The effects that come before the first event."""
         job = self._job
         job.effects = []
         if len(job.roster):

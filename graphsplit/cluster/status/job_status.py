@@ -1,4 +1,4 @@
-"""What is going on in a job, as one frozen value: for ``graphsplit status`` and for reports."""
+"""The status of a job, as one frozen value: for ``graphsplit status`` and for reports."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class JobStatus:
         generation: The present generation, or the one to be formed next.
         num_workers: How many workers it has when all are in.
         seconds: Since this scheduler began to serve.
-        workers: Those who are in, by rank.
+        workers: The workers that are in, by rank.
         cause: Why it has failed, or what it recovers from.
         num_refused: Connections that were refused.
         num_recoveries: How often this scheduler left a generation because a worker was lost.
-        recovery: What the job does about a lost worker.
+        recovery: The policy for lost workers.
     """
 
     job: str

@@ -11,7 +11,7 @@ PHASES = ("forming", "planned", "running", "recovering", "draining", "finished",
 
 
 def status_metrics(status: JobStatus) -> Iterator[Metric]:
-    """What the scheduler knows, as it is now."""
+    """The metrics of a job's status."""
     job = (status.job,)
     yield Metric("job_info", "The job that is served.", GAUGE, ("job",), ((job, 1.0),))
     yield Metric(

@@ -42,7 +42,7 @@ class Watchdog:
 
 
 def stall_report(status: JobStatus, still_s: float) -> str:
-    """Who waits for whom, one chain after the other."""
+    """The report of a stall: who waits for whom, one chain after the other."""
     chains = list(_chains(status))
     lines = [f"nobody has made progress for {still_s:.0f} s"]
     for chain in chains[:_MOST_CHAINS]:
@@ -106,6 +106,6 @@ def _place(worker: WorkerStatus) -> str:
 
 
 def waits_in_words(status: JobStatus, worker: WorkerStatus) -> str:
-    """What one worker waits for; empty if for nobody."""
+    """The wait of one worker in words; empty if it waits for nobody."""
     waits_for = status.waits_for(worker)
     return _wait(worker, waits_for) if waits_for else ""

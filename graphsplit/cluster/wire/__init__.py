@@ -1,1 +1,1 @@
-"""What the scheduler, its workers and its visitors say to each other."""
+"""The messages of the control plane, and the bytes that they travel as."""

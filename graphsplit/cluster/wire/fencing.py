@@ -14,7 +14,7 @@ from graphsplit.cluster.wire.messages import Fence
 
 
 class Verdict(Enum):
-    """What is to be done with a message."""
+    """The fate of a message."""
 
     TAKE = "take"
     DROP = "drop"

@@ -1,4 +1,4 @@
-"""What a worker and the scheduler say to each other, as frozen values.
+"""The messages between a worker and the scheduler, as frozen values.
 
 The state machines speak only these; ``codec`` turns them into bytes and back.
 """
@@ -37,7 +37,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Fence:
-    """What every message carries, so that one of the past is never taken for one of the present.
+    """The origin of a message, so that one of the past is never taken for one of the present.
 
     Attributes:
         job: The job's id; empty until the sender knows it.
@@ -192,7 +192,7 @@ class Accepted:
 
     Attributes:
         job: The job's random id.
-        recovery: What the job does about a lost worker.
+        recovery: The policy for lost workers.
         keeps_journal: The scheduler comes back if it is lost.
     """
 

@@ -1,4 +1,4 @@
-"""What both ends of the control stream must know about gRPC. Imports no gRPC itself."""
+"""The names and options of the control stream in gRPC. Imports no gRPC itself."""
 
 from __future__ import annotations
 

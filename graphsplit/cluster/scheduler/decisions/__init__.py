@@ -1,4 +1,4 @@
-"""What the scheduler decides: one concern per file, as functions over ``JobState``. Pure.
+"""The scheduler's decisions: one concern per file, as functions over ``JobState``. Pure.
 
 Who comes and goes is told in the order in which a job lives; each file calls only those below it::
 

@@ -1,4 +1,4 @@
-"""What the scheduler writes down of the job, and how the job goes on from it."""
+"""The durable part of the job's state, and how the job goes on from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How all workers meet: they arrive, are let go together, or disagree. See ``Meeting``."""
+"""Meetings of all workers: they arrive, are let go together, or disagree. See ``Meeting``."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _spare_refusal(job: JobState, new: Register) -> str | None:
 
 
 def tick(job: JobState) -> None:
-    """Who opens a stream must say soon who it is."""
+    """Refuse streams that were opened and did not register in time."""
     for node, since in list(job.door.strangers.items()):
         if job.now - since >= REGISTER_TIMEOUT_S:
             job.refuse(node, f"it did not register within {REGISTER_TIMEOUT_S:g} s")

@@ -1,4 +1,4 @@
-"""Who is alive: a worker is heard from, stands still, falls silent, reports a failure, is lost."""
+"""Liveness: a worker is heard from, stands still, falls silent, reports a failure, is lost."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def forgive_own_silence(job: JobState) -> None:
 
 
 def tick(job: JobState) -> None:
-    """Who is silent for too long is lost; who was lost and does not come back is given up."""
+    """A worker that is silent for too long is lost; one that does not come back is given up."""
     silence_s = job.rules.silence_s
     for worker in list(job.roster):
         if job.now - worker.last_seen <= silence_s:

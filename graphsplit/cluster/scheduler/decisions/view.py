@@ -1,4 +1,4 @@
-"""What is going on in the job, for those who ask, and for the report of a stall."""
+"""The job's status, for visitors, and for the report of a stall."""
 
 from __future__ import annotations
 

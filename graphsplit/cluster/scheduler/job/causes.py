@@ -16,7 +16,7 @@ BROKEN = "lost: its connection broke, so its process was killed or crashed"
 
 
 def silent(silence_s: float) -> str:
-    """What is said of a worker that fell silent."""
+    """The message about a worker that fell silent."""
     return f"lost: {unheard(silence_s)}, so it is frozen or cut off"
 
 
@@ -26,19 +26,19 @@ def unheard(silence_s: float) -> str:
 
 
 def ended(rank: int, host: str, pid: int, how: str, error: str) -> FailureCause:
-    """What the launcher says of a process that no stream can be asked about any more."""
+    """The launcher's report about a process that no stream can be asked about any more."""
     if error:
         return FailureCause("exception", error, rank=rank, host=host, pid=pid)
     return FailureCause("lost", ended_process(how), rank=rank, host=host, pid=pid)
 
 
 def ended_process(how: str) -> str:
-    """What is said of a worker whose process the launcher saw end."""
+    """The message about a worker whose process the launcher saw end."""
     return f"lost: its process {how}"
 
 
 def did_not_return(silence_s: float) -> str:
-    """What is said of a worker that was lost while the scheduler was away."""
+    """The message about a worker that was lost while the scheduler was away."""
     return (
         f"lost: it did not come back within {silence_s:g} s (see MS_NODE_TIMEOUT) after the "
         f"scheduler did"

@@ -1,4 +1,4 @@
-"""What can happen to the scheduler, and what it can do about it, as frozen values.
+"""The events that happen to the scheduler, and the effects that it has, as frozen values.
 
 A *node* is one connection, numbered by the shell; it becomes a worker when its registration is
 accepted. Numbers are never used twice.
@@ -112,7 +112,7 @@ class Log:
 
     Attributes:
         line: The line; further lines belong to it.
-        event: What happened, in one word, for programs that read logs.
+        event: The kind of event in one word, for programs that read logs.
         level: ``"info"``, ``"warning"`` or ``"error"``.
     """
 

@@ -24,7 +24,7 @@ def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What every worker of the job must have been started with."""
+    """The settings that every worker of the job must have been started with."""
 
     num_workers: int
     recovery: str = FAIL_FAST
@@ -43,7 +43,7 @@ class Holders:
     Attributes:
         of_rank: Who holds the rank that it wishes.
         of_name: Who holds its name.
-        first: Whoever registered first: all must fit each other.
+        first: The first to register: all must fit each other.
         num_registered: How many have registered.
     """
 
@@ -154,7 +154,7 @@ def _difference_refusal(new: Register, first: Register) -> str | None:
 
 
 def bit_warnings(by_rank: Sequence[Register]) -> tuple[str, ...]:
-    """What does not stop the job but changes its bits, in the order of ranks."""
+    """Differences that do not stop the job but change its bits, in the order of ranks."""
     warnings = []
     threads = [str(one.num_threads) for one in by_rank]
     if len(set(threads)) > 1:

@@ -1,4 +1,4 @@
-"""What a scheduler must know to go on where another one was lost. Frozen, and without secrets.
+"""The state that lets a scheduler go on where another one was lost. Frozen, and without secrets.
 
 Endpoints and their tokens are not in it: every worker says them again when it comes back.
 """
@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 class ImageError(ValueError):
-    """What was read is no image; the text says why."""
+    """The JSON that was read is no image; the text says why."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Roster:
 
     @property
     def registrations(self) -> list[Register]:
-        """What every worker said when it registered."""
+        """The registrations of all workers."""
         return [worker.registration for worker in self._workers]
 
     @property
@@ -126,7 +126,7 @@ class Roster:
         return self._by_incarnation.get(incarnation)
 
     def holders(self, new: Register) -> Holders:
-        """Who may stand in the way of a newcomer."""
+        """The workers that may stand in the way of a newcomer."""
         of_rank = None if new.wished_rank is None else self._by_wish.get(new.wished_rank)
         of_name = self._by_name.get(new.node_id)
         first = self._workers[0] if self._workers else None

@@ -1,4 +1,4 @@
-"""What the scheduler is told about the job before anything happens."""
+"""The settings of a job that its scheduler decides by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EX_TEMPFAIL = 75
 
 @dataclass(frozen=True)
 class JobRules:
-    """What the scheduler was told about the job."""
+    """The settings of the job."""
 
     num_workers: int
     topo_timeout_s: float
@@ -25,7 +25,7 @@ class JobRules:
 
     @property
     def fitting(self) -> Fitting:
-        """What all workers must have been told alike."""
+        """The settings that all workers must share."""
         return Fitting(self.num_workers, self.recovery)
 
     @property
@@ -57,7 +57,7 @@ class JobRules:
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """What the shell drew at random: a job id of 128 bits in hexadecimal, and a seed."""
+    """The random values of a job: its id, 128 bits in hexadecimal, and a seed."""
 
     job: str
     seed: int

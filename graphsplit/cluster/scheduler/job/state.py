@@ -61,7 +61,7 @@ class Generation:
         offering: The lives that have left every earlier generation.
         ready: The lives that know its plan.
         peers: All of its workers, by rank, once it is planned.
-        warnings: What changes its bits.
+        warnings: Differences that change its bits.
     """
 
     number: int
@@ -80,7 +80,7 @@ class Generation:
 
 @dataclass(eq=False)
 class Recovery:
-    """What the job recovers from.
+    """The recoveries of the job.
 
     Attributes:
         cause: Why the last generation was left; None in a job that lost nobody.
@@ -101,7 +101,7 @@ class Gathering:
 
     Attributes:
         meeting: Who waits where.
-        dispute: What two of them disagree about; None while all agree.
+        dispute: The texts that two of them disagree about; None while all agree.
     """
 
     meeting: Meeting
@@ -115,7 +115,7 @@ class Liveness:
     Attributes:
         watchdog: Says when a stall is to be reported.
         last_tick: When the clock was looked at last.
-        suspicion: What may be the root cause of a failure.
+        suspicion: The explanations of a failure.
         absent: Who was lost, and may be frozen, by its life.
     """
 
@@ -130,7 +130,7 @@ class Ending:
     """How the job ends.
 
     Attributes:
-        exit: What the scheduler ends with.
+        exit: The effect that the scheduler ends with.
         is_stopping: Whether all workers were asked to end in order.
         leave_deadline: Until when everybody may leave.
         num_to_come: How many have yet to come, only to hear that the job has failed.
@@ -146,18 +146,18 @@ class JobState:
     """All that is known of the job. What only some concerns look at is in a value of its own.
 
     Attributes:
-        rules: What the scheduler was told about the job.
+        rules: The settings of the job.
         identity: Its id, and the seed that was drawn for it.
         seed: The seed of all workers; None until ranks are decided.
         started: When the scheduler started.
         now: When the event came that is being handled.
         phase: How far the job has come.
         is_over: Whether the scheduler may go: nobody is left to be told anything.
-        effects: What is to be done because of this event, in order.
+        effects: The effects of this event, in order.
         roster: Who has a rank.
         door: Who has none.
         generation: The membership that is to be formed, is planned, or runs.
-        recovery: What the job recovers from.
+        recovery: The recoveries of the job.
         gathering: Where the workers meet.
         liveness: Who may be lost.
         ending: How the job ends.
