@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 
 import pytest
 
@@ -12,10 +12,11 @@ from graphsplit.cluster.wire.codec import (
     encode_plan,
     encode_scheduler,
     encode_worker,
+    layout_of,
     open_scheduler,
     open_worker,
 )
-from graphsplit.cluster.wire.fields import ANY, Layout, MessageError
+from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
@@ -205,7 +206,7 @@ def test_the_fence_travels_behind_the_message():
             pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[0] * 65)),
             "watched has 65 entries",
         ),
-        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "rank is 1024"),
+        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "an entry of watched is 1024"),
         (pb.WorkerMessage(arrive=pb.Arrive(place=3)), "number is 0, not 1 to"),
         (pb.WorkerMessage(fence=pb.Fence(job="x")), "the message is empty"),
     ],
@@ -221,8 +222,14 @@ def test_a_plan_may_be_encoded_in_two_parts():
     assert decode_scheduler(parts) == formed
 
 
-def test_a_layout_that_forgets_a_field_is_no_layout():
-    with pytest.raises(TypeError, match="TextWanted"):
-        Layout(TextWanted, pb.TextWanted)
-    with pytest.raises(TypeError, match="Fence"):
-        Layout(Fence, pb.Fence, job=ANY, generation=ANY, incarnation=ANY, number=ANY, more=ANY)
+def test_a_message_with_another_field_than_the_protocol_or_without_a_bound_is_no_message():
+    with pytest.raises(TypeError, match="have different fields"):
+        layout_of(make_dataclass("Ready", [("generation", int), ("more", int)]))
+    with pytest.raises(TypeError, match=r"str.* has no bound"):
+        layout_of(make_dataclass("Refused", [("reason", str)]))
+
+
+def test_places_have_the_numbers_of_the_proto_file():
+    for place in Place:
+        raw = pb.WorkerMessage.FromString(encode_worker(Arrive(place))).arrive.place
+        assert pb.Place.Name(raw) == f"PLACE_{place.name}"

@@ -14,9 +14,9 @@ from security_helpers import SCHEDULER_NAME, protection, worker_name
 from graphsplit.cli.main import main
 from graphsplit.cluster.scheduler import server as scheduler_module
 from graphsplit.cluster.status.client import fetch_status
-from graphsplit.cluster.status.codec import JOB_STATUS, REQUEST
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest, WorkerStatus
 from graphsplit.cluster.status.table import status_object, status_table
+from graphsplit.cluster.wire.codec import layout_of
 from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import SERVICE, STATUS_METHOD
 from graphsplit.errors import ClusterError
@@ -72,18 +72,19 @@ def test_what_programs_read():
 
 
 def test_a_status_arrives_as_it_was_sent_and_nonsense_is_refused():
-    assert JOB_STATUS.decode(JOB_STATUS.encode(STATUS)) == STATUS
-    REQUEST.decode(REQUEST.encode(StatusRequest()))
+    layout, request = layout_of(JobStatus), layout_of(StatusRequest)
+    assert layout.decode(layout.encode(STATUS)) == STATUS
+    request.decode(request.encode(StatusRequest()))
     for data in (b"\xff", b"\x0a\x01a"):
         with pytest.raises(MessageError):
-            REQUEST.decode(data)
+            request.decode(data)
         with pytest.raises(MessageError):
-            JOB_STATUS.decode(data)
+            layout.decode(data)
     wrong = STATUS.workers[0].__class__(0, "0", "h", 1, state="asleep")
     with pytest.raises(MessageError, match="state"):
-        JOB_STATUS.decode(JOB_STATUS.encode(JobStatus("j", "p", 1, 1, workers=(wrong,))))
+        layout.decode(layout.encode(JobStatus("j", "p", 1, 1, workers=(wrong,))))
     with pytest.raises(MessageError, match="nan seconds"):
-        JOB_STATUS.decode(JOB_STATUS.encode(JobStatus("j", "p", 1, 1, seconds=float("nan"))))
+        layout.decode(layout.encode(JobStatus("j", "p", 1, 1, seconds=float("nan"))))
 
 
 def test_a_job_can_be_asked_while_it_forms_and_while_it_runs(start_cluster):
@@ -130,7 +131,7 @@ def test_a_job_with_a_token_tells_only_those_who_know_it(start_cluster):
     # Somebody who does not wait for the scheduler's proof, and invents one of their own.
     channel = grpc.insecure_channel(f"127.0.0.1:{cluster.port}")
     call = channel.stream_stream(f"/{SERVICE}/{STATUS_METHOD}")(
-        iter([b"x" * 32, REQUEST.encode(StatusRequest())]),
+        iter([b"x" * 32, layout_of(StatusRequest).encode(StatusRequest())]),
         metadata=(("graphsplit-nonce-bin", b"n" * 32),),
     )
     with pytest.raises(grpc.RpcError, match="does not know the job's token"):

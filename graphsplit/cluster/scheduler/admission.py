@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from graphsplit.cluster.scheduler.limiter import AdmissionLimiter, address_of
-from graphsplit.cluster.status.codec import REQUEST
-from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
+from graphsplit.cluster.status.job_status import StatusRequest
+from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, layout_of, open_worker
 from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Fence, Refused, Register
@@ -126,7 +126,7 @@ class Admission:
             raise NotAdmitted(f"its certificate does not name one role of {DOMAIN}")
         await self._shake_hands(requests, context)
         try:
-            REQUEST.decode(await _next(requests))
+            layout_of(StatusRequest).decode(await _next(requests))
         except MessageError as error:
             raise NotAdmitted(f"sent a malformed message: {error}") from None
         return True

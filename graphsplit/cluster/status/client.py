@@ -6,8 +6,8 @@ import os
 import queue
 from typing import Any
 
-from graphsplit.cluster.status.codec import JOB_STATUS, REQUEST
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest
+from graphsplit.cluster.wire.codec import layout_of
 from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import (
     PURPOSE,
@@ -43,7 +43,8 @@ def fetch_status(host: str, port: int, protection: Protection, *, timeout_s: flo
     options = channel_options(silence_s=timeout_s)
     channel = open_channel(address, protection, expected=expected, options=options)
     try:
-        return JOB_STATUS.decode(_ask(channel, protection, timeout_s))
+        status: JobStatus = layout_of(JobStatus).decode(_ask(channel, protection, timeout_s))
+        return status
     except grpc.RpcError as error:
         detail = f"{error.code().name}: {error.details() or ''}"
         hint = tls_hint(detail, protection)
@@ -70,7 +71,7 @@ def _ask(channel: Any, protection: Protection, timeout_s: float) -> bytes:
                 requests.put(answer)
             elif call.is_active():
                 raise MessageError("it does not know the job's token")
-        requests.put(REQUEST.encode(StatusRequest()))
+        requests.put(layout_of(StatusRequest).encode(StatusRequest()))
         for data in call:
             return bytes(data)
         raise MessageError("it said nothing")

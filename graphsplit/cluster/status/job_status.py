@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from graphsplit.cluster.wire import limits
+from graphsplit.cluster.wire.fields import (
+    AtMost,
+    Host,
+    Name,
+    NeededName,
+    NodeId,
+    PlaceText,
+    PositionText,
+    Rank,
+    Seconds,
+    choice,
+    integer,
+)
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 RUNNING, AWAY, FINISHED, LOST = STATES = ("running", "away", "finished", "lost")
@@ -33,17 +48,17 @@ class WorkerStatus:
         still_s: Seconds since it made progress.
     """
 
-    rank: int
-    node_id: str
-    host: str
+    rank: Rank
+    node_id: NodeId
+    host: Host
     pid: int
-    state: str = RUNNING
+    state: Annotated[str, choice(STATES, "state of a worker")] = RUNNING
     progress: int = 0
-    position: str = ""
+    position: PositionText = ""
     location: Location = NOWHERE
-    meets_at: str = ""
-    heard_s: float = 0.0
-    still_s: float = 0.0
+    meets_at: PlaceText = ""
+    heard_s: Seconds = 0.0
+    still_s: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,16 +78,16 @@ class JobStatus:
         recovery: The policy for lost workers.
     """
 
-    job: str
-    phase: str
+    job: NeededName
+    phase: NeededName
     generation: int
-    num_workers: int
-    seconds: float = 0.0
-    workers: tuple[WorkerStatus, ...] = ()
+    num_workers: Annotated[int, integer(0, limits.MAX_WORKERS)]
+    seconds: Seconds = 0.0
+    workers: Annotated[tuple[WorkerStatus, ...], AtMost(limits.MAX_WORKERS)] = ()
     cause: FailureCause | None = None
     num_refused: int = 0
     num_recoveries: int = 0
-    recovery: str = "fail_fast"
+    recovery: Name = "fail_fast"
 
     @property
     def missing(self) -> list[int]:

@@ -1,132 +1,82 @@
-"""Every message of the control plane, field by field, with its bounds; to bytes and back.
+"""Messages to bytes and back. Everything that arrives is checked here, before any state sees it.
 
-Everything that arrives is checked here, before any state sees it. A message is refused, with a
-reason, when it is not one, lacks a field, has a field this version does not know, or breaks a bound
-of ``limits``. ``fields`` has the kinds of fields. A status, for visitors, is in ``status.codec``.
+A message is refused, with a reason, when it is not one, lacks a field, has a field this version
+does not know, or breaks a bound: those that its type hints name, see ``fields``. Nothing is
+unpickled. Messages travel as the protobuf messages of the same name, see cluster.proto.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from graphsplit._proto import cluster_pb2 as pb
-from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.fields import (
     ANY,
-    Layout,
+    Field,
+    Host,
+    Lines,
     MessageError,
+    PidOrNone,
+    PlaceText,
+    PositionText,
+    Rank,
+    RankOrNone,
+    Traceback,
     choice,
-    chunk,
-    integer,
-    mapping,
     optional,
-    parse,
-    repeated,
-    string,
 )
 from graphsplit.cluster.wire.messages import (
-    Abort,
-    Accepted,
+    DIGEST_CHARS,
     Arrive,
-    Departed,
-    Failed,
-    FailureNoted,
     Fence,
     Formed,
-    Heartbeat,
-    Leave,
     Peer,
     Place,
-    Progress,
-    Ready,
-    Recovering,
-    Refused,
-    Register,
-    Rejoin,
-    Resume,
     SchedulerMessage,
-    Started,
-    StopSoon,
-    Text,
-    TextWanted,
     WorkerMessage,
 )
-from graphsplit.root_cause import NOWHERE, FailureCause, Location
-from graphsplit.settings import RECOVERY_POLICIES
+from graphsplit.root_cause import FailureCause, Location
 
-_DIGEST_CHARS = 64
+_Value = TypeVar("_Value")
+_Parsed = TypeVar("_Parsed", bound=Message)
 _Sent = TypeVar("_Sent")
-_MAX_PID = (1 << 31) - 1
-_FAILURE_KINDS = (
-    "exception",
-    "lost",
-    "refused",
-    "disagreement",
-    "interrupted",
-    "scheduler_lost",
-    "timeout",
+
+# The bounds of values that are not the cluster's own.
+_FAILURE_KIND = choice(
+    ("exception", "lost", "refused", "disagreement", "interrupted", "scheduler_lost", "timeout"),
+    "kind of failure",
 )
-
-
-# Kinds of fields.
-
-NAME = string(limits.MAX_NAME_CHARS)
-NEEDED_NAME = string(limits.MAX_NAME_CHARS, required=True)
-NODE_ID = string(limits.MAX_NODE_ID_CHARS)
-NEEDED_NODE_ID = string(limits.MAX_NODE_ID_CHARS, required=True)
-INCARNATION = string(limits.MAX_INCARNATION_CHARS)
-NEEDED_INCARNATION = string(limits.MAX_INCARNATION_CHARS, required=True)
-HOST = string(limits.MAX_HOST_CHARS)
-NEEDED_HOST = string(limits.MAX_HOST_CHARS, required=True)
-PLACE_TEXT = string(limits.MAX_PLACE_CHARS)
-POSITION = string(limits.MAX_POSITION_CHARS, lines=True)
-LINES = string(limits.MAX_MESSAGE_CHARS, lines=True)
-TRACEBACK = string(limits.MAX_TRACEBACK_CHARS, lines=True)
-RANK = integer(0, limits.MAX_WORKERS - 1)
-PID = integer(1, _MAX_PID)
-FROM_ONE = integer(1, (1 << 32) - 1)
-RECOVERY = choice(RECOVERY_POLICIES, "recovery policy")
-ENDPOINTS = mapping(NEEDED_NAME, string(limits.MAX_ENDPOINT_CHARS), limits.MAX_ENDPOINTS)
-VERSIONS = mapping(NEEDED_NAME, string(limits.MAX_VERSION_CHARS), limits.MAX_VERSIONS)
-PLACE = choice(Place, "place", lambda place: pb.Place.Value(f"PLACE_{place.name}"))
-FAILURE_KIND = choice(_FAILURE_KINDS, "kind of failure")
-
-# What messages of both sides contain.
-
-FENCE = Layout(Fence, pb.Fence, job=NAME, generation=ANY, incarnation=INCARNATION, number=ANY)
-LOCATION = Layout(
-    Location,
-    pb.Location,
-    step=optional(ANY),
-    microbatch=optional(ANY),
-    instruction=PLACE_TEXT,
-    operation=PLACE_TEXT,
-    module=PLACE_TEXT,
-    source=PLACE_TEXT,
-    edge=optional(ANY),
-    waits_for=optional(RANK),
-    waits_what=PLACE_TEXT,
-)
-KNOWN_LOCATION = optional(LOCATION.nested, absent=NOWHERE)
-CAUSE = Layout(
-    FailureCause,
-    pb.Cause,
-    kind=FAILURE_KIND,
-    message=LINES,
-    rank=integer(-1, limits.MAX_WORKERS - 1),
-    host=HOST,
-    pid=integer(0, _MAX_PID),
-    position=POSITION,
-    traceback=TRACEBACK,
-    location=KNOWN_LOCATION,
-)
+_HINTS: Mapping[type, Mapping[str, Any]] = {
+    Location: {
+        "instruction": PlaceText,
+        "operation": PlaceText,
+        "module": PlaceText,
+        "source": PlaceText,
+        "waits_for": Rank | None,
+        "waits_what": PlaceText,
+    },
+    FailureCause: {
+        "kind": Annotated[str, _FAILURE_KIND],
+        "message": Lines,
+        "rank": RankOrNone,
+        "host": Host,
+        "pid": PidOrNone,
+        "position": PositionText,
+        "traceback": Traceback,
+    },
+}
 
 
 def _check_arrival(arrival: Arrive) -> None:
-    if arrival.place is Place.AGREEMENT and len(arrival.digest) != _DIGEST_CHARS:
-        raise MessageError(f"an agreement needs a SHA-256 digest of {_DIGEST_CHARS} characters")
+    if arrival.place is Place.AGREEMENT and len(arrival.digest) != DIGEST_CHARS:
+        raise MessageError(f"an agreement needs a SHA-256 digest of {DIGEST_CHARS} characters")
     if arrival.place is not Place.FINISH and not arrival.name:
         raise MessageError("name is missing")
 
@@ -138,103 +88,163 @@ def _check_plan(formed: Formed) -> None:
         raise MessageError("the peers are not in the order of their ranks")
 
 
-# Worker to scheduler.
-
-RESUME = Layout(
-    Resume, pb.Resume, job=NEEDED_NAME, generation=FROM_ONE, rank=RANK, num_departed=ANY
-)
-REGISTER = Layout(
-    Register,
-    pb.Register,
-    node_id=NEEDED_NODE_ID,
-    incarnation=NEEDED_INCARNATION,
-    role=NEEDED_NAME,
-    num_workers=integer(1, limits.MAX_WORKERS),
-    # Compared with the size of the job where its sender can be told what to do.
-    wished_rank=optional(ANY),
-    host=NEEDED_HOST,
-    pid=PID,
-    endpoints=ENDPOINTS,
-    versions=VERSIONS,
-    script_digest=NAME,
-    num_threads=ANY,
-    cpu_capability=NAME,
-    seed=optional(ANY),
-    recovery=RECOVERY,
-    resume=optional(RESUME.nested),
-    attempt=FROM_ONE,
-)
-HEARTBEAT = Layout(
-    Heartbeat,
-    pb.Heartbeat,
-    progress=ANY,
-    position=POSITION,
-    watched=repeated(RANK, limits.MAX_WATCHED, "rank"),
-    location=KNOWN_LOCATION,
-    wants_stop=ANY,
-)
-ARRIVE = Layout(
-    Arrive,
-    pb.Arrive,
-    _check_arrival,
-    place=PLACE,
-    name=NAME,
-    digest=string(_DIGEST_CHARS),
-    number=FROM_ONE,
-)
-TEXT = Layout(Text, pb.Text, name=NEEDED_NAME, chunk=chunk(limits.TEXT_CHUNK_BYTES), last=ANY)
-
-# Scheduler to worker.
-
-ACCEPTED = Layout(Accepted, pb.Accepted, job=NEEDED_NAME, recovery=RECOVERY, keeps_journal=ANY)
-PEER = Layout(
-    Peer,
-    pb.Peer,
-    rank=RANK,
-    node_id=NEEDED_NODE_ID,
-    incarnation=NEEDED_INCARNATION,
-    host=NEEDED_HOST,
-    pid=PID,
-    endpoints=ENDPOINTS,
-)
-FORMED = Layout(
-    Formed,
-    pb.Formed,
-    _check_plan,
-    rank=RANK,
-    job=NEEDED_NAME,
-    generation=FROM_ONE,
-    seed=ANY,
-    peers=repeated(PEER.nested, limits.MAX_WORKERS, "peer"),
-    warnings=repeated(LINES, limits.MAX_WARNINGS, "warning"),
-)
+# Looks at several fields together.
+_CHECKS: Mapping[type, Callable[[Any], None]] = {Arrive: _check_arrival, Formed: _check_plan}
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """A message of nothing but a cause, which travels as the cause itself."""
+class Layout(Generic[_Value]):
+    """A frozen dataclass as a protobuf message, field by field. Get it from ``layout_of``.
 
-    value_type: Any
+    Args:
+        value_type: The dataclass.
+        message_type: The protobuf message, whose fields have the same names.
+
+    Raises:
+        TypeError: The names of the fields differ, or a field has no bound.
+    """
+
+    def __init__(self, value_type: type[_Value], message_type: Any) -> None:
+        self._value_type = value_type
+        self._message_type = message_type
+        self._check = _CHECKS.get(value_type, lambda _: None)
+        hints = {**get_type_hints(value_type, include_extras=True), **_HINTS.get(value_type, {})}
+        if set(hints) != set(message_type.DESCRIPTOR.fields_by_name):
+            raise TypeError(f"{value_type.__name__} and its message have different fields")
+        self._fields = {
+            name: _field_of(hint, getattr(value_type, name, dataclasses.MISSING))
+            for name, hint in hints.items()
+        }
+
+    def write(self, value: _Value) -> Any:
+        """A value of our own, which is trusted, as a message."""
+        return self._message_type(
+            **{name: field.write(getattr(value, name)) for name, field in self._fields.items()}
+        )
+
+    def read(self, raw: Any) -> _Value:
+        """The value of a message that arrived.
+
+        Raises:
+            MessageError: It breaks a bound.
+        """
+        value = self._value_type(
+            **{
+                name: field.absent
+                if field.may_lack and not raw.HasField(name)
+                else field.read(getattr(raw, name), name)
+                for name, field in self._fields.items()
+            }
+        )
+        self._check(value)
+        return value
+
+    def encode(self, value: _Value) -> bytes:
+        """The bytes of a value."""
+        return bytes(self.write(value).SerializeToString())
+
+    def decode(self, data: bytes) -> _Value:
+        """A value from bytes that may come from anybody.
+
+        Raises:
+            MessageError: They are not a valid one.
+        """
+        return self.read(_parse(self._message_type(), data))
+
+
+@cache
+def layout_of(value_type: type[_Value]) -> Layout[_Value]:
+    """How values of a dataclass travel: as the protobuf message of the same name."""
+    name = "Cause" if value_type is FailureCause else value_type.__name__
+    return Layout(value_type, getattr(pb, name))
+
+
+def _field_of(hint: Any, default: Any) -> Field:
+    """The kind of field that a type hint names."""
+    if get_origin(hint) is Annotated:
+        base, kind = get_args(hint)
+        if isinstance(kind, Field):
+            return kind
+        items = [_field_of(one, dataclasses.MISSING) for one in get_args(base) if one is not ...]
+        is_tuple = get_origin(base) is tuple
+        made: Field = kind.of_tuple(*items) if is_tuple else kind.of_mapping(*items)
+        return made
+    if type(None) in get_args(hint):
+        (given,) = (one for one in get_args(hint) if one is not type(None))
+        return optional(_field_of(given, dataclasses.MISSING))
+    if hint in (int, bool):
+        return ANY
+    if not dataclasses.is_dataclass(hint):
+        raise TypeError(f"a field of type {hint} has no bound")
+    layout = layout_of(cast(Any, hint))
+    nested = Field(lambda raw, _: layout.read(raw), layout.write)
+    return nested if default is dataclasses.MISSING else optional(nested, default)
+
+
+def _parse(message: _Parsed, data: bytes) -> _Parsed:
+    """Fill an empty message from bytes that may come from anybody.
+
+    Raises:
+        MessageError: They are no message, or have a field that this version does not know.
+    """
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise MessageError("the bytes are not a message of this protocol") from error
+    _refuse_unknown_fields(message)
+    return message
+
+
+def _refuse_unknown_fields(message: Message) -> None:
+    """Refuse a message from another version, at any depth."""
+    if len(UnknownFieldSet(message)):
+        name = message.DESCRIPTOR.name
+        raise MessageError(f"{name} has a field that this version of graphsplit does not know")
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        for part in value if field.is_repeated else (value,):
+            _refuse_unknown_fields(part)
+
+
+class _CauseAlone:
+    """The layout of a message of nothing but a cause: it travels as the cause itself."""
+
+    def __init__(self, value_type: Any) -> None:
+        self._value_type = value_type
 
     def write(self, message: Any) -> Any:
-        return CAUSE.write(message.cause)
+        return layout_of(FailureCause).write(message.cause)
 
-    def read(self, raw: pb.Cause) -> Any:
-        return self.value_type(CAUSE.read(raw))
+    def read(self, raw: Any) -> Any:
+        return self._value_type(layout_of(FailureCause).read(raw))
 
 
 class _Direction(Generic[_Sent]):
-    """All messages of one side; the kind that protobuf notes says which of them one is."""
+    """All messages of one side; the kind that protobuf notes says which of them one is.
 
-    def __init__(self, message_type: Any, **kinds: Layout[Any] | _Outcome) -> None:
+    Args:
+        message_type: The protobuf message, with a field for each kind: ``text_wanted`` for
+            ``TextWanted``. One of nothing but a cause travels as the cause itself.
+        kinds: The dataclasses.
+    """
+
+    def __init__(self, message_type: Any, kinds: Sequence[type]) -> None:
         self._message_type = message_type
-        self._kinds = kinds
-        self._kind_of = {layout.value_type: kind for kind, layout in kinds.items()}
+        self._kind_of = {
+            one: re.sub(r"(?<!^)(?=[A-Z])", "_", one.__name__).lower() for one in kinds
+        }
+        in_proto = message_type.DESCRIPTOR.fields_by_name
+        self._layouts: dict[str, Any] = {
+            kind: _CauseAlone(one)
+            if in_proto[kind].message_type.name == "Cause"
+            else layout_of(one)
+            for one, kind in self._kind_of.items()
+        }
 
     def encode(self, message: _Sent) -> bytes:
         """The bytes of a message, to be followed by those of its fence."""
         kind = self._kind_of[type(message)]
-        raw = self._message_type(**{kind: self._kinds[kind].write(message)})
+        raw = self._message_type(**{kind: self._layouts[kind].write(message)})
         return bytes(raw.SerializeToString())
 
     def open(self, data: bytes) -> tuple[Fence, _Sent]:
@@ -243,40 +253,15 @@ class _Direction(Generic[_Sent]):
         Raises:
             MessageError: The bytes are not a valid message.
         """
-        raw = parse(self._message_type(), data)
+        raw = _parse(self._message_type(), data)
         kind = raw.WhichOneof("kind")
         if kind is None:
             raise MessageError("the message is empty")
-        return FENCE.read(raw.fence), self._kinds[kind].read(getattr(raw, kind))
+        return layout_of(Fence).read(raw.fence), self._layouts[kind].read(getattr(raw, kind))
 
 
-_WORKER = _Direction[WorkerMessage](
-    pb.WorkerMessage,
-    register=REGISTER,
-    heartbeat=HEARTBEAT,
-    arrive=ARRIVE,
-    text=TEXT,
-    failed=_Outcome(Failed),
-    ready=Layout(Ready, pb.Ready, generation=FROM_ONE),
-    rejoin=Layout(Rejoin, pb.Rejoin, generation=FROM_ONE, endpoints=ENDPOINTS),
-    leave=Layout(Leave, pb.Leave),
-)
-_SCHEDULER = _Direction[SchedulerMessage](
-    pb.SchedulerMessage,
-    accepted=ACCEPTED,
-    refused=Layout(Refused, pb.Refused, reason=LINES),
-    formed=FORMED,
-    started=Layout(Started, pb.Started, generation=FROM_ONE),
-    stop_soon=Layout(StopSoon, pb.StopSoon),
-    recovering=Layout(Recovering, pb.Recovering, generation=FROM_ONE, cause=CAUSE.nested),
-    progress=Layout(Progress, pb.Progress, values=mapping(ANY, ANY, limits.MAX_WATCHED)),
-    departed=Layout(Departed, pb.Departed, place=PLACE, name=NAME, number=FROM_ONE),
-    text_wanted=Layout(TextWanted, pb.TextWanted, name=NAME),
-    failure_noted=Layout(FailureNoted, pb.FailureNoted),
-    abort=_Outcome(Abort),
-)
-
-
+_WORKER = _Direction[WorkerMessage](pb.WorkerMessage, get_args(WorkerMessage))
+_SCHEDULER = _Direction[SchedulerMessage](pb.SchedulerMessage, get_args(SchedulerMessage))
 encode_worker, open_worker = _WORKER.encode, _WORKER.open
 encode_scheduler, open_scheduler = _SCHEDULER.encode, _SCHEDULER.open
 
@@ -287,10 +272,10 @@ def encode_fence(fence: Fence) -> bytes:
     A message of bytes that stand one behind the other is all of their fields together. So a
     message to many is encoded once.
     """
-    return pb.SchedulerMessage(fence=FENCE.write(fence)).SerializeToString()
+    return pb.SchedulerMessage(fence=layout_of(Fence).write(fence)).SerializeToString()
 
 
 def encode_plan(peers: Sequence[Peer]) -> bytes:
     """The part of ``Formed`` that is the same for all workers, to be put behind the rest."""
-    plan = pb.Formed(peers=[PEER.write(peer) for peer in peers])
+    plan = pb.Formed(peers=[layout_of(Peer).write(peer) for peer in peers])
     return pb.SchedulerMessage(formed=plan).SerializeToString()

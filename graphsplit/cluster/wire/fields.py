@@ -1,23 +1,26 @@
-"""How the values of this package travel in protobuf messages, field by field.
+"""Kinds of fields in messages: each reads values that may come from anybody, within a bound.
 
-A ``Layout`` says of a frozen dataclass which protobuf message it travels as, and of each attribute
-which kind of field it is. A field writes values of our own, which are trusted, and reads values
-that may come from anybody: it checks their bound, and raises ``MessageError`` with what is wrong.
-Nothing is cut to fit, nothing is unpickled, and entries are counted before they are looked at.
+A message says with its type hints which kind each of its fields is, as ``Annotated``::
+
+    name: NeededName
+    watched: Annotated[tuple[Rank, ...], AtMost(limits.MAX_WATCHED)]
+
+A kind writes values of our own, which are trusted, and reads what arrived: it checks the bound, and
+raises ``MessageError`` with what is wrong. Nothing is cut to fit, and entries are counted before
+they are looked at. ``codec`` makes whole messages of them. Pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
+from graphsplit.cluster.wire import limits
+from graphsplit.settings import RECOVERY_POLICIES
 
-_Value = TypeVar("_Value")
-_Parsed = TypeVar("_Parsed", bound=Message)
+_MAX_PID = (1 << 31) - 1
 
 
 class MessageError(ValueError):
@@ -56,15 +59,10 @@ def integer(lowest: int, highest: int) -> Field:
     return Field(read)
 
 
-def seconds() -> Field:
-    """A length of time."""
-
-    def read(raw: float, name: str) -> float:
-        if not math.isfinite(raw) or raw < 0:
-            raise MessageError(f"{name} is {raw} seconds")
-        return raw
-
-    return Field(read)
+def _read_seconds(raw: float, name: str) -> float:
+    if not math.isfinite(raw) or raw < 0:
+        raise MessageError(f"{name} is {raw} seconds")
+    return raw
 
 
 def string(most: int, *, required: bool = False, lines: bool = False) -> Field:
@@ -120,32 +118,36 @@ def choice(
     return Field(read, raw_of)
 
 
-def mapping(key: Field, value: Field, most: int) -> Field:
-    """At most so many values by key."""
+@dataclass(frozen=True)
+class AtMost:
+    """Bounds how many entries a tuple or a mapping has."""
 
-    def read(raw: Mapping[Any, Any], name: str) -> dict[Any, Any]:
-        _check_count(raw, name, most)
-        return {
-            key.read(each, f"a key of {name}"): value.read(one, f"{name}[{repr(each)[:42]}]")
-            for each, one in raw.items()
-        }
+    most: int
 
-    return Field(read)
+    def of_tuple(self, item: Field) -> Field:
+        """Values in order."""
 
+        def read(raw: Sequence[Any], name: str) -> tuple[Any, ...]:
+            self._check(raw, name)
+            return tuple(item.read(one, f"an entry of {name}") for one in raw)
 
-def repeated(item: Field, most: int, what: str) -> Field:
-    """At most so many values, in order; ``what`` is one of them, for errors."""
+        return Field(read, lambda values: [item.write(one) for one in values])
 
-    def read(raw: Sequence[Any], name: str) -> tuple[Any, ...]:
-        _check_count(raw, name, most)
-        return tuple(item.read(one, what) for one in raw)
+    def of_mapping(self, key: Field, value: Field) -> Field:
+        """Values by key."""
 
-    return Field(read, lambda values: [item.write(one) for one in values])
+        def read(raw: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+            self._check(raw, name)
+            return {
+                key.read(each, f"a key of {name}"): value.read(one, f"{name}[{repr(each)[:42]}]")
+                for each, one in raw.items()
+            }
 
+        return Field(read)
 
-def _check_count(raw: Mapping[Any, Any] | Sequence[Any], name: str, most: int) -> None:
-    if len(raw) > most:
-        raise MessageError(f"{name} has {len(raw)} entries, more than {most}")
+    def _check(self, raw: Mapping[Any, Any] | Sequence[Any], name: str) -> None:
+        if len(raw) > self.most:
+            raise MessageError(f"{name} has {len(raw)} entries, more than {self.most}")
 
 
 def optional(field: Field, absent: Any = None) -> Field:
@@ -157,94 +159,32 @@ def optional(field: Field, absent: Any = None) -> Field:
     return Field(field.read, write, may_lack=True, absent=absent)
 
 
-class Layout(Generic[_Value]):
-    """A frozen dataclass, and the protobuf message that it travels as.
+# The kinds that several messages have.
 
-    Args:
-        value_type: The dataclass.
-        message_type: The protobuf message, whose fields have the same names.
-        check: Looks at several attributes together; raises ``MessageError``.
-        kinds: The kind of each field.
-
-    Attributes:
-        value_type: The dataclass.
-        nested: The field that holds such a message in another one.
-
-    Raises:
-        TypeError: The names in the three differ.
-    """
-
-    def __init__(
-        self,
-        value_type: type[_Value],
-        message_type: Any,
-        check: Callable[[_Value], None] = lambda _: None,
-        **kinds: Field,
-    ) -> None:
-        self.value_type = cast(Any, value_type)
-        self._message_type = message_type
-        self.nested = Field(lambda raw, _: self.read(raw), self.write)
-        self._check = check
-        self._kinds = kinds
-        names = {one.name for one in fields(self.value_type)}
-        if not names == set(kinds) == set(self._message_type.DESCRIPTOR.fields_by_name):
-            raise TypeError(f"the layout of {self.value_type.__name__} lacks a field, or has more")
-
-    def write(self, value: _Value) -> Any:
-        """A value as a message."""
-        kinds = self._kinds.items()
-        return self._message_type(**{name: one.write(getattr(value, name)) for name, one in kinds})
-
-    def read(self, raw: Any) -> _Value:
-        """The value of a message.
-
-        Raises:
-            MessageError: It breaks a bound.
-        """
-        values = {
-            name: one.absent
-            if one.may_lack and not raw.HasField(name)
-            else one.read(getattr(raw, name), name)
-            for name, one in self._kinds.items()
-        }
-        value: _Value = self.value_type(**values)
-        self._check(value)
-        return value
-
-    def encode(self, value: _Value) -> bytes:
-        """The bytes of a value."""
-        return bytes(self.write(value).SerializeToString())
-
-    def decode(self, data: bytes) -> _Value:
-        """A value from bytes that may come from anybody.
-
-        Raises:
-            MessageError: They are not a valid one.
-        """
-        return self.read(parse(self._message_type(), data))
-
-
-def parse(message: _Parsed, data: bytes) -> _Parsed:
-    """Fill an empty message from bytes that may come from anybody.
-
-    Raises:
-        MessageError: They are no message, or have a field that this version does not know.
-    """
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise MessageError("the bytes are not a message of this protocol") from error
-    _refuse_unknown_fields(message)
-    return message
-
-
-def _refuse_unknown_fields(message: Message) -> None:
-    """Refuse a message from another version, at any depth."""
-    if len(UnknownFieldSet(message)):
-        name = message.DESCRIPTOR.name
-        raise MessageError(f"{name} has a field that this version of graphsplit does not know")
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        for part in value if field.is_repeated else (value,):
-            _refuse_unknown_fields(part)
+Name = Annotated[str, string(limits.MAX_NAME_CHARS)]
+NeededName = Annotated[str, string(limits.MAX_NAME_CHARS, required=True)]
+NodeId = Annotated[str, string(limits.MAX_NODE_ID_CHARS)]
+NeededNodeId = Annotated[str, string(limits.MAX_NODE_ID_CHARS, required=True)]
+Incarnation = Annotated[str, string(limits.MAX_INCARNATION_CHARS)]
+NeededIncarnation = Annotated[str, string(limits.MAX_INCARNATION_CHARS, required=True)]
+Host = Annotated[str, string(limits.MAX_HOST_CHARS)]
+NeededHost = Annotated[str, string(limits.MAX_HOST_CHARS, required=True)]
+PlaceText = Annotated[str, string(limits.MAX_PLACE_CHARS)]
+PositionText = Annotated[str, string(limits.MAX_POSITION_CHARS, lines=True)]
+Lines = Annotated[str, string(limits.MAX_MESSAGE_CHARS, lines=True)]
+Traceback = Annotated[str, string(limits.MAX_TRACEBACK_CHARS, lines=True)]
+Rank = Annotated[int, integer(0, limits.MAX_WORKERS - 1)]
+RankOrNone = Annotated[int, integer(-1, limits.MAX_WORKERS - 1)]
+Pid = Annotated[int, integer(1, _MAX_PID)]
+PidOrNone = Annotated[int, integer(0, _MAX_PID)]
+FromOne = Annotated[int, integer(1, (1 << 32) - 1)]
+Seconds = Annotated[float, Field(_read_seconds)]
+RecoveryPolicy = Annotated[str, choice(RECOVERY_POLICIES, "recovery policy")]
+Endpoints = Annotated[
+    Mapping[NeededName, Annotated[str, string(limits.MAX_ENDPOINT_CHARS)]],
+    AtMost(limits.MAX_ENDPOINTS),
+]
+Versions = Annotated[
+    Mapping[NeededName, Annotated[str, string(limits.MAX_VERSION_CHARS)]],
+    AtMost(limits.MAX_VERSIONS),
+]

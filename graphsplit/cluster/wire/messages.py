@@ -1,6 +1,7 @@
 """The messages between a worker and the scheduler, as frozen values.
 
-The state machines speak only these; ``codec`` turns them into bytes and back.
+The state machines speak only these; ``codec`` turns them into bytes and back. The type hints name
+the kind of each field, and so its bound.
 """
 
 from __future__ import annotations
@@ -8,8 +9,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
+from graphsplit.cluster.wire import limits
+from graphsplit.cluster.wire.fields import (
+    AtMost,
+    Endpoints,
+    FromOne,
+    Incarnation,
+    Lines,
+    Name,
+    NeededHost,
+    NeededIncarnation,
+    NeededName,
+    NeededNodeId,
+    Pid,
+    PositionText,
+    Rank,
+    RecoveryPolicy,
+    Versions,
+    choice,
+    chunk,
+    integer,
+    string,
+)
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
+
+DIGEST_CHARS = 64
+"""How long a SHA-256 digest is in hexadecimal."""
 
 STOPPED = "stopped"
 """The name of the finish to which all come that were asked to end."""
@@ -23,16 +50,20 @@ class Place(Enum):
     FINISH = "finish"
 
 
+_PLACE_NUMBERS = {Place.BARRIER: 1, Place.AGREEMENT: 2, Place.FINISH: 3}  # as in cluster.proto
+MeetingPlace = Annotated[Place, choice(Place, "place", _PLACE_NUMBERS.__getitem__)]
+
+
 @dataclass(frozen=True)
 class Peer:
     """One worker of the job, as the others know it."""
 
-    rank: int
-    node_id: str
-    incarnation: str
-    host: str
-    pid: int
-    endpoints: Mapping[str, str] = field(default_factory=dict)
+    rank: Rank
+    node_id: NeededNodeId
+    incarnation: NeededIncarnation
+    host: NeededHost
+    pid: Pid
+    endpoints: Endpoints = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,9 +77,9 @@ class Fence:
         number: Counts the messages of one stream in one direction, from 1.
     """
 
-    job: str = ""
+    job: Name = ""
     generation: int = 0
-    incarnation: str = ""
+    incarnation: Incarnation = ""
     number: int = 0
 
 
@@ -66,9 +97,9 @@ class Resume:
         num_departed: From how many meetings of that generation it was let go.
     """
 
-    job: str
-    generation: int
-    rank: int
+    job: NeededName
+    generation: FromOne
+    rank: Rank
     num_departed: int = 0
 
 
@@ -81,22 +112,22 @@ class Register:
     an old one is known as such.
     """
 
-    node_id: str
-    incarnation: str
-    role: str
-    num_workers: int
+    node_id: NeededNodeId
+    incarnation: NeededIncarnation
+    role: NeededName
+    num_workers: Annotated[int, integer(1, limits.MAX_WORKERS)]
     wished_rank: int | None
-    host: str
-    pid: int
-    endpoints: Mapping[str, str] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    script_digest: str = ""
+    host: NeededHost
+    pid: Pid
+    endpoints: Endpoints = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
+    script_digest: Name = ""
     num_threads: int = 0
-    cpu_capability: str = ""
+    cpu_capability: Name = ""
     seed: int | None = None
-    recovery: str = "fail_fast"
+    recovery: RecoveryPolicy = "fail_fast"
     resume: Resume | None = None
-    attempt: int = 1
+    attempt: FromOne = 1
 
     @property
     def process(self) -> str:
@@ -118,8 +149,8 @@ class Heartbeat:
     """
 
     progress: int
-    position: str = ""
-    watched: tuple[int, ...] = ()
+    position: PositionText = ""
+    watched: Annotated[tuple[Rank, ...], AtMost(limits.MAX_WATCHED)] = ()
     location: Location = NOWHERE
     wants_stop: bool = False
 
@@ -131,10 +162,10 @@ class Arrive:
     ``number`` counts the meetings of this generation, from 1.
     """
 
-    place: Place
-    name: str = ""
-    digest: str = ""
-    number: int = 1
+    place: MeetingPlace
+    name: Name = ""
+    digest: Annotated[str, string(DIGEST_CHARS)] = ""
+    number: FromOne = 1
 
     @property
     def place_name(self) -> str:
@@ -148,8 +179,8 @@ class Arrive:
 class Text:
     """A piece of the text whose digest differs, asked for by ``TextWanted``."""
 
-    name: str
-    chunk: bytes
+    name: NeededName
+    chunk: Annotated[bytes, chunk(limits.TEXT_CHUNK_BYTES)]
     last: bool
 
 
@@ -164,15 +195,15 @@ class Failed:
 class Ready:
     """The worker knows the plan of this generation, and has given up every earlier one."""
 
-    generation: int
+    generation: FromOne
 
 
 @dataclass(frozen=True)
 class Rejoin:
     """The worker has left its generation; here it can be reached in the one to be formed."""
 
-    generation: int
-    endpoints: Mapping[str, str] = field(default_factory=dict)
+    generation: FromOne
+    endpoints: Endpoints = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -196,8 +227,8 @@ class Accepted:
         keeps_journal: The scheduler comes back if it is lost.
     """
 
-    job: str = ""
-    recovery: str = "fail_fast"
+    job: NeededName = ""
+    recovery: RecoveryPolicy = "fail_fast"
     keeps_journal: bool = False
 
 
@@ -205,26 +236,26 @@ class Accepted:
 class Refused:
     """The worker may not take part; the stream ends."""
 
-    reason: str
+    reason: Lines
 
 
 @dataclass(frozen=True)
 class Formed:
     """All workers have arrived: the plan of a generation. ``peers`` are in the order of ranks."""
 
-    rank: int
-    job: str
-    generation: int
+    rank: Rank
+    job: NeededName
+    generation: FromOne
     seed: int
-    peers: tuple[Peer, ...]
-    warnings: tuple[str, ...] = ()
+    peers: Annotated[tuple[Peer, ...], AtMost(limits.MAX_WORKERS)]
+    warnings: Annotated[tuple[Lines, ...], AtMost(limits.MAX_WARNINGS)] = ()
 
 
 @dataclass(frozen=True)
 class Started:
     """All workers are ready: this generation runs."""
 
-    generation: int
+    generation: FromOne
 
 
 @dataclass(frozen=True)
@@ -236,7 +267,7 @@ class StopSoon:
 class Recovering:
     """A worker was lost. All leave their generation; ``generation`` is to be formed next."""
 
-    generation: int
+    generation: FromOne
     cause: FailureCause
 
 
@@ -244,23 +275,23 @@ class Recovering:
 class Progress:
     """The progress numbers of some ranks: of those that the worker's heartbeat asked for."""
 
-    values: Mapping[int, int]
+    values: Annotated[Mapping[int, int], AtMost(limits.MAX_WATCHED)]
 
 
 @dataclass(frozen=True)
 class Departed:
     """All workers have arrived at this place, and go on. From the finish: they are released."""
 
-    place: Place
-    name: str = ""
-    number: int = 1
+    place: MeetingPlace
+    name: Name = ""
+    number: FromOne = 1
 
 
 @dataclass(frozen=True)
 class TextWanted:
     """The digests at an agreement differ; the scheduler wants to see this worker's text."""
 
-    name: str
+    name: Name
 
 
 @dataclass(frozen=True)
