@@ -43,7 +43,7 @@ from graphsplit.cluster.wire.messages import (  # noqa: E402
     Fence,
     Heartbeat,
     Leave,
-    Place,
+    MeetingKind,
     Ready,
     Register,
     WorkerMessage,
@@ -155,15 +155,15 @@ class SimulatedMember:
             return False
         return True
 
-    async def meet(self, place: Place, name: str = "") -> None:
+    async def meet(self, kind: MeetingKind, name: str = "") -> None:
         """Come to the next meeting, and wait for all others."""
         self._num_met += 1
-        await self.say(Arrive(place, name, number=self._num_met))
+        await self.say(Arrive(kind, name, number=self._num_met))
         await self.hear("departed")
 
     async def leave(self) -> None:
         """Come to the end of the job, and close the stream."""
-        await self.meet(Place.FINISH)
+        await self.meet(MeetingKind.FINISH)
         if self._beats is not None:
             self._ended.set()
             await self._beats
@@ -216,7 +216,7 @@ async def measure(num_workers: int, seconds: float) -> dict[str, float]:
         before, at = scheduler.cpu_s(), time.perf_counter()
         await asyncio.sleep(seconds)
         steady = (scheduler.cpu_s() - before) / (time.perf_counter() - at)
-        barrier_s = await _all([member.meet(Place.BARRIER, "all") for member in members])
+        barrier_s = await _all([member.meet(MeetingKind.BARRIER, "all") for member in members])
         rss_mb = scheduler.rss_mb()
         left_s = await _all([member.leave() for member in members])
         status = await asyncio.to_thread(scheduler.process.wait, DEADLINE_S)

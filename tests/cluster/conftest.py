@@ -28,7 +28,7 @@ from graphsplit.cluster.wire.messages import (
     Arrive,
     Departed,
     Formed,
-    Place,
+    MeetingKind,
     Ready,
     Register,
     SchedulerMessage,
@@ -106,9 +106,9 @@ class Driver:
         present = self.state.generation if generation is None else generation
         self.feed(Received(node, message, present))
 
-    def arrive(self, node: int, place: Place, name: str = "", digest: str = "") -> None:
+    def arrive(self, node: int, kind: MeetingKind, name: str = "", digest: str = "") -> None:
         """A worker comes to its next meeting."""
-        self.say(node, Arrive(place, name, digest, self.num_departed + 1))
+        self.say(node, Arrive(kind, name, digest, self.num_departed + 1))
 
     def register(self, node: int, new: Register) -> None:
         self.feed(Connected(node))

@@ -28,8 +28,8 @@ from graphsplit.cluster.wire.messages import (
     Formed,
     Heartbeat,
     Leave,
+    MeetingKind,
     Peer,
-    Place,
     Progress,
     Ready,
     Recovering,
@@ -61,9 +61,9 @@ def test_every_message_of_a_worker_survives_the_wire(registration):
         registration("3", seed=0),
         registration("a", endpoints={}),
         Heartbeat(2**64 - 1, "step 1\nhere"),
-        Arrive(Place.BARRIER, "x"),
-        Arrive(Place.AGREEMENT, "x", "f" * 64),
-        Arrive(Place.FINISH),
+        Arrive(MeetingKind.BARRIER, "x"),
+        Arrive(MeetingKind.AGREEMENT, "x", "f" * 64),
+        Arrive(MeetingKind.FINISH),
         Text("x", b"\xff\x00", last=True),
         Failed(CAUSE),
         Heartbeat(3, "here", watched=(0, 1023)),
@@ -84,7 +84,7 @@ def test_every_message_of_the_scheduler_survives_the_wire():
         Started(3),
         Recovering(4, CAUSE),
         Progress({0: 1, 2: 3}),
-        Departed(Place.FINISH),
+        Departed(MeetingKind.FINISH),
         TextWanted("x"),
         FailureNoted(),
         Abort(CAUSE),
@@ -122,9 +122,9 @@ def test_a_registration_that_lacks_a_field_or_breaks_a_bound_is_refused(
     ("message", "reason"),
     [
         (Heartbeat(1, "x" * 2001), "position has 2001 characters"),
-        (Arrive(Place.BARRIER, ""), "name is missing"),
-        (Arrive(Place.BARRIER, "x" * 129), "name has 129 characters"),
-        (Arrive(Place.AGREEMENT, "x", "f"), "SHA-256"),
+        (Arrive(MeetingKind.BARRIER, ""), "name is missing"),
+        (Arrive(MeetingKind.BARRIER, "x" * 129), "name has 129 characters"),
+        (Arrive(MeetingKind.AGREEMENT, "x", "f"), "SHA-256"),
         (
             Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True),
             "chunk has 1048577 bytes",
@@ -151,7 +151,7 @@ def test_an_empty_message_and_an_unknown_place_are_refused():
     with pytest.raises(MessageError, match="the message is empty"):
         decode_worker(b"")
     raw = pb.WorkerMessage(arrive=pb.Arrive(name="x"))
-    with pytest.raises(MessageError, match="the place 0 is not known"):
+    with pytest.raises(MessageError, match="the kind of meeting 0 is not known"):
         decode_worker(raw.SerializeToString())
 
 
@@ -207,7 +207,7 @@ def test_the_fence_travels_behind_the_message():
             "watched has 65 entries",
         ),
         (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "an entry of watched is 1024"),
-        (pb.WorkerMessage(arrive=pb.Arrive(place=3)), "number is 0, not 1 to"),
+        (pb.WorkerMessage(arrive=pb.Arrive(kind=3)), "number is 0, not 1 to"),
         (pb.WorkerMessage(fence=pb.Fence(job="x")), "the message is empty"),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_message_with_another_field_than_the_protocol_or_without_a_bound_is_no
         layout_of(make_dataclass("Refused", [("reason", str)]))
 
 
-def test_places_have_the_numbers_of_the_proto_file():
-    for place in Place:
-        raw = pb.WorkerMessage.FromString(encode_worker(Arrive(place))).arrive.place
-        assert pb.Place.Name(raw) == f"PLACE_{place.name}"
+def test_meetings_have_the_numbers_of_the_proto_file():
+    for kind in MeetingKind:
+        raw = pb.WorkerMessage.FromString(encode_worker(Arrive(kind))).arrive.kind
+        assert pb.MeetingKind.Name(raw) == f"MEETING_{kind.name}"

@@ -13,7 +13,7 @@ from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, 
 from graphsplit.cluster.scheduler.job.state import Phase
 from graphsplit.cluster.scheduler.launcher import Launcher
 from graphsplit.cluster.scheduler.sessions import Sessions
-from graphsplit.cluster.wire.messages import Abort, Heartbeat, Place, Recovering
+from graphsplit.cluster.wire.messages import Abort, Heartbeat, MeetingKind, Recovering
 from graphsplit.errors import JobFailedError
 from graphsplit.launcher_line import VARIABLE, Beat, Ended, GivenUp, Line, Over
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -168,7 +168,7 @@ def test_nobody_waits_for_a_frozen_worker_when_the_job_has_failed(given_up):
 def test_a_worker_that_freezes_after_the_finish_is_given_up(given_up):
     scheduler = given_up(num_workers=2).form()
     for node in (0, 1):
-        scheduler.arrive(node, Place.FINISH)
+        scheduler.arrive(node, MeetingKind.FINISH)
     assert scheduler.given_up == [Over()]
     scheduler.feed(Disconnected(0))
     scheduler.pass_time(5.2)

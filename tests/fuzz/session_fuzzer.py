@@ -28,7 +28,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from graphsplit.cluster.member.member import Member, NodeIdentity
 from graphsplit.cluster.scheduler.server import serve
 from graphsplit.cluster.wire.codec import encode_worker, open_scheduler
-from graphsplit.cluster.wire.messages import Arrive, Heartbeat, Place, Refused, Register
+from graphsplit.cluster.wire.messages import Arrive, Heartbeat, MeetingKind, Refused, Register
 from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE
 from graphsplit.failure import AbortSignal
 from graphsplit.security.handshake import Dialer
@@ -51,7 +51,7 @@ BAD_FIRST = [
     b"",
     b"\xff" * 64,
     encode_worker(Heartbeat(1)),
-    encode_worker(Arrive(Place.FINISH)),
+    encode_worker(Arrive(MeetingKind.FINISH)),
     encode_worker(replace(REGISTER, num_workers=NUM_WORKERS + 1)),
     encode_worker(replace(REGISTER, wished_rank=NUM_WORKERS)),
     encode_worker(replace(REGISTER, wished_rank=-1)),

@@ -108,7 +108,9 @@ class Connection:
         )
         end = self._try_until_answered(time.monotonic() + patience_s)
         with membership.changed:
-            effects = [] if end is None else membership.state.give_up(f"{why}; then: {end.detail}")
+            effects = (
+                [] if end is None else membership.state.lose_scheduler(f"{why}; then: {end.detail}")
+            )
             membership.changed.notify_all()
         self.carry_out(effects)
 

@@ -16,7 +16,7 @@ from graphsplit.cluster.member.membership import Membership
 from graphsplit.cluster.member.state_machine import MemberPhase, MemberState
 from graphsplit.cluster.text import split_lines
 from graphsplit.cluster.wire import limits
-from graphsplit.cluster.wire.messages import STOPPED, Peer, Place
+from graphsplit.cluster.wire.messages import STOPPED, MeetingKind, Peer
 from graphsplit.errors import ClusterError, JobFailedError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.logs import teller
@@ -162,7 +162,7 @@ class Member:
     def _agree_on(self, topic: str, text: bytes, digest: str) -> None:
         self._membership.texts = {topic: text}
         try:
-            self._meet(Place.AGREEMENT, _checked_name(topic), digest)
+            self._meet(MeetingKind.AGREEMENT, _checked_name(topic), digest)
         except JobFailedError:
             cause = self.abort.cause
             if cause is not None and cause.kind == "disagreement":
@@ -177,7 +177,7 @@ class Member:
         Raises:
             JobFailedError: The job was aborted meanwhile.
         """
-        self._meet(Place.BARRIER, _checked_name(name))
+        self._meet(MeetingKind.BARRIER, _checked_name(name))
 
     def finish(self, *, stopped: bool = False) -> None:
         """Tell that this worker is done, and wait until all are.
@@ -188,9 +188,9 @@ class Member:
         Raises:
             JobFailedError: The job was aborted meanwhile.
         """
-        self._meet(Place.FINISH, STOPPED if stopped else "")
+        self._meet(MeetingKind.FINISH, STOPPED if stopped else "")
 
-    def _meet(self, place: Place, name: str = "", digest: str = "") -> None:
+    def _meet(self, kind: MeetingKind, name: str = "", digest: str = "") -> None:
         membership = self._membership
         with self._collective:
             abort = self.abort
@@ -202,11 +202,11 @@ class Member:
                     raise ClusterError("this worker has left the cluster already")
                 if state.waits_at is not None:
                     raise ClusterError(
-                        f"this worker still waits at {state.waits_at.place_name}: that "
+                        f"this worker still waits at {state.waits_at.meeting_name}: that "
                         f"wait was broken off, so the workers are out of step"
                     )
                 if state.phase is MemberPhase.RUNNING:
-                    arrival = state.arrive(place, name, digest)
+                    arrival = state.arrive(kind, name, digest)
                     number = arrival.number
                     # So that something is known of a worker that is lost before its next one.
                     self._connection.tell(membership.heartbeat())

@@ -27,7 +27,7 @@ from graphsplit.cluster.wire.messages import (
     Departed,
     FailureNoted,
     Formed,
-    Place,
+    MeetingKind,
     Progress,
     Ready,
     Recovering,
@@ -89,7 +89,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Reconnect:
-    """Open another stream, again and again; ``give_up`` if that does not help."""
+    """Open another stream, again and again; ``lose_scheduler`` if that does not help."""
 
     why: str
 
@@ -111,7 +111,6 @@ class Say:
 MemberEffect = EndJob | EndGeneration | BeginGeneration | Tell | Reconnect | ShowText | Say
 
 _OVER = (MemberPhase.REFUSED, MemberPhase.FINISHED, MemberPhase.FAILED)
-_PLANNED = (MemberPhase.READY, MemberPhase.RUNNING)
 
 
 class MemberState:
@@ -179,10 +178,10 @@ class MemberState:
             ),
         )
 
-    def arrive(self, place: Place, name: str = "", digest: str = "") -> Arrive:
-        """This worker goes to a place and waits there. Returns what to tell the scheduler."""
-        assert self.waits_at is None, "one place at a time"
-        self.waits_at = Arrive(place, name, digest, number=self.num_departed + 1)
+    def arrive(self, kind: MeetingKind, name: str = "", digest: str = "") -> Arrive:
+        """This worker goes to a meeting and waits there. Returns what to tell the scheduler."""
+        assert self.waits_at is None, "one meeting at a time"
+        self.waits_at = Arrive(kind, name, digest, number=self.num_departed + 1)
         return self.waits_at
 
     def offer(self, endpoints: Mapping[str, str]) -> list[MemberEffect]:
@@ -239,9 +238,9 @@ class MemberState:
             return []
         if self.reconnects:
             return [Reconnect(detail)]
-        return self.give_up(detail)
+        return self.lose_scheduler(detail)
 
-    def give_up(self, detail: str) -> list[MemberEffect]:
+    def lose_scheduler(self, detail: str) -> list[MemberEffect]:
         """The scheduler is lost for good."""
         if self.is_over:
             return []
@@ -310,12 +309,12 @@ class MemberState:
         if message.number <= self.num_departed:
             return []
         here = self.waits_at
-        if here is None or (here.place, here.name) != (message.place, message.name):
-            what = f"the scheduler let us go from {message.place.value} {message.name!r}"
+        if here is None or (here.kind, here.name) != (message.kind, message.name):
+            what = f"the scheduler let us go from {message.kind.value} {message.name!r}"
             return self._end(FailureCause("scheduler_lost", f"{what}, where we did not wait"))
         self.waits_at = None
         self.num_departed += 1
-        if message.place is Place.FINISH:
+        if message.kind is MeetingKind.FINISH:
             self.phase = MemberPhase.FINISHED
         return []
 

@@ -37,8 +37,8 @@ from graphsplit.cluster.wire.messages import (
     Arrive,
     Fence,
     Formed,
+    MeetingKind,
     Peer,
-    Place,
     SchedulerMessage,
     WorkerMessage,
 )
@@ -75,9 +75,9 @@ _HINTS: Mapping[type, Mapping[str, Any]] = {
 
 
 def _check_arrival(arrival: Arrive) -> None:
-    if arrival.place is Place.AGREEMENT and len(arrival.digest) != DIGEST_CHARS:
+    if arrival.kind is MeetingKind.AGREEMENT and len(arrival.digest) != DIGEST_CHARS:
         raise MessageError(f"an agreement needs a SHA-256 digest of {DIGEST_CHARS} characters")
-    if arrival.place is not Place.FINISH and not arrival.name:
+    if arrival.kind is not MeetingKind.FINISH and not arrival.name:
         raise MessageError("name is missing")
 
 

@@ -42,16 +42,17 @@ STOPPED = "stopped"
 """The name of the finish to which all come that were asked to end."""
 
 
-class Place(Enum):
-    """Where all workers meet before any of them goes on."""
+class MeetingKind(Enum):
+    """Why all workers meet before any of them goes on."""
 
     BARRIER = "barrier"
     AGREEMENT = "agreement"
     FINISH = "finish"
 
 
-_PLACE_NUMBERS = {Place.BARRIER: 1, Place.AGREEMENT: 2, Place.FINISH: 3}  # as in cluster.proto
-MeetingPlace = Annotated[Place, choice(Place, "place", _PLACE_NUMBERS.__getitem__)]
+# As in cluster.proto.
+_NUMBERS = {MeetingKind.BARRIER: 1, MeetingKind.AGREEMENT: 2, MeetingKind.FINISH: 3}
+KindOfMeeting = Annotated[MeetingKind, choice(MeetingKind, "kind of meeting", _NUMBERS.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -157,22 +158,22 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Arrive:
-    """The worker waits at a place until all workers have arrived there.
+    """The worker waits at a meeting until all workers have arrived there.
 
     ``number`` counts the meetings of this generation, from 1.
     """
 
-    place: MeetingPlace
+    kind: KindOfMeeting
     name: Name = ""
     digest: Annotated[str, string(DIGEST_CHARS)] = ""
     number: FromOne = 1
 
     @property
-    def place_name(self) -> str:
-        """The place in words: ``the barrier 'epoch 3'``."""
-        if self.place is Place.FINISH:
+    def meeting_name(self) -> str:
+        """The meeting in words: ``the barrier 'epoch 3'``."""
+        if self.kind is MeetingKind.FINISH:
             return "the end of the job"
-        return f"the {self.place.value} {self.name!r}"
+        return f"the {self.kind.value} {self.name!r}"
 
 
 @dataclass(frozen=True)
@@ -280,9 +281,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Departed:
-    """All workers have arrived at this place, and go on. From the finish: they are released."""
+    """All workers have arrived at this meeting, and go on. From the finish: they are released."""
 
-    place: MeetingPlace
+    kind: KindOfMeeting
     name: Name = ""
     number: FromOne = 1
 

@@ -8,13 +8,13 @@ from graphsplit.cluster.scheduler.job.meetings import Dispute
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
 from graphsplit.cluster.wire.limits import TEXT_TIMEOUT_S
-from graphsplit.cluster.wire.messages import Arrive, Departed, Place, Text, TextWanted
+from graphsplit.cluster.wire.messages import Arrive, Departed, MeetingKind, Text, TextWanted
 from graphsplit.failure import FailureCause
 
 
 def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) -> None:
     """A worker waits at its next meeting, or says so again."""
-    if job.phase is Phase.DRAINING and arrival.place is Place.FINISH:
+    if job.phase is Phase.DRAINING and arrival.kind is MeetingKind.FINISH:
         _let_go(job, worker, arrival)
     if not job.is_healthy or not is_present:
         return
@@ -27,16 +27,16 @@ def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) 
         return
     number = meeting.num_departed + 1
     if job.phase is not Phase.RUNNING or waits_at is not None or arrival.number != number:
-        ending.protest(job, worker.node, f"arrived at {arrival.place_name} out of turn")
+        ending.protest(job, worker.node, f"arrived at {arrival.meeting_name} out of turn")
         return
     apart = meeting.arrive(worker.rank, arrival, job.now)
     if apart is not None:
         ending.fail(job, FailureCause("disagreement", apart))
         return
-    worker.is_finished = arrival.place is Place.FINISH
+    worker.is_finished = arrival.kind is MeetingKind.FINISH
     if not meeting.is_complete:
         return
-    ranks = meeting.differing() if arrival.place is Place.AGREEMENT else None
+    ranks = meeting.differing() if arrival.kind is MeetingKind.AGREEMENT else None
     if ranks is None:
         _depart(job, arrival)
     else:
@@ -46,14 +46,14 @@ def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) 
 def _depart(job: JobState, arrival: Arrive) -> None:
     job.gathering.meeting.dissolve()
     job.recovery.num_unexplained = 0
-    if arrival.place is Place.FINISH:
+    if arrival.kind is MeetingKind.FINISH:
         ending.finish(job, arrival)
-    job.broadcast(Departed(arrival.place, arrival.name, arrival.number))
+    job.broadcast(Departed(arrival.kind, arrival.name, arrival.number))
 
 
 def _let_go(job: JobState, worker: Worker, arrival: Arrive) -> None:
     """The others are gone from there already; this worker missed the news."""
-    job.send(worker, Departed(arrival.place, arrival.name, arrival.number))
+    job.send(worker, Departed(arrival.kind, arrival.name, arrival.number))
 
 
 def catch_up(job: JobState, num_departed: int) -> None:
@@ -95,12 +95,12 @@ def tick(job: JobState) -> None:
         if job.now - dispute.since >= TEXT_TIMEOUT_S:
             ending.fail(job, FailureCause("disagreement", dispute.describe()))
         return
-    place = meeting.open_place
+    arrival = meeting.open_meeting
     # At the end of the job some may have much left to do; they are alive, or they are lost.
-    if place is None or place.place is Place.FINISH:
+    if arrival is None or arrival.kind is MeetingKind.FINISH:
         return
     timeout_s = job.rules.receive_timeout_s
     missing = job.workers_of(set(meeting.missing))
     latest = max([meeting.last_arrival, *(one.last_change for one in missing)])
     if job.now - latest > timeout_s:
-        ending.fail(job, causes.stalled(missing, place, timeout_s))
+        ending.fail(job, causes.stalled(missing, arrival, timeout_s))

@@ -43,7 +43,7 @@ def _tell_latecomer(job: JobState, node: int, new: Register, cause: FailureCause
 
 
 def _enlist(job: JobState, node: int, new: Register) -> None:
-    reason = refusal(new, job.roster.holders(new), rules=job.rules.fitting)
+    reason = refusal(new, job.roster.holders(new), rules=job.rules)
     if reason is not None:
         job.refuse(node, reason, new)
         return
@@ -80,7 +80,7 @@ def _forget_former_stream(job: JobState, new: Register) -> None:
 
 
 def _spare_refusal(job: JobState, new: Register) -> str | None:
-    holders, rules = job.roster.holders(new), job.rules.fitting
+    holders, rules = job.roster.holders(new), job.rules
     may_wait = job.rules.waits_for_rejoin
     reason = (
         misfit(new, holders.first, rules=rules) if may_wait else refusal(new, holders, rules=rules)

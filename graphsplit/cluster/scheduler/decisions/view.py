@@ -38,7 +38,7 @@ def _worker_status(job: JobState, worker: Worker, now: float) -> WorkerStatus:
         progress=worker.progress,
         position=worker.position,
         location=worker.location,
-        meets_at="" if arrival is None else arrival.place_name,
+        meets_at="" if arrival is None else arrival.meeting_name,
         heard_s=max(0.0, now - worker.last_seen),
         still_s=max(0.0, now - worker.last_change),
     )

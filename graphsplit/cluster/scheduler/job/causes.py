@@ -73,11 +73,11 @@ def unrecovered(
     return replace(first, message=message)
 
 
-def stalled(missing: Sequence[Worker], place: Arrive, timeout_s: float) -> FailureCause:
+def stalled(missing: Sequence[Worker], arrival: Arrive, timeout_s: float) -> FailureCause:
     """Some workers did not come to a meeting, and make no progress either."""
     message = (
         f"workers {join_numbers(worker.rank for worker in missing)} did not come to "
-        f"{place.place_name}, where the others wait, and made no progress for {timeout_s:g} s "
+        f"{arrival.meeting_name}, where the others wait, and made no progress for {timeout_s:g} s "
         f"(MS_RECEIVE_MSG_TIMEOUT)\n"
         f"  Fix: if they really need longer, raise MS_RECEIVE_MSG_TIMEOUT"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from graphsplit.cluster.scheduler.job.rules import JobRules
 from graphsplit.cluster.wire.messages import Register
-from graphsplit.settings import FAIL_FAST, WORKER_ROLE
+from graphsplit.settings import WORKER_ROLE
 
 
 def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
@@ -20,14 +21,6 @@ def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
     taken = {wish for wish in wishes if wish is not None}
     free = (rank for rank in range(num_workers) if rank not in taken)
     return [next(free) if wish is None else wish for wish in wishes]
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """The settings that every worker of the job must have been started with."""
-
-    num_workers: int
-    recovery: str = FAIL_FAST
 
 
 def missing_ranks(registered: Sequence[Register], num_workers: int) -> list[int]:
@@ -53,7 +46,7 @@ class Holders:
     num_registered: int = 0
 
 
-def misfit(new: Register, first: Register | None, *, rules: Fitting) -> str | None:
+def misfit(new: Register, first: Register | None, *, rules: JobRules) -> str | None:
     """Why this worker can never take part, whoever else does; None if it can."""
     return (
         _role_refusal(new)
@@ -63,12 +56,10 @@ def misfit(new: Register, first: Register | None, *, rules: Fitting) -> str | No
     )
 
 
-def refusal(new: Register, holders: Holders, *, rules: Fitting) -> str | None:
+def refusal(new: Register, holders: Holders, *, rules: JobRules) -> str | None:
     """Why this worker may not take part, or None. The most telling reason comes first."""
     return (
-        _role_refusal(new)
-        or _size_refusal(new, rules.num_workers)
-        or _policy_refusal(new, rules.recovery)
+        misfit(new, None, rules=rules)
         or _duplicate_refusal(new, holders)
         or _surplus_refusal(holders.num_registered, rules.num_workers)
         or (_difference_refusal(new, holders.first) if holders.first is not None else None)

@@ -1,7 +1,7 @@
-"""Places where all workers meet: barriers, agreements and the finish. Pure.
+"""Meetings of all workers: barriers, agreements and the finish. Pure.
 
-A worker waits at one place at a time and leaves it only when all are there. So two workers that
-wait at different places wait for ever, and that is known as soon as the second one arrives.
+A worker waits at one meeting at a time and leaves it only when all are there. So two workers that
+wait at different meetings wait for ever, and that is known as soon as the second one arrives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LINE_CHARS = 1_000
 
 
 class Meeting:
-    """Who waits where, in one generation. One place is open at a time.
+    """The meetings of one generation: who waits at which. One is open at a time.
 
     Attributes:
         num_departed: How many meetings are over: a worker that lost the news of its departure
@@ -29,18 +29,18 @@ class Meeting:
         self.last_arrival = 0.0
 
     @property
-    def open_place(self) -> Arrive | None:
+    def open_meeting(self) -> Arrive | None:
         """Where workers wait now, as the first of them said; None when nobody waits."""
         return next(iter(self._arrived.values()), None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all workers have arrived at the open place."""
+        """Whether all workers have arrived at the open meeting."""
         return len(self._arrived) == self._num_workers
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that the open place waits for."""
+        """The ranks that the open meeting waits for."""
         return [rank for rank in range(self._num_workers) if rank not in self._arrived]
 
     def waits_at(self, rank: int) -> Arrive | None:
@@ -58,15 +58,15 @@ class Meeting:
 
     def arrive(self, rank: int, arrival: Arrive, now: float) -> str | None:
         """Note an arrival. Returns why the workers can never meet, or None."""
-        first = self.open_place
+        first = self.open_meeting
         self._arrived[rank] = arrival
         self.last_arrival = now
-        if first is None or (first.place, first.name) == (arrival.place, arrival.name):
+        if first is None or (first.kind, first.name) == (arrival.kind, arrival.name):
             return None
         other = next(iter(self._arrived))
         return (
             f"workers wait for each other at different places: worker {other} at "
-            f"{first.place_name}, worker {rank} at {arrival.place_name}\n"
+            f"{first.meeting_name}, worker {rank} at {arrival.meeting_name}\n"
             f"  Fix: every worker must run the same steps in the same order; look for an `if` on "
             f"the rank around one of the two"
         )

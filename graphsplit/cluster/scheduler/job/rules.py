@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphsplit.cluster.scheduler.job.formation import Fitting
 from graphsplit.failure import FailureCause
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, silence_within
 
@@ -22,11 +21,6 @@ class JobRules:
     receive_timeout_s: float
     recovery: str = FAIL_FAST
     keeps_journal: bool = False
-
-    @property
-    def fitting(self) -> Fitting:
-        """The settings that all workers must share."""
-        return Fitting(self.num_workers, self.recovery)
 
     @property
     def silence_s(self) -> float:
