@@ -31,7 +31,7 @@ from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, describe
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.lines import LineCutter
 from graphsplit.cli.launch.scheduler_line import SchedulerLine
-from graphsplit.cli.launch.verdict import Verdict, verdict
+from graphsplit.cli.launch.verdict import verdict
 from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -83,42 +83,21 @@ def supervise(
 ) -> int:
     """Start ``command`` once for each of ``specs`` and return the job's exit status."""
     for tries_left in range(restarts.jobs, -1, -1):
-        ending, found = _run_once(
-            specs,
-            command,
-            console=console,
-            log_dir=log_dir,
-            restarts=restarts,
-            limit_s=limit_s,
-            start=start,
-        )
-        if found.line:
-            console.say(found.line)
-        if not (ending.asks_for_another_try and tries_left):
+        with contextlib.ExitStack() as stack:
+            wakeup, received = stack.enter_context(_catching_signals())
+            job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
+            job.ending.restarts = restarts.processes
+            job.ending.restarts_scheduler = restarts.with_scheduler
+            stack.callback(job.kill_all)
+            job.start()
+            job.run(wakeup, received, limit_s)
+            ended = verdict(job.ending, job.reports())
+        if ended.line:
+            console.say(ended.line)
+        if not (job.ending.asks_for_another_try and tries_left):
             break
         console.say(f"graphsplit: starting the job again; {tries_left - 1} more tries after this")
-    return found.status
-
-
-def _run_once(
-    specs: Sequence[ChildSpec],
-    command: Sequence[str],
-    *,
-    console: Console,
-    log_dir: Path | None,
-    restarts: Restarts,
-    limit_s: float,
-    start: StartChild,
-) -> tuple[JobEnding, Verdict]:
-    with contextlib.ExitStack() as stack:
-        wakeup, received = stack.enter_context(_catching_signals())
-        job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
-        job.ending.restarts = restarts.processes
-        job.ending.restarts_scheduler = restarts.with_scheduler
-        stack.callback(job.kill_all)
-        job.start()
-        job.run(wakeup, received, limit_s)
-        return job.ending, verdict(job.ending, job.reports())
+    return ended.status
 
 
 class _Job:
