@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphsplit.cluster.scheduler.job.formation import Holders, assign_ranks
@@ -81,9 +81,6 @@ class Roster:
         self._num_workers = num_workers
         self._workers: list[Worker] = []
         self._by_node: dict[int, Worker] = {}
-        self._by_incarnation: dict[str, Worker] = {}
-        self._by_name: dict[str, Worker] = {}
-        self._by_wish: dict[int, Worker] = {}
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers)
@@ -123,26 +120,26 @@ class Roster:
 
     def of(self, incarnation: str) -> Worker | None:
         """The worker that lives this life, if it is one."""
-        return self._by_incarnation.get(incarnation)
+        return self._first(lambda one: one.incarnation == incarnation)
 
     def holders(self, new: Register) -> Holders:
         """The workers that may stand in the way of a newcomer."""
-        of_rank = None if new.wished_rank is None else self._by_wish.get(new.wished_rank)
-        of_name = self._by_name.get(new.node_id)
-        first = self._workers[0] if self._workers else None
+        wish = new.wished_rank
+        of_rank = None if wish is None else self._first(lambda one: one.wished_rank == wish)
+        of_name = self._first(lambda one: one.node_id == new.node_id)
         return Holders(
             of_rank=of_rank.registration if of_rank else None,
             of_name=of_name.registration if of_name else None,
-            first=first.registration if first else None,
+            first=self._workers[0].registration if self._workers else None,
             num_registered=len(self._workers),
         )
+
+    def _first(self, is_it: Callable[[Register], bool]) -> Worker | None:
+        return next((one for one in self._workers if is_it(one.registration)), None)
 
     def add(self, worker: Worker) -> None:
         """Add a worker, and give everyone the rank they would have if nobody else came."""
         self._list(worker)
-        if len(self._by_wish) == len(self._workers):
-            worker.rank = worker.registration.wished_rank or 0
-            return
         wishes = [one.registration.wished_rank for one in self._workers]
         for one, rank in zip(self._workers, assign_ranks(wishes, self._num_workers), strict=True):
             one.rank = rank
@@ -154,14 +151,9 @@ class Roster:
         self.seal()
 
     def _list(self, worker: Worker) -> None:
-        new = worker.registration
         self._workers.append(worker)
-        self._by_incarnation[new.incarnation] = worker
-        self._by_name[new.node_id] = worker
         if worker.node != NO_NODE:
             self._by_node[worker.node] = worker
-        if new.wished_rank is not None:
-            self._by_wish[new.wished_rank] = worker
 
     def attach(self, worker: Worker, node: int) -> None:
         """The worker speaks on this connection from now on."""
@@ -171,14 +163,8 @@ class Roster:
 
     def remove(self, worker: Worker) -> None:
         """Its rank is vacant again, and what still comes on its connection is a stranger's."""
-        new = worker.registration
         self._workers.remove(worker)
         self._by_node.pop(worker.node, None)
-        del self._by_incarnation[new.incarnation]
-        if self._by_name.get(new.node_id) is worker:
-            del self._by_name[new.node_id]
-        if new.wished_rank is not None and self._by_wish.get(new.wished_rank) is worker:
-            del self._by_wish[new.wished_rank]
 
     def seal(self) -> None:
         """All have arrived: the ranks are final, and order the roster."""
