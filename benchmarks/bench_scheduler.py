@@ -35,20 +35,20 @@ sys.modules["graphsplit"] = _package
 import grpc  # noqa: E402
 
 from graphsplit._proto import cluster_pb2 as pb  # noqa: E402
-from graphsplit.cluster.codec import encode_worker, encode_worker_fence  # noqa: E402
-from graphsplit.cluster.limits import heartbeat_interval_s  # noqa: E402
-from graphsplit.cluster.messages import (  # noqa: E402
+from graphsplit.cluster.scheduler.server import serve  # noqa: E402
+from graphsplit.cluster.wire.codec import encode_fence, encode_worker  # noqa: E402
+from graphsplit.cluster.wire.limits import heartbeat_interval_s  # noqa: E402
+from graphsplit.cluster.wire.messages import (  # noqa: E402
     Arrive,
     Fence,
     Heartbeat,
     Leave,
-    Place,
+    MeetingKind,
     Ready,
     Register,
     WorkerMessage,
 )
-from graphsplit.cluster.rpc import METHOD, SERVICE, channel_options  # noqa: E402
-from graphsplit.cluster.scheduler import serve  # noqa: E402
+from graphsplit.cluster.wire.rpc import METHOD, SERVICE, channel_options  # noqa: E402
 from graphsplit.settings import ClusterSettings, silence_within  # noqa: E402
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -85,7 +85,7 @@ class SimulatedMember:
             self._number += 1
             fence = Fence(self._job, self._generation, self._incarnation, self._number)
             try:
-                await self._call.write(encode_worker(message) + encode_worker_fence(fence))
+                await self._call.write(encode_worker(message) + encode_fence(fence))
             except asyncio.InvalidStateError:
                 raise RuntimeError(
                     f"the stream of worker {self._rank} ended: {await self._call.code()}, "
@@ -155,15 +155,15 @@ class SimulatedMember:
             return False
         return True
 
-    async def meet(self, place: Place, name: str = "") -> None:
+    async def meet(self, kind: MeetingKind, name: str = "") -> None:
         """Come to the next meeting, and wait for all others."""
         self._num_met += 1
-        await self.say(Arrive(place, name, number=self._num_met))
+        await self.say(Arrive(kind, name, number=self._num_met))
         await self.hear("departed")
 
     async def leave(self) -> None:
         """Come to the end of the job, and close the stream."""
-        await self.meet(Place.FINISH)
+        await self.meet(MeetingKind.FINISH)
         if self._beats is not None:
             self._ended.set()
             await self._beats
@@ -216,7 +216,7 @@ async def measure(num_workers: int, seconds: float) -> dict[str, float]:
         before, at = scheduler.cpu_s(), time.perf_counter()
         await asyncio.sleep(seconds)
         steady = (scheduler.cpu_s() - before) / (time.perf_counter() - at)
-        barrier_s = await _all([member.meet(Place.BARRIER, "all") for member in members])
+        barrier_s = await _all([member.meet(MeetingKind.BARRIER, "all") for member in members])
         rss_mb = scheduler.rss_mb()
         left_s = await _all([member.leave() for member in members])
         status = await asyncio.to_thread(scheduler.process.wait, DEADLINE_S)

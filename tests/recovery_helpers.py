@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from graphsplit.capture.attributes import plain_attributes
-from graphsplit.cluster.identity import failure_of
+from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.runtime import joined

@@ -7,16 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Place(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class MeetingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    PLACE_UNSPECIFIED: _ClassVar[Place]
-    PLACE_BARRIER: _ClassVar[Place]
-    PLACE_AGREEMENT: _ClassVar[Place]
-    PLACE_FINISH: _ClassVar[Place]
-PLACE_UNSPECIFIED: Place
-PLACE_BARRIER: Place
-PLACE_AGREEMENT: Place
-PLACE_FINISH: Place
+    MEETING_UNSPECIFIED: _ClassVar[MeetingKind]
+    MEETING_BARRIER: _ClassVar[MeetingKind]
+    MEETING_AGREEMENT: _ClassVar[MeetingKind]
+    MEETING_FINISH: _ClassVar[MeetingKind]
+MEETING_UNSPECIFIED: MeetingKind
+MEETING_BARRIER: MeetingKind
+MEETING_AGREEMENT: MeetingKind
+MEETING_FINISH: MeetingKind
 
 class WorkerMessage(_message.Message):
     __slots__ = ("register", "heartbeat", "arrive", "text", "failed", "leave", "ready", "rejoin", "fence")
@@ -157,16 +157,16 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., wants_stop: _Optional[bool] = ...) -> None: ...
 
 class Arrive(_message.Message):
-    __slots__ = ("place", "name", "digest", "number")
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("kind", "name", "digest", "number")
+    KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    place: Place
+    kind: MeetingKind
     name: str
     digest: str
     number: int
-    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[MeetingKind, str]] = ..., name: _Optional[str] = ..., digest: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("generation",)
@@ -290,14 +290,14 @@ class Progress(_message.Message):
     def __init__(self, values: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class Departed(_message.Message):
-    __slots__ = ("place", "name", "number")
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("kind", "name", "number")
+    KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    place: Place
+    kind: MeetingKind
     name: str
     number: int
-    def __init__(self, place: _Optional[_Union[Place, str]] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, kind: _Optional[_Union[MeetingKind, str]] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class TextWanted(_message.Message):
     __slots__ = ("name",)

@@ -27,8 +27,6 @@ from graphsplit.check.request import (
     write_request,
 )
 from graphsplit.check.text import Findings, difference_text, failed, findings, unstable
-from graphsplit.cli.console import Console, Sink
-from graphsplit.cli.environment import lone_child
 from graphsplit.cli.job import (
     SCRIPT_SETTINGS,
     JobOptions,
@@ -37,7 +35,9 @@ from graphsplit.cli.job import (
     single_job_options,
     terminal,
 )
-from graphsplit.cli.supervise import END_SIGNALS, supervise
+from graphsplit.cli.launch.console import Console, Sink
+from graphsplit.cli.launch.environment import lone_child
+from graphsplit.cli.launch.supervise import END_SIGNALS, supervise
 
 _STEPS = "--steps"
 _INTERRUPTED = frozenset(128 + signum for signum in END_SIGNALS)
@@ -132,13 +132,13 @@ def _leaving_by_signals() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What both runs of a script left.
+    """The notes of both runs of a script.
 
     Attributes:
         job_status: The job's exit status.
         plain_status: That of the plain loop.
-        plain: What the plain loop noted.
-        workers: What each worker noted.
+        plain: The notes of the plain loop.
+        workers: The notes of each worker.
     """
 
     job_status: int

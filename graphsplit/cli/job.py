@@ -1,4 +1,4 @@
-"""What every command has in common that starts a job on this machine."""
+"""The options and steps of every command that starts a job on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from graphsplit.cli.console import Console, Sink
-from graphsplit.cli.environment import find_free_port, job_children
-from graphsplit.cli.supervise import Restarts, supervise
+from graphsplit.cli.launch.console import Console, Sink
+from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.supervise import Restarts, supervise
 from graphsplit.cli.tokens import kept_token
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
@@ -70,7 +70,7 @@ _SCRIPT = (
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the command line says about a job.
+    """The options of a job on the command line.
 
     Attributes:
         num_workers: How many workers to start.
@@ -78,7 +78,7 @@ class JobOptions:
         host: The address that the scheduler listens on.
         log_dir: Where each process's output is also written.
         certificates: A folder with certificates, for mutual TLS.
-        script: What every process runs.
+        script: The script of every process.
         arguments: The script's own arguments.
         restarts: How often to start again what was lost.
     """
@@ -135,7 +135,7 @@ def run_job(
     """Start a scheduler and workers, and wait for their end.
 
     Args:
-        options: What to start.
+        options: The processes to start.
         environ: The environment that they start from.
         console: Shows their output; None: on this terminal.
         own: Further variables of one process, by its name.
@@ -175,12 +175,12 @@ def run_job(
 
 
 def script_command(options: JobOptions) -> list[str]:
-    """What every process runs."""
+    """The command that every process runs."""
     return [sys.executable, str(options.script), *options.arguments]
 
 
 def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:
-    """What ``--restarts`` means under the policy that the processes will read."""
+    """The meaning of ``--restarts`` under the policy that the processes will read."""
     policy = recovery_policy(environ)
     if count and policy == FAIL_FAST:
         raise click.BadParameter(

@@ -42,8 +42,8 @@ def status(*, address: str | None, as_json: bool, timeout_s: float) -> None:
     Example: graphsplit status 10.0.0.1:8118
     """
     # Imported here: the other commands need no gRPC.
-    from graphsplit.cluster.status_client import fetch_status
-    from graphsplit.cluster.status_text import status_object, status_table
+    from graphsplit.cluster.status.client import fetch_status
+    from graphsplit.cluster.status.table import status_object, status_table
 
     host, port = _address(address, os.environ)
     try:

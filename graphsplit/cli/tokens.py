@@ -1,4 +1,4 @@
-"""Where ``graphsplit run`` keeps the token of a job that it has started, for ``graphsplit status``.
+"""The token of a job that ``graphsplit run`` has started, kept for ``graphsplit status``.
 
 A file of this user's own, in a folder of this user's own, which goes when the job does. The
 launcher holds a lock on it: what a killed launcher left is nobody's token, though another job has

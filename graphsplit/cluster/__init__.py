@@ -4,17 +4,25 @@
 
     settings = ClusterSettings.from_environ(os.environ)
 
-    serve(settings)                                 # cluster.scheduler: MS_ROLE=MS_SCHED
+    serve(settings)                                 # scheduler.server: MS_ROLE=MS_SCHED
 
     member = Member.join(settings, endpoints={...}, identity=..., abort=AbortSignal())
-    member.rank, member.num_workers, member.peers   # cluster.member: MS_ROLE=MS_WORKER
+    member.rank, member.num_workers, member.peers   # member.member: MS_ROLE=MS_WORKER
     member.agree("plan 0", plan.dump())
     member.position.progress += 1
     member.finish()
     member.close()
 
-All rules live in two pure state machines, ``scheduler_state`` over ``decisions``, and
-``member_state``, which map a message and a clock reading to effects. ``scheduler`` and
-``connection`` are thin shells that carry the effects out over one gRPC stream per worker.
-Nothing here imports torch.
+From what knows most to what knows least::
+
+    scheduler/    the scheduler's process: who takes part, which generation runs, how the job ends
+    member/       a worker's part in the job
+    status/       what a visitor is told, and what is made of it
+    wire/         the messages, their fields and bounds, and the bytes that they travel as
+    text          sentences for people
+
+All rules live in two pure state machines, ``scheduler.state_machine`` over
+``scheduler.decisions``, and ``member.state_machine``, which map a message and a clock reading to
+effects. ``scheduler.server`` and ``member.connection`` are thin shells that carry the effects out
+over one gRPC stream per worker. Nothing here imports torch.
 """

@@ -1,22 +1,10 @@
-"""Sentences for people: who is missing, who is who, where two texts differ, cut to a length."""
+"""Texts for people: lists of ranks, the first difference of two texts, cuts to a length. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from graphsplit.cluster.messages import Register
-
 _CUT = "\n... ({} characters left out) ...\n"
-
-
-def who(registration: Register) -> str:
-    """A worker as a person can find it: ``worker 'a' (host 10.0.0.1, pid 17)``."""
-    return f"worker {registration.node_id!r} ({where(registration)})"
-
-
-def where(registration: Register) -> str:
-    """The process of a worker: ``host 10.0.0.1, pid 17``."""
-    return f"host {registration.host}, pid {registration.pid}"
 
 
 def join_numbers(numbers: Iterable[int], *, most: int = 32) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphsplit.cluster.member import Member
+from graphsplit.cluster.member.member import Member
 from graphsplit.runtime.meter import Meter
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from graphsplit import logs
-from graphsplit.cluster.identity import bounded, failure_of
-from graphsplit.cluster.rules import EX_TEMPFAIL
+from graphsplit.cluster.member.identity import bounded, failure_of
+from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
 from graphsplit.errors import JobFailedError
 from graphsplit.frames import line_of, users_traceback, without_own_frames
 from graphsplit.reports import write_report

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from graphsplit.cluster.member import Member
+from graphsplit.cluster.member.member import Member
 from graphsplit.errors import (
     ClusterError,
     FrameError,

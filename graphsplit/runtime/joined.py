@@ -13,8 +13,8 @@ import torch
 
 from graphsplit import logs
 from graphsplit.check.request import leave_generator, left_generator, requested_file
-from graphsplit.cluster.identity import NodeIdentity
-from graphsplit.cluster.member import Member
+from graphsplit.cluster.member.identity import NodeIdentity
+from graphsplit.cluster.member.member import Member
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
 from graphsplit.metrics_port import serve_metrics
@@ -65,7 +65,7 @@ def init() -> None:
         _begin_as_workers_did()
         return
     if settings.is_scheduler:
-        from graphsplit.cluster.scheduler import serve
+        from graphsplit.cluster.scheduler.server import serve
 
         raise SystemExit(serve(settings))
     logs.configure(os.environ, prefix="graphsplit", stream=lambda: sys.stderr)

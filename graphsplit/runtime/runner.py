@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.graph import Mode, Node, NodeKind
-from graphsplit.cluster.identity import Position
+from graphsplit.cluster.member.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.frames import short_path
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan

@@ -25,7 +25,7 @@ from torch import nn
 from graphsplit.capture.attributes import plain_attributes
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.owned_tensors import make_buffers
-from graphsplit.cluster.identity import Position
+from graphsplit.cluster.member.identity import Position
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.guards.places import Place
 from graphsplit.partition.plan import PartitionPlan

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import graphsplit.settings
-from graphsplit.cluster.member import Member, NodeIdentity
-from graphsplit.cluster.scheduler import serve
+from graphsplit.cluster.member.member import Member, NodeIdentity
+from graphsplit.cluster.scheduler.server import serve
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.security.options import SecurityOptions
 from graphsplit.settings import ClusterSettings

@@ -16,8 +16,8 @@ package = types.ModuleType("graphsplit")
 package.__path__ = [sys.argv[1]]
 sys.modules["graphsplit"] = package
 
-from graphsplit.cluster.member import Member, NodeIdentity  # noqa: E402
-from graphsplit.cluster.scheduler import serve  # noqa: E402
+from graphsplit.cluster.member.member import Member, NodeIdentity  # noqa: E402
+from graphsplit.cluster.scheduler.server import serve  # noqa: E402
 from graphsplit.failure import AbortSignal  # noqa: E402
 from graphsplit.settings import ClusterSettings  # noqa: E402
 

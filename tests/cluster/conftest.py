@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster.events import (
+from graphsplit.cluster.scheduler.job.events import (
     Connected,
     Drop,
     Effect,
@@ -21,20 +21,20 @@ from graphsplit.cluster.events import (
     Send,
     Tick,
 )
-from graphsplit.cluster.image import JobImage
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
+from graphsplit.cluster.scheduler.state_machine import SchedulerState
+from graphsplit.cluster.wire.messages import (
     Arrive,
     Departed,
     Formed,
-    Place,
+    MeetingKind,
     Ready,
     Register,
     SchedulerMessage,
     Started,
     WorkerMessage,
 )
-from graphsplit.cluster.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler_state import SchedulerState
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -106,9 +106,9 @@ class Driver:
         present = self.state.generation if generation is None else generation
         self.feed(Received(node, message, present))
 
-    def arrive(self, node: int, place: Place, name: str = "", digest: str = "") -> None:
+    def arrive(self, node: int, kind: MeetingKind, name: str = "", digest: str = "") -> None:
         """A worker comes to its next meeting."""
-        self.say(node, Arrive(place, name, digest, self.num_departed + 1))
+        self.say(node, Arrive(kind, name, digest, self.num_departed + 1))
 
     def register(self, node: int, new: Register) -> None:
         self.feed(Connected(node))

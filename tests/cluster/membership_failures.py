@@ -10,8 +10,8 @@ from membership_moves import Move
 from membership_slot import Slot
 from membership_view import View
 
-from graphsplit.cluster.member_state import MemberPhase
-from graphsplit.cluster.messages import Failed
+from graphsplit.cluster.member.state_machine import MemberPhase
+from graphsplit.cluster.wire.messages import Failed
 from graphsplit.failure import FailureCause
 
 KINDS = ("kill", "break", "raise", "double", "lose", "freeze", "crash")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphsplit.cluster.decisions.job_state import JobState, Phase
-from graphsplit.cluster.image import JobImage
-from graphsplit.cluster.limits import LEAVE_TIMEOUT_S
-from graphsplit.cluster.meetings import Meeting
-from graphsplit.cluster.messages import Register
-from graphsplit.cluster.roster import NO_NODE, Worker
-from graphsplit.cluster.suspicion import Suspicion
+from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.meetings import Meeting
+from graphsplit.cluster.scheduler.job.roster import NO_NODE, Worker
+from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.suspicion import Suspicion
+from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
+from graphsplit.cluster.wire.messages import Register
 from graphsplit.failure import FailureCause
 
 _SOON_S = 100.0

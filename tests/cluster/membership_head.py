@@ -11,13 +11,22 @@ from membership_invariants import check_all_are_told, check_told
 from membership_values import copy
 from membership_view import View, is_away, view_of
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Drop, Effect, Event, Exit, Persist, Refuse, Send, Tick
-from graphsplit.cluster.image import JobImage, from_json, to_json
-from graphsplit.cluster.limits import LEAVE_TIMEOUT_S
-from graphsplit.cluster.messages import Refused
-from graphsplit.cluster.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler_state import SchedulerState
+from graphsplit.cluster.scheduler.job.events import (
+    Drop,
+    Effect,
+    Event,
+    Exit,
+    Persist,
+    Refuse,
+    Send,
+    Tick,
+)
+from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
+from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.state_machine import SchedulerState
+from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
+from graphsplit.cluster.wire.messages import Refused
 
 TOPO_S, NODE_S = 100.0, 1e6
 RULES = {

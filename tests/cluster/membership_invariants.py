@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphsplit.cluster.decisions.job_state import JobState, Phase
-from graphsplit.cluster.events import Effect, Send
-from graphsplit.cluster.messages import Abort, Accepted, Formed
+from graphsplit.cluster.scheduler.job.events import Effect, Send
+from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.wire.messages import Abort, Accepted, Formed
 from graphsplit.failure import FailureCause
 
 

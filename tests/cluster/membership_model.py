@@ -16,7 +16,7 @@ from membership_slot import Slot
 from membership_tables import NOT_RENAMED, SLOT_BITS, Made, Reduction, Tables, Top
 from membership_values import Numbered, copy
 
-from graphsplit.cluster.rules import JobRules
+from graphsplit.cluster.scheduler.job.rules import JobRules
 
 _SLOT = (1 << SLOT_BITS) - 1
 Reached = tuple[int, list[dict[int, int]]]

@@ -9,7 +9,7 @@ from membership_head import AnyEvent
 from membership_slot import Slot
 from membership_view import View
 
-from graphsplit.cluster.member_state import MemberPhase
+from graphsplit.cluster.member.state_machine import MemberPhase
 
 
 @dataclass(frozen=True)

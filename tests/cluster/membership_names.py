@@ -14,8 +14,8 @@ from membership_slot import NODES_PER_SLOT, Slot
 from membership_values import copy
 from membership_view import View
 
-from graphsplit.cluster.decisions.job_state import JobState
-from graphsplit.cluster.messages import Register
+from graphsplit.cluster.scheduler.job.state import JobState
+from graphsplit.cluster.wire.messages import Register
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from membership_moves import heard_by_worker, steps
 from membership_slot import Slot, Stream
 from membership_view import View
 
-from graphsplit.cluster.messages import Fence
+from graphsplit.cluster.wire.messages import Fence
 
 
 def is_to_hear(slot: Slot) -> bool:

@@ -11,9 +11,7 @@ from typing import Any
 
 from membership_invariants import BrokenInvariant, Standing, check_plan, check_told
 
-from graphsplit.cluster.events import Connected, Disconnected, Event, Received
-from graphsplit.cluster.fencing import StreamGuard, Verdict
-from graphsplit.cluster.member_state import (
+from graphsplit.cluster.member.state_machine import (
     EndGeneration,
     EndJob,
     MemberEffect,
@@ -22,8 +20,10 @@ from graphsplit.cluster.member_state import (
     Reconnect,
     Tell,
 )
-from graphsplit.cluster.messages import Fence, Formed, Leave, Place, Refused, Register
-from graphsplit.cluster.rules import JobRules
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Event, Received
+from graphsplit.cluster.scheduler.job.rules import JobRules
+from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.messages import Fence, Formed, Leave, MeetingKind, Refused, Register
 
 NODES_PER_SLOT = 100
 _IS_DONE = (MemberPhase.FAILED, MemberPhase.REFUSED)
@@ -205,16 +205,16 @@ class Slot:
 
     def give_up(self) -> None:
         """The scheduler does not come back, and the worker's patience is over."""
-        self._carry_out(self.worker.state.give_up("nobody answers"))
+        self._carry_out(self.worker.state.lose_scheduler("nobody answers"))
 
     def arrive(self) -> None:
         """The script of a worker comes to its barrier, and then to its end."""
         state = self.worker.state
         if state.num_departed:
-            self.say(state.arrive(Place.FINISH))
+            self.say(state.arrive(MeetingKind.FINISH))
         else:
             # Named by the generation: two generations that meet are a disagreement.
-            self.say(state.arrive(Place.BARRIER, f"of generation {state.generation}"))
+            self.say(state.arrive(MeetingKind.BARRIER, f"of generation {state.generation}"))
 
     def offer(self) -> None:
         """The script of a worker calls ``Job.recover``."""

@@ -16,8 +16,8 @@ from membership_slot import NODES_PER_SLOT, Slot
 from membership_values import Numbered, copy
 from membership_view import View
 
-from graphsplit.cluster.messages import Fence
-from graphsplit.cluster.rules import JobRules
+from graphsplit.cluster.scheduler.job.rules import JobRules
+from graphsplit.cluster.wire.messages import Fence
 
 SLOT_BITS = 24
 NOT_RENAMED = 1 << 110

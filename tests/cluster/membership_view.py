@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from membership_slot import NODES_PER_SLOT, slot_of
 
-from graphsplit.cluster.decisions.job_state import JobState, Phase
-from graphsplit.cluster.roster import Worker
+from graphsplit.cluster.scheduler.job.roster import Worker
+from graphsplit.cluster.scheduler.job.state import JobState, Phase
 
 
 @dataclass(frozen=True)

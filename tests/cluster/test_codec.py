@@ -1,25 +1,23 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 
 import pytest
 
 from graphsplit._proto import cluster_pb2 as pb
-from graphsplit.cluster import limits, rpc
-from graphsplit.cluster.codec import (
-    MessageError,
-    decode_scheduler,
-    decode_worker,
+from graphsplit.cluster.member.identity import bounded, text_chunks
+from graphsplit.cluster.wire import limits, rpc
+from graphsplit.cluster.wire.codec import (
+    encode_fence,
     encode_plan,
     encode_scheduler,
-    encode_scheduler_fence,
     encode_worker,
-    encode_worker_fence,
+    layout_of,
     open_scheduler,
     open_worker,
 )
-from graphsplit.cluster.identity import bounded, text_chunks
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.wire.fields import MessageError
+from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
     Arrive,
@@ -30,8 +28,8 @@ from graphsplit.cluster.messages import (
     Formed,
     Heartbeat,
     Leave,
+    MeetingKind,
     Peer,
-    Place,
     Progress,
     Ready,
     Recovering,
@@ -45,6 +43,16 @@ from graphsplit.cluster.messages import (
 from graphsplit.failure import FailureCause
 
 CAUSE = FailureCause("exception", "no\nreally", 3, "host", 12, "step 1", "Traceback\n  x")
+
+
+def decode_worker(data):
+    return open_worker(data)[1]
+
+
+def decode_scheduler(data):
+    return open_scheduler(data)[1]
+
+
 PEERS = tuple(Peer(rank, str(rank), "life", "host", 7, {"grpc": "h:1"}) for rank in range(2))
 
 
@@ -53,9 +61,9 @@ def test_every_message_of_a_worker_survives_the_wire(registration):
         registration("3", seed=0),
         registration("a", endpoints={}),
         Heartbeat(2**64 - 1, "step 1\nhere"),
-        Arrive(Place.BARRIER, "x"),
-        Arrive(Place.AGREEMENT, "x", "f" * 64),
-        Arrive(Place.FINISH),
+        Arrive(MeetingKind.BARRIER, "x"),
+        Arrive(MeetingKind.AGREEMENT, "x", "f" * 64),
+        Arrive(MeetingKind.FINISH),
         Text("x", b"\xff\x00", last=True),
         Failed(CAUSE),
         Heartbeat(3, "here", watched=(0, 1023)),
@@ -76,7 +84,7 @@ def test_every_message_of_the_scheduler_survives_the_wire():
         Started(3),
         Recovering(4, CAUSE),
         Progress({0: 1, 2: 3}),
-        Departed(Place.FINISH),
+        Departed(MeetingKind.FINISH),
         TextWanted("x"),
         FailureNoted(),
         Abort(CAUSE),
@@ -114,12 +122,15 @@ def test_a_registration_that_lacks_a_field_or_breaks_a_bound_is_refused(
     ("message", "reason"),
     [
         (Heartbeat(1, "x" * 2001), "position has 2001 characters"),
-        (Arrive(Place.BARRIER, ""), "name is missing"),
-        (Arrive(Place.BARRIER, "x" * 129), "name has 129 characters"),
-        (Arrive(Place.AGREEMENT, "x", "f"), "SHA-256"),
-        (Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True), "chunk of text has 1048577"),
-        (Failed(FailureCause("whim", "x")), "the kind of failure is not known"),
-        (Failed(FailureCause("lost", "x", rank=5000)), "names rank 5000"),
+        (Arrive(MeetingKind.BARRIER, ""), "name is missing"),
+        (Arrive(MeetingKind.BARRIER, "x" * 129), "name has 129 characters"),
+        (Arrive(MeetingKind.AGREEMENT, "x", "f"), "SHA-256"),
+        (
+            Text("x", bytes(limits.TEXT_CHUNK_BYTES + 1), last=True),
+            "chunk has 1048577 bytes",
+        ),
+        (Failed(FailureCause("whim", "x")), "the kind of failure 'whim' is not known"),
+        (Failed(FailureCause("lost", "x", rank=5000)), "rank is 5000, not -1 to 1023"),
         (Failed(FailureCause("lost", "x", traceback="x" * 64_001)), "traceback has 64001"),
     ],
 )
@@ -140,7 +151,7 @@ def test_an_empty_message_and_an_unknown_place_are_refused():
     with pytest.raises(MessageError, match="the message is empty"):
         decode_worker(b"")
     raw = pb.WorkerMessage(arrive=pb.Arrive(name="x"))
-    with pytest.raises(MessageError, match="the place 0 is not known"):
+    with pytest.raises(MessageError, match="the kind of meeting 0 is not known"):
         decode_worker(raw.SerializeToString())
 
 
@@ -181,19 +192,22 @@ def test_the_methods_are_those_in_the_proto_file():
 
 def test_the_fence_travels_behind_the_message():
     fence = Fence("job", 3, "life", 9)
-    data = encode_worker(Ready(3)) + encode_worker_fence(fence)
+    data = encode_worker(Ready(3)) + encode_fence(fence)
     assert open_worker(data) == (fence, Ready(3))
-    data = encode_scheduler(Started(3)) + encode_scheduler_fence(fence)
+    data = encode_scheduler(Started(3)) + encode_fence(fence)
     assert open_scheduler(data) == (fence, Started(3))
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (pb.WorkerMessage(ready=pb.Ready()), "the generation is missing"),
-        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[0] * 65)), "65 ranks are watched"),
-        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "rank is 1024"),
-        (pb.WorkerMessage(arrive=pb.Arrive(place=3)), "number of the meeting is missing"),
+        (pb.WorkerMessage(ready=pb.Ready()), "generation is 0, not 1 to"),
+        (
+            pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[0] * 65)),
+            "watched has 65 entries",
+        ),
+        (pb.WorkerMessage(heartbeat=pb.Heartbeat(watched=[1024])), "an entry of watched is 1024"),
+        (pb.WorkerMessage(arrive=pb.Arrive(kind=3)), "number is 0, not 1 to"),
         (pb.WorkerMessage(fence=pb.Fence(job="x")), "the message is empty"),
     ],
 )
@@ -206,3 +220,16 @@ def test_a_plan_may_be_encoded_in_two_parts():
     formed = Formed(1, "ab" * 16, 2, 7, PEERS, ("careful",))
     parts = encode_scheduler(replace(formed, peers=())) + encode_plan(PEERS)
     assert decode_scheduler(parts) == formed
+
+
+def test_a_message_with_another_field_than_the_protocol_or_without_a_bound_is_no_message():
+    with pytest.raises(TypeError, match="have different fields"):
+        layout_of(make_dataclass("Ready", [("generation", int), ("more", int)]))
+    with pytest.raises(TypeError, match=r"str.* has no bound"):
+        layout_of(make_dataclass("Refused", [("reason", str)]))
+
+
+def test_meetings_have_the_numbers_of_the_proto_file():
+    for kind in MeetingKind:
+        raw = pb.WorkerMessage.FromString(encode_worker(Arrive(kind))).arrive.kind
+        assert pb.MeetingKind.Name(raw) == f"MEETING_{kind.name}"

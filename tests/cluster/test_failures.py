@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Connected, Disconnected, Interrupted, Malformed
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Interrupted, Malformed
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.wire.messages import (
     STOPPED,
     Abort,
     Departed,
@@ -12,7 +12,7 @@ from graphsplit.cluster.messages import (
     FailureNoted,
     Heartbeat,
     Leave,
-    Place,
+    MeetingKind,
     Progress,
     StopSoon,
 )
@@ -123,7 +123,7 @@ def test_failures_that_follow_the_abort_are_acknowledged_but_never_causes(drive)
     scheduler.say(3, Failed(RAISED))
     scheduler.say(1, Failed(FailureCause("exception", "secondary", rank=1)))
     scheduler.feed(Malformed(2, "secondary too"))
-    scheduler.arrive(4, Place.BARRIER, "x")
+    scheduler.arrive(4, MeetingKind.BARRIER, "x")
     assert scheduler.last(1) == FailureNoted()
     leave_all(scheduler)
     assert scheduler.exit.cause.message == "ValueError: no"
@@ -187,12 +187,12 @@ def test_progress_never_shrinks(drive):
 def test_the_job_finishes_when_all_have_and_ends_when_all_have_left(drive):
     scheduler = drive().form()
     for node in range(4):
-        scheduler.arrive(node, Place.FINISH)
+        scheduler.arrive(node, MeetingKind.FINISH)
     assert scheduler.sent == {}
-    scheduler.arrive(4, Place.FINISH)
+    scheduler.arrive(4, MeetingKind.FINISH)
     assert scheduler.state.phase is Phase.DRAINING
     for node in range(5):
-        assert scheduler.last(node) == Departed(Place.FINISH)
+        assert scheduler.last(node) == Departed(MeetingKind.FINISH)
         scheduler.say(node, Leave())
     leave_all(scheduler)
     assert (scheduler.exit.status, scheduler.exit.cause) == (0, None)
@@ -202,15 +202,15 @@ def test_the_job_finishes_when_all_have_and_ends_when_all_have_left(drive):
 def test_a_released_worker_that_lingers_does_not_keep_the_scheduler(drive):
     scheduler = drive(num_workers=2).form()
     for node in (0, 1):
-        scheduler.arrive(node, Place.FINISH)
+        scheduler.arrive(node, MeetingKind.FINISH)
     scheduler.pass_time(5.2)
     assert scheduler.exit.status == 0
 
 
 def test_a_worker_that_is_lost_at_the_finish_before_all_are_there_is_lost(drive):
     scheduler = drive(num_workers=3).form()
-    scheduler.arrive(0, Place.FINISH)
-    scheduler.arrive(1, Place.FINISH)
+    scheduler.arrive(0, MeetingKind.FINISH)
+    scheduler.arrive(1, MeetingKind.FINISH)
     scheduler.feed(Disconnected(1))
     scheduler.pass_time(1)
     [told] = aborts(scheduler, 0)
@@ -275,7 +275,7 @@ def test_a_worker_that_was_asked_to_end_takes_all_with_it_in_order(drive):
     assert scheduler.sent == {}
     assert "worker 1 was asked to end: all workers leave when their step is done" in scheduler.log
     for node in (0, 1):
-        scheduler.arrive(node, Place.FINISH, STOPPED)
+        scheduler.arrive(node, MeetingKind.FINISH, STOPPED)
         scheduler.say(node, Leave())
     leave_all(scheduler, (0, 1))
     assert (scheduler.exit.status, scheduler.exit.cause) == (143, None)
@@ -298,7 +298,7 @@ def test_a_job_that_finishes_before_it_can_stop_has_finished(drive):
     scheduler = drive(num_workers=1).form()
     scheduler.say(0, Heartbeat(7, "train step 3", location=Location(step=3)))
     scheduler.feed(Interrupted("SIGTERM", 15))
-    scheduler.arrive(0, Place.FINISH)
+    scheduler.arrive(0, MeetingKind.FINISH)
     scheduler.say(0, Leave())
     leave_all(scheduler, (0,))
     assert scheduler.exit.status == 0

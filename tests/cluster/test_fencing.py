@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.fencing import StreamGuard, Verdict
-from graphsplit.cluster.messages import Fence
+from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.messages import Fence
 
 
 def test_messages_in_order_are_taken():

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Connected, Disconnected, Malformed, Tick
-from graphsplit.cluster.formation import assign_ranks
-from graphsplit.cluster.messages import Accepted, Formed, Heartbeat, Started
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Malformed, Tick
+from graphsplit.cluster.scheduler.job.formation import assign_ranks
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.wire.messages import Accepted, Formed, Heartbeat, Started
 
 ACCEPTED = Accepted(job="ab" * 16)
 

@@ -8,11 +8,12 @@ import os
 import pytest
 from cluster_helpers import DEADLINE_S, wait_until
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Disconnected, TellLauncher, Tick, ToldByLauncher
-from graphsplit.cluster.member import Member
-from graphsplit.cluster.messages import Abort, Heartbeat, Place, Recovering
-from graphsplit.cluster.scheduler import _Outbox, _Sessions
+from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, Tick, ToldByLauncher
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.launcher import Launcher
+from graphsplit.cluster.scheduler.sessions import Sessions
+from graphsplit.cluster.wire.messages import Abort, Heartbeat, MeetingKind, Recovering
 from graphsplit.errors import JobFailedError
 from graphsplit.launcher_line import VARIABLE, Beat, Ended, GivenUp, Line, Over
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -167,7 +168,7 @@ def test_nobody_waits_for_a_frozen_worker_when_the_job_has_failed(given_up):
 def test_a_worker_that_freezes_after_the_finish_is_given_up(given_up):
     scheduler = given_up(num_workers=2).form()
     for node in (0, 1):
-        scheduler.arrive(node, Place.FINISH)
+        scheduler.arrive(node, MeetingKind.FINISH)
     assert scheduler.given_up == [Over()]
     scheduler.feed(Disconnected(0))
     scheduler.pass_time(5.2)
@@ -182,8 +183,8 @@ def test_a_scheduler_that_raises_tells_everybody_and_the_launcher(
     settings = ClusterSettings("MS_SCHED", 1, "127.0.0.1", 0)
 
     async def break_down():
-        sessions = _Sessions(settings, Protection(), lambda *_, **__: None)
-        outbox = sessions._outboxes[1] = _Outbox("life")
+        sessions = Sessions(settings, Protection(), lambda *_, **__: None, Launcher(None, 1.0))
+        outbox = sessions._outboxes.add(1, "life")
 
         def handle(*_):
             raise RuntimeError("a bug")

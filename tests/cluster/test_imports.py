@@ -27,10 +27,13 @@ PURE = ["torch", "numpy", "grpc", "google.protobuf", "asyncio", "socket", "threa
     ("module", "forbidden"),
     [
         ("graphsplit.settings", PURE),
-        ("graphsplit.cluster.scheduler_state", ["torch", "numpy", "grpc", "google.protobuf"]),
-        ("graphsplit.cluster.member_state", ["torch", "numpy", "grpc", "google.protobuf"]),
-        ("graphsplit.cluster.scheduler", ["torch", "numpy", "grpc"]),
-        ("graphsplit.cluster.member", ["torch", "numpy", "grpc"]),
+        (
+            "graphsplit.cluster.scheduler.state_machine",
+            ["torch", "numpy", "grpc", "google.protobuf"],
+        ),
+        ("graphsplit.cluster.member.state_machine", ["torch", "numpy", "grpc", "google.protobuf"]),
+        ("graphsplit.cluster.scheduler.server", ["torch", "numpy", "grpc"]),
+        ("graphsplit.cluster.member.member", ["torch", "numpy", "grpc"]),
     ],
 )
 def test_what_a_module_does_not_import(module, forbidden):
@@ -39,3 +42,12 @@ def test_what_a_module_does_not_import(module, forbidden):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True
     )
     assert done.stdout.split() == []
+
+
+def test_the_names_of_the_version_before_are_found_where_they_were():
+    from graphsplit.cluster.member import Member, Peer
+    from graphsplit.cluster.scheduler import serve
+
+    assert [one.__name__ for one in (Member, Peer, serve)] == ["Member", "Peer", "serve"]
+    with pytest.raises(ImportError, match="Recruit"):
+        from graphsplit.cluster.member import Recruit  # noqa: F401

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from graphsplit.cluster.image import JobImage
-from graphsplit.cluster.journal import HEADER, Journal, parse, record_of
-from graphsplit.cluster.rules import JobRules
+from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.rules import JobRules
+from graphsplit.cluster.scheduler.journal import HEADER, Journal, parse, record_of
 from graphsplit.errors import JournalError
 from graphsplit.failure import FailureCause
 

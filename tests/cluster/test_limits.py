@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.limits import BEATS_PER_SILENCE, MAX_BEATS_PER_S, heartbeat_interval_s
+from graphsplit.cluster.wire.limits import BEATS_PER_SILENCE, MAX_BEATS_PER_S, heartbeat_interval_s
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from cluster_helpers import DEADLINE_S, wait_until
 
-from graphsplit.cluster.limits import MAX_TEXT_BYTES
-from graphsplit.cluster.member import Member, NodeIdentity
-from graphsplit.cluster.scheduler import serve
+from graphsplit.cluster.member.member import Member, NodeIdentity
+from graphsplit.cluster.scheduler.server import serve
+from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
 from graphsplit.errors import (
     ClusterError,
     ConfigurationError,
@@ -177,7 +177,7 @@ def test_a_worker_that_never_comes_ends_the_job_and_is_named(start_cluster):
 
 
 def test_without_a_scheduler_a_worker_says_where_it_looked_and_how_long(monkeypatch):
-    monkeypatch.setattr("graphsplit.cluster.connection._FIRST_REPORT_S", 0.0)
+    monkeypatch.setattr("graphsplit.cluster.member.connection._FIRST_REPORT_S", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -2,26 +2,26 @@ from __future__ import annotations
 
 import hashlib
 
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Disconnected
-from graphsplit.cluster.limits import MAX_TEXT_BYTES
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job.events import Disconnected
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.text import cut_middle, first_difference, split_lines
+from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
+from graphsplit.cluster.wire.messages import (
     Abort,
     Departed,
     Heartbeat,
-    Place,
+    MeetingKind,
     Text,
     TextWanted,
 )
-from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 
 
 def barrier(name="epoch"):
-    return (Place.BARRIER, name)
+    return (MeetingKind.BARRIER, name)
 
 
 def agreement(text, name="plan 0"):
-    return (Place.AGREEMENT, name, hashlib.sha256(text.encode()).hexdigest())
+    return (MeetingKind.AGREEMENT, name, hashlib.sha256(text.encode()).hexdigest())
 
 
 def test_a_barrier_opens_when_all_are_there_and_can_be_used_again(drive):
@@ -32,7 +32,7 @@ def test_a_barrier_opens_when_all_are_there_and_can_be_used_again(drive):
         scheduler.arrive(0, *barrier())
         assert scheduler.sent == {}
         scheduler.arrive(1, *barrier())
-        departed = Departed(Place.BARRIER, "epoch", number)
+        departed = Departed(MeetingKind.BARRIER, "epoch", number)
         assert [scheduler.last(node) for node in range(3)] == [departed] * 3
 
 
@@ -47,7 +47,7 @@ def test_workers_at_different_places_are_told_so_at_once(drive):
 
 def test_a_barrier_that_a_finished_worker_will_never_reach_is_an_error(drive):
     scheduler = drive().form()
-    scheduler.arrive(1, Place.FINISH)
+    scheduler.arrive(1, MeetingKind.FINISH)
     scheduler.arrive(4, *barrier("b"))
     assert "worker 1 at the end of the job, worker 4 at the barrier 'b'" in (
         scheduler.last(2).cause.message
@@ -74,8 +74,8 @@ def test_equal_digests_agree_without_any_text(drive):
     scheduler.arrive(0, *agreement("same"))
     scheduler.arrive(1, *agreement("same"))
     assert scheduler.sent == {
-        0: [Departed(Place.AGREEMENT, "plan 0")],
-        1: [Departed(Place.AGREEMENT, "plan 0")],
+        0: [Departed(MeetingKind.AGREEMENT, "plan 0")],
+        1: [Departed(MeetingKind.AGREEMENT, "plan 0")],
     }
 
 
@@ -162,7 +162,7 @@ def test_a_barrier_waits_for_workers_that_make_progress_and_names_those_that_do_
 
 def test_workers_at_the_end_wait_for_the_others_as_long_as_they_live(drive):
     scheduler = drive(num_workers=2, receive_timeout_s=60, node_timeout_s=10_000).form()
-    scheduler.arrive(0, Place.FINISH)
+    scheduler.arrive(0, MeetingKind.FINISH)
     scheduler.pass_time(1000, step_s=1)
     assert scheduler.state.phase is Phase.RUNNING
 

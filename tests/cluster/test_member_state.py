@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.identity import Position, failure_of
-from graphsplit.cluster.member_state import (
+from graphsplit.cluster.member.identity import Position, failure_of
+from graphsplit.cluster.member.state_machine import (
     BeginGeneration,
     EndJob,
     MemberPhase,
@@ -12,15 +12,15 @@ from graphsplit.cluster.member_state import (
     ShowText,
     Tell,
 )
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
     Arrive,
     Departed,
     FailureNoted,
     Formed,
+    MeetingKind,
     Peer,
-    Place,
     Progress,
     Ready,
     Refused,
@@ -96,20 +96,20 @@ def test_an_abort_ends_the_job_once(running):
 
 
 def test_a_worker_leaves_a_place_when_told_and_is_finished_after_the_last(running):
-    assert running.arrive(Place.BARRIER, "x") == Arrive(Place.BARRIER, "x", number=1)
-    assert running.handle(Departed(Place.BARRIER, "x", 1)) == []
+    assert running.arrive(MeetingKind.BARRIER, "x") == Arrive(MeetingKind.BARRIER, "x", number=1)
+    assert running.handle(Departed(MeetingKind.BARRIER, "x", 1)) == []
     assert running.waits_at is None
-    assert running.arrive(Place.FINISH) == Arrive(Place.FINISH, number=2)
-    running.handle(Departed(Place.BARRIER, "x", 1))  # once more
+    assert running.arrive(MeetingKind.FINISH) == Arrive(MeetingKind.FINISH, number=2)
+    running.handle(Departed(MeetingKind.BARRIER, "x", 1))  # once more
     assert running.waits_at is not None
-    running.handle(Departed(Place.FINISH, number=2))
+    running.handle(Departed(MeetingKind.FINISH, number=2))
     assert running.phase is MemberPhase.FINISHED
     assert running.lose_stream("closed") == []
 
 
 def test_being_let_go_from_where_one_does_not_wait_is_an_error(running):
-    running.arrive(Place.BARRIER, "x")
-    (end,) = running.handle(Departed(Place.BARRIER, "y"))
+    running.arrive(MeetingKind.BARRIER, "x")
+    (end,) = running.handle(Departed(MeetingKind.BARRIER, "y"))
     assert "let us go from barrier 'y'" in end.cause.message
 
 

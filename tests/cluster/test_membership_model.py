@@ -12,7 +12,7 @@ from membership_failures import KINDS, Budget
 from membership_head import RULES
 from membership_model import Model
 
-from graphsplit.cluster.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
 
 # Seconds of computing each on an idle core; on a busy machine many times that.
 pytestmark = pytest.mark.timeout(900)

@@ -17,8 +17,8 @@ from cluster_helpers import DEADLINE_S
 from prometheus_client.parser import text_string_to_metric_families
 from security_helpers import authority, protection, worker_name
 
-from graphsplit.cluster.messages import Heartbeat
-from graphsplit.cluster.status_metrics import status_metrics
+from graphsplit.cluster.status.metrics import status_metrics
+from graphsplit.cluster.wire.messages import Heartbeat
 from graphsplit.errors import ConfigurationError
 from graphsplit.metrics_port import GAUGE, Metric, serve_metrics
 from graphsplit.root_cause import Location

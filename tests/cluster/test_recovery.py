@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphsplit.cluster.decisions import job_state
-from graphsplit.cluster.decisions.job_state import Phase
-from graphsplit.cluster.events import Connected, Disconnected, Received, Tick
-from graphsplit.cluster.image import JobImage
-from graphsplit.cluster.member_state import (
+from graphsplit.cluster.member.state_machine import (
     EndGeneration,
     EndJob,
     MemberPhase,
@@ -18,7 +14,12 @@ from graphsplit.cluster.member_state import (
     Reconnect,
     Tell,
 )
-from graphsplit.cluster.messages import (
+from graphsplit.cluster.scheduler.job import state as job_state
+from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Received, Tick
+from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.state_machine import SchedulerState
+from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
     Arrive,
@@ -26,8 +27,8 @@ from graphsplit.cluster.messages import (
     Failed,
     Formed,
     Heartbeat,
+    MeetingKind,
     Peer,
-    Place,
     Ready,
     Recovering,
     Refused,
@@ -35,7 +36,6 @@ from graphsplit.cluster.messages import (
     Resume,
     Started,
 )
-from graphsplit.cluster.scheduler_state import SchedulerState
 from graphsplit.failure import FailureCause
 
 OFFER = {"grpc": "10.0.0.9:1"}
@@ -142,7 +142,7 @@ def test_nobody_who_comes_back_in_time_ends_the_job_with_the_first_cause(recover
 
 
 def test_messages_of_the_past_do_not_count(recovering, registration):
-    past = Arrive(Place.BARRIER, "x")
+    past = Arrive(MeetingKind.BARRIER, "x")
     recovering.say(0, past, generation=1)
     recovering.say(0, Heartbeat(99, "step 99"), generation=1)
     recovering.say(0, Failed(FailureCause("lost", "TransportError: link", rank=0)), generation=1)
@@ -153,9 +153,9 @@ def test_messages_of_the_past_do_not_count(recovering, registration):
     recovering.say(1, past, generation=1)
     assert (recovering.state.phase, recovering.state.generation) == (Phase.RUNNING, 2)
     for node in (0, 1, 12):
-        recovering.say(node, Arrive(Place.BARRIER, "now"))
+        recovering.say(node, Arrive(MeetingKind.BARRIER, "now"))
         assert recovering.exit is None
-    assert recovering.last(0) == Departed(Place.BARRIER, "now")
+    assert recovering.last(0) == Departed(MeetingKind.BARRIER, "now")
 
 
 def test_what_a_script_did_itself_ends_even_a_job_that_recovers(recovering):
@@ -199,23 +199,23 @@ def test_a_worker_of_another_job_is_refused(drive, registration):
 
 def test_a_stream_that_is_back_within_the_grace_disturbs_nobody(drive, registration):
     scheduler = drive(num_workers=2, recovery="wait_rejoin").form()
-    scheduler.arrive(0, Place.BARRIER, "x")
+    scheduler.arrive(0, MeetingKind.BARRIER, "x")
     scheduler.feed(Disconnected(1))
     scheduler.register(11, registration("1", resume=Resume("ab" * 16, 1, 1)))
     scheduler.pass_time(1)
     assert (scheduler.state.phase, scheduler.state.generation) == (Phase.RUNNING, 1)
-    scheduler.arrive(11, Place.BARRIER, "x")
-    assert scheduler.last(11) == Departed(Place.BARRIER, "x")
+    scheduler.arrive(11, MeetingKind.BARRIER, "x")
+    assert scheduler.last(11) == Departed(MeetingKind.BARRIER, "x")
 
 
 def test_a_worker_that_missed_a_departure_is_let_go_when_it_arrives_again(drive, registration):
     scheduler = drive(num_workers=2, recovery="wait_rejoin").form()
-    scheduler.arrive(1, Place.BARRIER, "x")
+    scheduler.arrive(1, MeetingKind.BARRIER, "x")
     scheduler.feed(Disconnected(1))
-    scheduler.arrive(0, Place.BARRIER, "x")
+    scheduler.arrive(0, MeetingKind.BARRIER, "x")
     scheduler.register(11, registration("1", resume=Resume("ab" * 16, 1, 1)))
-    scheduler.say(11, Arrive(Place.BARRIER, "x", number=1))
-    assert scheduler.last(11) == Departed(Place.BARRIER, "x", 1)
+    scheduler.say(11, Arrive(MeetingKind.BARRIER, "x", number=1))
+    assert scheduler.last(11) == Departed(MeetingKind.BARRIER, "x", 1)
 
 
 def test_links_that_stay_broken_are_not_recovered_from_for_ever(drive):
@@ -290,10 +290,10 @@ def come_back(scheduler, registration, node, rank, num_departed=0, generation=1)
 def test_a_restored_scheduler_learns_from_its_workers_which_meetings_are_over(drive, registration):
     scheduler = restored(drive(num_workers=2, keeps_journal=True).form(), "running")
     come_back(scheduler, registration, 21, 1)
-    scheduler.say(21, Arrive(Place.BARRIER, "x", number=1))
+    scheduler.say(21, Arrive(MeetingKind.BARRIER, "x", number=1))
     assert scheduler.last(21) == Started(1)
     come_back(scheduler, registration, 20, 0, num_departed=1)
-    assert scheduler.last(21) == Departed(Place.BARRIER, "x", 1)
+    assert scheduler.last(21) == Departed(MeetingKind.BARRIER, "x", 1)
 
 
 def test_a_plan_that_never_ran_is_given_up_by_a_restored_scheduler(drive, registration):
@@ -330,8 +330,8 @@ def test_how_a_job_ended_is_told_by_a_restored_scheduler_too(drive, registration
 
     scheduler = restored(drive(num_workers=2, keeps_journal=True).form(), "draining")
     come_back(scheduler, registration, 20, 0, num_departed=3)
-    scheduler.say(20, Arrive(Place.FINISH, number=4))
-    assert scheduler.last(20) == Departed(Place.FINISH, number=4)
+    scheduler.say(20, Arrive(MeetingKind.FINISH, number=4))
+    assert scheduler.last(20) == Departed(MeetingKind.FINISH, number=4)
 
 
 # A worker.
@@ -350,7 +350,7 @@ def member():
 
 
 def test_a_worker_leaves_its_generation_and_enters_the_next(member):
-    member.arrive(Place.BARRIER, "x")
+    member.arrive(MeetingKind.BARRIER, "x")
     assert member.handle(Recovering(2, LOST), 2) == [EndGeneration(LOST)]
     assert (member.phase, member.waits_at) == (MemberPhase.RECOVERING, None)
     assert member.offer(OFFER) == [Tell(Rejoin(2, OFFER))]
@@ -375,13 +375,13 @@ def test_departures_and_plans_of_the_past_do_not_count(member):
     member.handle(Formed(0, "job", 2, 7, PEERS), 2)
     assert member.handle(Started(1), 1) == []
     member.handle(Started(2), 2)
-    member.arrive(Place.BARRIER, "x")
-    assert member.handle(Departed(Place.BARRIER, "x", 1), 1) == []
+    member.arrive(MeetingKind.BARRIER, "x")
+    assert member.handle(Departed(MeetingKind.BARRIER, "x", 1), 1) == []
     assert member.waits_at is not None
 
 
 def test_a_worker_whose_stream_broke_says_where_it_stands(member, registration):
-    arrival = member.arrive(Place.BARRIER, "x")
+    arrival = member.arrive(MeetingKind.BARRIER, "x")
     assert member.lose_stream("closed") == [Reconnect("closed")]
     said = member.registration(registration("0"))
     assert said.resume == Resume("job", 1, 0, 0)
@@ -403,7 +403,7 @@ def test_a_worker_that_is_not_expected_any_more_ends(member):
 
 def test_a_scheduler_that_does_not_come_back_is_given_up(member):
     member.lose_stream("closed")
-    (end,) = member.give_up("closed; then: UNAVAILABLE")
+    (end,) = member.lose_scheduler("closed; then: UNAVAILABLE")
     assert end.cause.kind == "scheduler_lost"
 
 

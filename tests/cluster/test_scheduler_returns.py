@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_helpers import DEADLINE_S, Joined, Process, wait_until
 
-from graphsplit.cluster.member import Member, NodeIdentity
+from graphsplit.cluster.member.member import Member, NodeIdentity
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.settings import ClusterSettings
 

@@ -12,11 +12,11 @@ import pytest
 from cluster_helpers import DEADLINE_S, LiveCluster
 from security_helpers import SCHEDULER_NAME, expired, protection, worker_name
 
-from graphsplit.cluster import admission
-from graphsplit.cluster.codec import decode_scheduler, encode_worker
-from graphsplit.cluster.member import Member
-from graphsplit.cluster.messages import Accepted, Formed, Heartbeat, Refused
-from graphsplit.cluster.rpc import METHOD, PURPOSE, SERVICE
+from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.scheduler import admission
+from graphsplit.cluster.wire.codec import encode_worker, open_scheduler
+from graphsplit.cluster.wire.messages import Accepted, Formed, Heartbeat, Refused
+from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE
 from graphsplit.errors import ClusterError, ConfigurationError, RegistrationRefusedError
 from graphsplit.security.grpc_ports import open_channel
 from graphsplit.security.handshake import Dialer
@@ -84,7 +84,7 @@ class Stranger:
 
         call = session(requests(), metadata=metadata, timeout=DEADLINE_S)
         try:
-            return decode_scheduler(next(call))
+            return open_scheduler(next(call))[1]
         except StopIteration:
             return None
         except grpc.RpcError as error:
@@ -245,7 +245,7 @@ def test_guessing_is_slowed_down_and_does_not_fill_the_log(start_cluster, strang
 
 
 def test_a_scheduler_does_not_listen_beyond_loopback_without_protection(start_cluster):
-    from graphsplit.cluster.scheduler import serve
+    from graphsplit.cluster.scheduler.server import serve
     from graphsplit.settings import ClusterSettings
 
     with pytest.raises(ConfigurationError, match=r"the scheduler would listen on 0\.0\.0\.0"):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster import session as sessions
-from graphsplit.cluster.codec import decode_worker
-from graphsplit.cluster.messages import Failed, Fence, Heartbeat, Register
-from graphsplit.cluster.rpc import PURPOSE
-from graphsplit.cluster.session import Session
+from graphsplit.cluster.member import session as sessions
+from graphsplit.cluster.member.session import Session
+from graphsplit.cluster.wire.codec import open_worker
+from graphsplit.cluster.wire.messages import Failed, Fence, Heartbeat, Register
+from graphsplit.cluster.wire.rpc import PURPOSE
 from graphsplit.failure import FailureCause
 from graphsplit.security.handshake import Listener
 from graphsplit.security.protection import Protection
@@ -75,6 +75,6 @@ def test_what_is_said_early_waits_until_this_worker_has_proved_itself(
     session.send(Failed(FailureCause("lost", "a link broke")))
     scheduler.may_prove.set()
     assert scheduler.listener.accepts(next(scheduler.requests))
-    assert isinstance(decode_worker(next(scheduler.requests)), Register)
-    assert isinstance(decode_worker(next(scheduler.requests)), Failed)
+    assert isinstance(open_worker(next(scheduler.requests))[1], Register)
+    assert isinstance(open_worker(next(scheduler.requests))[1], Failed)
     session.close(timeout_s=0.1)

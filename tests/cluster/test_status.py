@@ -12,18 +12,13 @@ from cluster_helpers import DEADLINE_S, wait_until
 from security_helpers import SCHEDULER_NAME, protection, worker_name
 
 from graphsplit.cli.main import main
-from graphsplit.cluster import scheduler as scheduler_module
-from graphsplit.cluster.codec import MessageError
-from graphsplit.cluster.rpc import SERVICE, STATUS_METHOD
-from graphsplit.cluster.status import JobStatus, WorkerStatus
-from graphsplit.cluster.status_client import fetch_status
-from graphsplit.cluster.status_codec import (
-    check_request,
-    decode_status,
-    encode_request,
-    encode_status,
-)
-from graphsplit.cluster.status_text import status_object, status_table
+from graphsplit.cluster.scheduler import server as scheduler_module
+from graphsplit.cluster.status.client import fetch_status
+from graphsplit.cluster.status.job_status import JobStatus, StatusRequest, WorkerStatus
+from graphsplit.cluster.status.table import status_object, status_table
+from graphsplit.cluster.wire.codec import layout_of
+from graphsplit.cluster.wire.fields import MessageError
+from graphsplit.cluster.wire.rpc import SERVICE, STATUS_METHOD
 from graphsplit.errors import ClusterError
 from graphsplit.root_cause import FailureCause, Location
 from graphsplit.security.options import SecurityOptions
@@ -77,18 +72,19 @@ def test_what_programs_read():
 
 
 def test_a_status_arrives_as_it_was_sent_and_nonsense_is_refused():
-    assert decode_status(encode_status(STATUS)) == STATUS
-    check_request(encode_request())
+    layout, request = layout_of(JobStatus), layout_of(StatusRequest)
+    assert layout.decode(layout.encode(STATUS)) == STATUS
+    request.decode(request.encode(StatusRequest()))
     for data in (b"\xff", b"\x0a\x01a"):
         with pytest.raises(MessageError):
-            check_request(data)
+            request.decode(data)
         with pytest.raises(MessageError):
-            decode_status(data)
+            layout.decode(data)
     wrong = STATUS.workers[0].__class__(0, "0", "h", 1, state="asleep")
     with pytest.raises(MessageError, match="state"):
-        decode_status(encode_status(JobStatus("j", "p", 1, 1, workers=(wrong,))))
+        layout.decode(layout.encode(JobStatus("j", "p", 1, 1, workers=(wrong,))))
     with pytest.raises(MessageError, match="nan seconds"):
-        decode_status(encode_status(JobStatus("j", "p", 1, 1, seconds=float("nan"))))
+        layout.decode(layout.encode(JobStatus("j", "p", 1, 1, seconds=float("nan"))))
 
 
 def test_a_job_can_be_asked_while_it_forms_and_while_it_runs(start_cluster):
@@ -135,7 +131,8 @@ def test_a_job_with_a_token_tells_only_those_who_know_it(start_cluster):
     # Somebody who does not wait for the scheduler's proof, and invents one of their own.
     channel = grpc.insecure_channel(f"127.0.0.1:{cluster.port}")
     call = channel.stream_stream(f"/{SERVICE}/{STATUS_METHOD}")(
-        iter([b"x" * 32, encode_request()]), metadata=(("graphsplit-nonce-bin", b"n" * 32),)
+        iter([b"x" * 32, layout_of(StatusRequest).encode(StatusRequest())]),
+        metadata=(("graphsplit-nonce-bin", b"n" * 32),),
     )
     with pytest.raises(grpc.RpcError, match="does not know the job's token"):
         next(call)
@@ -156,7 +153,8 @@ def test_under_tls_any_certificate_of_the_job_may_ask_and_no_other(start_cluster
         with pytest.raises(ClusterError, match="no status from"):
             ask(cluster, wrong)
     monkeypatch.setattr(
-        "graphsplit.cluster.member.load_protection", lambda *_, **__: protection(worker_name(0))
+        "graphsplit.cluster.member.member.load_protection",
+        lambda *_, **__: protection(worker_name(0)),
     )
     finish(cluster, cluster.join_all("0"))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.messages import Failed, Heartbeat, Place
-from graphsplit.cluster.status import JobStatus, WorkerStatus
-from graphsplit.cluster.watchdog import Watchdog, stall_report
+from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
+from graphsplit.cluster.status.watchdog import Watchdog, stall_report
+from graphsplit.cluster.wire.messages import Failed, Heartbeat, MeetingKind
 from graphsplit.failure import FailureCause
 from graphsplit.root_cause import Location
 
@@ -102,7 +102,7 @@ def test_at_the_timeout_the_chain_is_told_before_the_cause(drive):
 
 def test_a_worker_that_has_finished_is_not_expected_to_make_progress(drive):
     scheduler = drive(num_workers=2, node_timeout_s=1000).form()
-    scheduler.arrive(0, Place.FINISH)
+    scheduler.arrive(0, MeetingKind.FINISH)
     scheduler.pass_time(59)
     scheduler.say(1, Heartbeat(1, "saving"))
     scheduler.pass_time(59)
@@ -113,7 +113,7 @@ def test_a_worker_that_has_finished_is_not_expected_to_make_progress(drive):
 def test_what_a_job_is_doing_is_told(drive, step):
     scheduler = drive(num_workers=3).form()
     scheduler.now = 12.0
-    scheduler.arrive(2, Place.BARRIER, "barrier 1")
+    scheduler.arrive(2, MeetingKind.BARRIER, "barrier 1")
     scheduler.say(1, Heartbeat(41, "train step 4", location=Location(step=step)))
     scheduler.now = 15.0
     status = scheduler.state.status(scheduler.now)

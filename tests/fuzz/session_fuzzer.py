@@ -25,11 +25,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from graphsplit.cluster.codec import decode_scheduler, encode_worker
-from graphsplit.cluster.member import Member, NodeIdentity
-from graphsplit.cluster.messages import Arrive, Heartbeat, Place, Refused, Register
-from graphsplit.cluster.rpc import METHOD, PURPOSE, SERVICE
-from graphsplit.cluster.scheduler import serve
+from graphsplit.cluster.member.member import Member, NodeIdentity
+from graphsplit.cluster.scheduler.server import serve
+from graphsplit.cluster.wire.codec import encode_worker, open_scheduler
+from graphsplit.cluster.wire.messages import Arrive, Heartbeat, MeetingKind, Refused, Register
+from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE
 from graphsplit.failure import AbortSignal
 from graphsplit.security.handshake import Dialer
 from graphsplit.security.options import SecurityOptions
@@ -51,7 +51,7 @@ BAD_FIRST = [
     b"",
     b"\xff" * 64,
     encode_worker(Heartbeat(1)),
-    encode_worker(Arrive(Place.FINISH)),
+    encode_worker(Arrive(MeetingKind.FINISH)),
     encode_worker(replace(REGISTER, num_workers=NUM_WORKERS + 1)),
     encode_worker(replace(REGISTER, wished_rank=NUM_WORKERS)),
     encode_worker(replace(REGISTER, wished_rank=-1)),
@@ -103,7 +103,7 @@ class Strangers(RuleBasedStateMachine):
         call = session(iter(sent), metadata=metadata, timeout=DEADLINE_S)
         try:
             for answer in call if wait else ():
-                assert isinstance(decode_scheduler(answer), Refused)
+                assert isinstance(open_scheduler(answer)[1], Refused)
         except grpc.RpcError:
             pass
         finally:
@@ -142,7 +142,7 @@ class Strangers(RuleBasedStateMachine):
                 outgoing.put(answer)
                 outgoing.put(first)
                 for reply in call:
-                    assert isinstance(decode_scheduler(reply), Refused)
+                    assert isinstance(open_scheduler(reply)[1], Refused)
         except grpc.RpcError:
             pass
         finally:

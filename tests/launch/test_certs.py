@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from cryptography import x509
 
-from graphsplit.cli.environment import job_children
+from graphsplit.cli.launch.environment import job_children
 from graphsplit.cli.main import main
 from graphsplit.security.names import SCHEDULER, WORKER
 from graphsplit.security.options import SecurityOptions

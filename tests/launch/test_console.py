@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import io
 
-from graphsplit.cli.console import UPDATE_INTERVAL_S, Console, Sink
-from graphsplit.cli.lines import Piece
+from graphsplit.cli.launch.console import UPDATE_INTERVAL_S, Console, Sink
+from graphsplit.cli.launch.lines import Piece
 
 
 class FakeClock:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from graphsplit.cli.ending import (
+from graphsplit.cli.launch.ending import (
     EX_TIMEOUT,
     GRACE_S,
     SCHEDULER_LINGER_S,

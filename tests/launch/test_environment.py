@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from graphsplit.cli import environment
-from graphsplit.cli.environment import find_free_port, job_children
+from graphsplit.cli.launch import environment
+from graphsplit.cli.launch.environment import find_free_port, job_children
 
 
 def test_a_scheduler_and_ranked_workers_share_the_address() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphsplit.cli.ending import JobEnding
-from graphsplit.cli.scheduler_line import SchedulerLine
-from graphsplit.cli.verdict import verdict
+from graphsplit.cli.launch.ending import JobEnding
+from graphsplit.cli.launch.scheduler_line import SchedulerLine
+from graphsplit.cli.launch.verdict import verdict
 from graphsplit.launcher_line import Beat, Over
 from graphsplit.reports import Report
 

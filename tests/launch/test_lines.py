@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from graphsplit.cli.lines import MAX_LINE_BYTES, LineCutter, Piece
+from graphsplit.cli.launch.lines import MAX_LINE_BYTES, LineCutter, Piece
 
 
 def update(text: bytes) -> Piece:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from graphsplit.cli.ending import JobEnding
-from graphsplit.cli.verdict import verdict
+from graphsplit.cli.launch.ending import JobEnding
+from graphsplit.cli.launch.verdict import verdict
 from graphsplit.reports import VARIABLE, Report, read_report, write_report
 from graphsplit.root_cause import FailureCause, Location
 

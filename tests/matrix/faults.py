@@ -19,13 +19,13 @@ from typing import Any
 
 from moments import after_snapshots, before, before_instructions
 
-from graphsplit.cluster.connection import Connection
-from graphsplit.cluster.decisions import ending, recovery
-from graphsplit.cluster.events import Received
-from graphsplit.cluster.member import Member
-from graphsplit.cluster.member_state import MemberState
-from graphsplit.cluster.messages import Arrive, Place, Register
-from graphsplit.cluster.scheduler_state import SchedulerState
+from graphsplit.cluster.member.connection import Connection
+from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.member.state_machine import MemberState
+from graphsplit.cluster.scheduler.decisions import ending, recovery
+from graphsplit.cluster.scheduler.job.events import Received
+from graphsplit.cluster.scheduler.state_machine import SchedulerState
+from graphsplit.cluster.wire.messages import Arrive, MeetingKind, Register
 from graphsplit.failure import AbortSignal
 from graphsplit.train.checkpoint.files import TensorFileWriter
 from graphsplit.train.planner import Planner
@@ -154,7 +154,7 @@ class Injector:
             effects = handle(state, event, now)
             if is_first_word:
                 self._here("REGISTERED")
-            if isinstance(message, Arrive) and message.place is Place.FINISH:
+            if isinstance(message, Arrive) and message.kind is MeetingKind.FINISH:
                 victim = self._fault.victim
                 worker = state._job.roster.get(event.node)
                 if victim == "scheduler" or (worker and f"worker {worker.rank}" == victim):

@@ -26,7 +26,7 @@ from typing import IO
 import torch
 from torch import nn
 
-from graphsplit.cli.environment import ChildSpec
+from graphsplit.cli.launch.environment import ChildSpec
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -38,7 +38,7 @@ def warm_up() -> None:
     No thread is started, and nothing of graphsplit is run.
     """
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-    for name in ("grpc.aio", "graphsplit.cluster.scheduler", "graphsplit.train.model"):
+    for name in ("grpc.aio", "graphsplit.cluster.scheduler.server", "graphsplit.train.model"):
         importlib.import_module(name)
     torch.export.export(nn.Linear(2, 2), (torch.zeros(2, 2),), strict=False)
     assert threading.enumerate() == [threading.main_thread()], threading.enumerate()

@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphsplit.cli.console import Console, Sink
-from graphsplit.cli.environment import find_free_port, job_children
-from graphsplit.cli.supervise import Restarts, supervise
+from graphsplit.cli.launch.console import Console, Sink
+from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.supervise import Restarts, supervise
 from matrix.faults import HIT, TOLD, Fault
 from matrix.forked import start_forked
 from matrix.table import Row

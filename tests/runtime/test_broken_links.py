@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster import failure_reports
-from graphsplit.cluster.member import Member
+from graphsplit.cluster.member.member import Member, failure_reports
 from graphsplit.errors import JobFailedError, MembershipChangedError, TransportError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.runtime.job import Job

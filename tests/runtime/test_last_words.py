@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster.identity import failure_of
+from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import JobFailedError
 from graphsplit.failure import AbortSignal
 from graphsplit.root_cause import FailureCause

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from graphsplit.cli.environment import ChildSpec
+from graphsplit.cli.launch.environment import ChildSpec
 from matrix.forked import ForkedChild, start_forked
 from matrix.network.namespaces import visiting
 

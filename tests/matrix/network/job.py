@@ -26,8 +26,8 @@ from nets import Fan
 from training_state import digest, parts, place_parts, say, say_state
 
 import graphsplit as gs
-from graphsplit.cluster.member import Member
-from graphsplit.cluster.member_state import MemberState
+from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.member.state_machine import MemberState
 from matrix.network.switch import ask
 
 

@@ -25,8 +25,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from graphsplit.cli.environment import ChildSpec, job_children
-from graphsplit.cluster.limits import MAX_UNEXPLAINED_RECOVERIES
+from graphsplit.cli.launch.environment import ChildSpec, job_children
+from graphsplit.cluster.wire.limits import MAX_UNEXPLAINED_RECOVERIES
 from matrix.forked import warm_up
 from matrix.network.cases import cases
 from matrix.network.cluster import Processes

@@ -1,0 +1,1 @@
+"""Starts the processes of one job on this machine, watches over them, and says how they ended."""

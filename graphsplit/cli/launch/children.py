@@ -1,0 +1,94 @@
+"""Starts processes that cannot outlive the launcher, and ends them with all their children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import IO, Protocol
+
+from graphsplit.cli.launch.environment import ChildSpec
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child(Protocol):
+    """A process that leads a group of its own; what is used here of ``subprocess.Popen``."""
+
+    pid: int
+    returncode: int | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    def wait(self) -> int:
+        """Wait for its end and return its return code; ``-N`` if signal N ended it."""
+        ...
+
+
+StartChild = Callable[[ChildSpec, Sequence[str], Sequence[int]], Child]
+
+
+def start_child(
+    spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start one process in a process group of its own, with pipes for its output.
+
+    It keeps the open files with the numbers in ``kept``, and no others.
+
+    A group of its own means that the terminal's Ctrl-C reaches the launcher alone, which then
+    decides who gets what, and that one signal reaches the process with all its children.
+
+    [Note: one session] All stay in the launcher's session. Linux shares cores out among sessions
+    (autogroups), and a worker that waits and yields its core would yield it to its own session
+    only: it took half of a core from the very worker that it waited for.
+    """
+    return subprocess.Popen(
+        command,
+        env=dict(spec.variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=kept,
+        # Safe here: the launcher has one thread only.
+        preexec_fn=_make_setup(),
+    )
+
+
+def signal_group(child: Child, signum: signal.Signals) -> None:
+    """Send a signal to a process that was not yet waited for, and to its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signum)
+
+
+def collect_if_ended(child: Child) -> int | None:
+    """Return the return code of a process that has ended, after ending its children."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    if os.waitid(os.P_PID, child.pid, options) is None:
+        return None
+    # While it is not yet waited for, its group's number cannot belong to anybody else.
+    signal_group(child, signal.SIGKILL)
+    return child.wait()
+
+
+def _make_setup() -> Callable[[], None]:
+    """Return what the new process does before it becomes the user's script."""
+    # Loaded here: between fork and exec as little as possible may happen.
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    parent = os.getpid()
+
+    def setup() -> None:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # The terminal is the launcher's: using it is an error, and must not stop the process.
+        for signum in (signal.SIGTTIN, signal.SIGTTOU):
+            signal.signal(signum, signal.SIG_IGN)
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # the launcher died before the line above could take effect
+
+    return setup

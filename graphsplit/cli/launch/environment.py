@@ -1,0 +1,161 @@
+"""The names and the environment variables of the processes of a job on this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphsplit.cli.launch.ending import SCHEDULER
+
+GIB, MIB = 1 << 30, 1 << 20
+
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT, _LAST_PORT = 10_000, 65_535  # well-known services have lower ones
+_PORT_TRIES = 50
+_OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process to start.
+
+    Attributes:
+        name: As it is shown to people: ``"scheduler"`` or ``"worker 3"``.
+        variables: Its whole environment.
+    """
+
+    name: str
+    variables: Mapping[str, str] = field(repr=False)
+
+    @property
+    def file_stem(self) -> str:
+        """The name as part of a file name."""
+        return self.name.replace(" ", "_")
+
+
+def job_children(
+    base: Mapping[str, str],
+    *,
+    num_workers: int,
+    host: str,
+    port: int,
+    certificates: Path | None = None,
+) -> tuple[ChildSpec, ...]:
+    """Return the scheduler and the workers.
+
+    Where ``base`` has no secret for the job, they get one that nobody else knows.
+
+    Args:
+        base: The environment they start from.
+        num_workers: How many workers there are.
+        host: Where the scheduler listens.
+        port: Its port.
+        certificates: A folder with a certificate for each of them, for mutual TLS.
+    """
+    shared = {**_defaults(), **base}
+    if not (base.get("GS_JOB_TOKEN") or base.get("GS_JOB_TOKEN_FILE")):
+        # In the environment, which only this user can read; never in an argument.
+        shared["GS_JOB_TOKEN"] = secrets.token_urlsafe(32)
+    shared |= {
+        "MS_WORKER_NUM": str(num_workers),
+        "MS_SCHED_HOST": host,
+        "MS_SCHED_PORT": str(port),
+    }
+    # One that the shell left behind must not become the rank of every process.
+    shared.pop("MS_NODE_ID", None)
+    own = {"MS_ROLE": "MS_SCHED", **_tls(certificates, "scheduler")}
+    children = [ChildSpec(SCHEDULER, {**shared, **own})]
+    for rank in range(num_workers):
+        own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
+        own |= _tls(certificates, f"worker-{rank}")
+        children.append(ChildSpec(f"worker {rank}", {**shared, **own}))
+    return tuple(children)
+
+
+def lone_child(base: Mapping[str, str], name: str) -> ChildSpec:
+    """One process that runs a script by itself, with all else as a job's processes have it."""
+    variables = {**_defaults(), **base}
+    for variable in _OF_A_JOB:
+        variables.pop(variable, None)
+    return ChildSpec(name, variables)
+
+
+def _tls(folder: Path | None, name: str) -> dict[str, str]:
+    """The files of one process in a folder that ``graphsplit certs`` filled."""
+    if folder is None:
+        return {}
+    files = {"GS_TLS_CA": "ca.pem", "GS_TLS_CERT": f"{name}.pem", "GS_TLS_KEY": f"{name}.key"}
+    return {variable: str((folder / file).absolute()) for variable, file in files.items()}
+
+
+def _defaults() -> dict[str, str]:
+    """Variables that are set only where the user did not set them."""
+    return {
+        # The number of threads changes the order of sums, and with it the bits.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Otherwise glibc returns memory after each step and pays for it with page faults.
+        "MALLOC_TRIM_THRESHOLD_": str(GIB),
+        "MALLOC_MMAP_THRESHOLD_": str(_mmap_threshold_bytes()),
+    }
+
+
+def _mmap_threshold_bytes() -> int:
+    """The largest threshold that this machine's glibc accepts; it ignores larger ones."""
+    try:
+        _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except (OSError, ValueError):
+        return 32 * MIB
+    return GIB if (major, minor) >= (2, 35) else 32 * MIB
+
+
+def find_free_port(host: str) -> int:
+    """Return a TCP port that is free on ``host`` right now.
+
+    The scheduler imports for seconds before it listens. So this is none of the ports that the
+    kernel gives to whoever wants any, where one can be had: else another program may be given it
+    meanwhile, and the scheduler can only say so.
+
+    Raises:
+        OSError: Nothing can listen on ``host``.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    low, high = _given_ports()
+    others = [*range(_FIRST_PORT, low), *range(high + 1, _LAST_PORT + 1)]
+    for _ in range(_PORT_TRIES if others else 0):
+        with suppress(_TakenError):
+            return _bind(family, (address[0], secrets.choice(others), *address[2:]))
+    return _bind(family, address)
+
+
+class _TakenError(OSError):
+    """Somebody has this port."""
+
+
+def _bind(family: int, address: tuple[Any, ...]) -> int:
+    """Bind a port for a moment; which one it was."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _TakenError(error.errno, error.strerror) from None
+            raise
+        return int(probe.getsockname()[1])
+
+
+def _given_ports() -> tuple[int, int]:
+    """The first and the last port that the kernel gives to whoever wants any."""
+    try:
+        low, high = map(int, _GIVEN_PORTS.read_text().split())
+    except (OSError, ValueError):
+        return 32_768, 65_535  # all that some system or other gives
+    return low, high

@@ -1,0 +1,71 @@
+"""The launcher's end of its line to the scheduler: what it hears, and until when it waits for more.
+
+A scheduler that has spoken once and then falls silent is frozen, and nobody else could end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from graphsplit.launcher_line import Beat, Line, Note
+
+
+class SchedulerLine:
+    """One line at a time: each life of the scheduler gets its own.
+
+    Args:
+        clock: Seconds that do not run backwards.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._line: Line | None = None
+        self._within_s = 0.0
+        self._deadline_s: float | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[tuple[Line, Line]]:
+        """A new line: our end, and the scheduler's, which is closed here once it has been given."""
+        self.close()
+        self._line, theirs = Line.pair()
+        try:
+            yield self._line, theirs
+        finally:
+            theirs.close()
+
+    @property
+    def line(self) -> Line | None:
+        """Our end, while there is a scheduler."""
+        return self._line
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the scheduler counts as frozen; None while it has not spoken."""
+        return self._deadline_s
+
+    def hear(self) -> list[Note]:
+        """Read the scheduler's notes, its beats aside."""
+        notes = [] if self._line is None else list(self._line.read())
+        beats = [note for note in notes if isinstance(note, Beat)]
+        if beats:
+            self._within_s = beats[-1].within_s
+            self._deadline_s = self._clock() + self._within_s
+        return [note for note in notes if not isinstance(note, Beat)]
+
+    def silent_for(self) -> float | None:
+        """For how many seconds the scheduler has been silent, once that is too long."""
+        if self._deadline_s is None or self._clock() < self._deadline_s:
+            return None
+        return self._within_s
+
+    def say(self, note: Note) -> None:
+        """Tell the scheduler, if there is one."""
+        if self._line is not None:
+            self._line.send(note)
+
+    def close(self) -> None:
+        """The scheduler is gone."""
+        if self._line is not None:
+            self._line.close()
+        self._line = self._deadline_s = None

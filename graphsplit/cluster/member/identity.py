@@ -1,0 +1,215 @@
+"""A worker's identity, position and failures, in forms that fit the protocol's bounds."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from graphsplit.cluster.text import cut_end, cut_middle, encodable
+from graphsplit.cluster.wire import limits
+from graphsplit.errors import (
+    FrameError,
+    GraphsplitError,
+    JobFailedError,
+    MembershipChangedError,
+    ReceiveTimeoutError,
+    StepFailedError,
+    StoppedInOrder,
+    TransportError,
+)
+from graphsplit.frames import line_now, line_of, whole_traceback
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """The properties of a worker that must fit those of the others.
+
+    Attributes:
+        versions: Versions that must be equal everywhere: ``{"graphsplit": "0.1.0",
+            "torch": "2.13.0", "python": "3.11"}``. The scheduler compares all entries.
+        script_digest: SHA-256 of the user's script in hexadecimal; empty if there is no file.
+        num_threads: Threads of one operation. A difference changes bits, so it is reported.
+        cpu_capability: Instruction set of the kernels. A difference is reported likewise.
+        seed: The seed that the script set itself; None if it set none.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    script_digest: str = ""
+    num_threads: int = 0
+    cpu_capability: str = ""
+    seed: int | None = None
+
+
+def _nowhere() -> str:
+    return "before its first step"
+
+
+def _no_location() -> Location:
+    return NOWHERE
+
+
+class Position:
+    """Where this worker is. Written by the computing thread, read once a second by another.
+
+    All attributes are plain writes without a lock: ``progress += 1`` has one writer, and the
+    sources are called only when a heartbeat is due, so they may be slow.
+
+    Attributes:
+        progress: Grows while the worker does its job.
+        text_source: Gives the position in words.
+        location_source: Gives it in parts.
+        waiting_source: Gives whom this worker waits for at this moment, and for what.
+    """
+
+    __slots__ = ("_last_progress", "location_source", "progress", "text_source", "waiting_source")
+
+    def __init__(self) -> None:
+        self.progress: int = 0
+        self.text_source: Callable[[], str] = _nowhere
+        self.location_source: Callable[[], Location] = _no_location
+        self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
+        self._last_progress = -1
+
+    def text(self) -> str:
+        """The position in words; empty if the source has none, or fails."""
+        try:
+            return cut_end(encodable(str(self.text_source())), limits.MAX_POSITION_CHARS)
+        except Exception:  # a position that cannot be told must not end the job
+            return ""
+
+    def location(self) -> Location:
+        """The position in parts; empty if the source has none, or fails."""
+        try:
+            return bounded_location(self.location_source())
+        except Exception:
+            return NOWHERE
+
+    def hold(self) -> None:
+        """Go on telling what is told now, without whoever gives it: nothing is kept of them."""
+        text, location = self.text(), self.location()
+        self.text_source, self.location_source = lambda: text, lambda: location
+
+    def sample(self) -> Location:
+        """The position, and what keeps the worker there: a peer, or a line of the user's.
+
+        The line is looked up only if there was no progress since the sample before.
+        """
+        found = self.location()
+        last, self._last_progress = self._last_progress, self.progress
+        if last != self.progress:
+            return found
+        waiting = self.waiting_source()
+        if waiting is not None:
+            peer, what = waiting
+            return bounded_location(replace(found, waits_for=peer, waits_what=what))
+        main = threading.main_thread().ident
+        frame = sys._current_frames().get(main) if main is not None else None
+        return bounded_location(replace(found, source=line_now(frame)))
+
+
+def failure_kind(error: BaseException) -> str:
+    """The kind of ``FailureCause`` of an error that ended this worker's part.
+
+    An error about a peer (a link that broke, a value that never came) is second-hand: the
+    scheduler prefers what the peer itself has to say, or that it is gone.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, ReceiveTimeoutError):
+        return "timeout"
+    if isinstance(error, TransportError) and not isinstance(error, FrameError):
+        return "lost"
+    return "exception"
+
+
+def failure_of(
+    error: BaseException,
+    *,
+    rank: int,
+    host: str,
+    pid: int,
+    position: str,
+    location: Location = NOWHERE,
+) -> FailureCause | None:
+    """The failure that an error means, or None if it only follows from the job's end."""
+    if isinstance(error, (JobFailedError, MembershipChangedError, StoppedInOrder)):
+        return None
+    found = error.location if isinstance(error, StepFailedError) else location
+    line = _users_line(error)
+    return FailureCause(
+        kind=failure_kind(error),
+        message=failure_message(error),
+        rank=rank,
+        host=host,
+        pid=pid,
+        position=position,
+        traceback=whole_traceback(error),
+        location=found if found.source else replace(found, source=line),
+    )
+
+
+def _users_line(error: BaseException) -> str:
+    """Where the error passed through the user's code, or will when it leaves graphsplit."""
+    trace = error.__traceback__
+    if trace is None:
+        return ""
+    return line_of(trace) or line_now(trace.tb_frame.f_back)
+
+
+def failure_message(error: BaseException) -> str:
+    """The message of an error: ``ValueError: the disk is full``.
+
+    Of the user's errors the first line. Those of graphsplit say in further lines which line of the
+    user's they are about, and what to do; they are kept.
+    """
+    if isinstance(error, StepFailedError) and error.__cause__ is not None:
+        return _first_line(str(error))  # it begins with the error of the operation
+    if isinstance(error, SystemExit):
+        return f"SystemExit: {error.code}: its script left before the job was finished"
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if isinstance(error, GraphsplitError):
+        return summary.removeprefix(f"{GraphsplitError.__module__}.")
+    return _first_line(summary) or "an error"
+
+
+def _first_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0]
+
+
+def bounded(cause: FailureCause) -> FailureCause:
+    """The cause cut to what one message may hold; both ends of a long traceback are kept."""
+    return FailureCause(
+        kind=cause.kind,
+        message=cut_middle(encodable(cause.message), limits.MAX_MESSAGE_CHARS),
+        rank=cause.rank,
+        host=cut_end(encodable(cause.host), limits.MAX_HOST_CHARS),
+        pid=cause.pid,
+        position=cut_end(encodable(cause.position), limits.MAX_POSITION_CHARS),
+        traceback=cut_middle(encodable(cause.traceback), limits.MAX_TRACEBACK_CHARS),
+        location=bounded_location(cause.location),
+    )
+
+
+def bounded_location(location: Location) -> Location:
+    """The location cut to what one message may hold."""
+    parts = {
+        name: _printable(getattr(location, name))
+        for name in ("instruction", "operation", "module", "source", "waits_what")
+    }
+    return replace(location, **parts)  # type: ignore[arg-type]
+
+
+def _printable(text: str) -> str:
+    text = "".join(char if char.isprintable() else "?" for char in encodable(text))
+    return cut_end(text, limits.MAX_PLACE_CHARS)
+
+
+def text_chunks(text: bytes) -> list[bytes]:
+    """The text in pieces of a size for one message; what is beyond the limit is left out."""
+    text = text[: limits.MAX_TEXT_BYTES]
+    size = limits.TEXT_CHUNK_BYTES
+    return [text[start : start + size] for start in range(0, len(text), size)] or [b""]

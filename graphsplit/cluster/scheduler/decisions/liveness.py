@@ -1,0 +1,129 @@
+"""Liveness: a worker is heard from, stands still, falls silent, reports a failure, is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphsplit.cluster.scheduler.decisions import ending, recovery, view
+from graphsplit.cluster.scheduler.job import causes
+from graphsplit.cluster.scheduler.job.events import Drop, ToldByLauncher
+from graphsplit.cluster.scheduler.job.roster import Worker
+from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.wire.limits import FROZEN_AFTER_S
+from graphsplit.cluster.wire.messages import FailureNoted, Heartbeat, Progress
+from graphsplit.failure import FailureCause
+
+
+def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present: bool) -> None:
+    """A worker says where it is, and may ask how far others are."""
+    if is_present:
+        progress = max(worker.progress, beat.progress)
+        if (progress, beat.position) != (worker.progress, worker.position):
+            worker.last_change = job.now
+        worker.progress, worker.position = progress, beat.position
+        worker.location = beat.location
+    if beat.wants_stop:
+        ending.stop_soon(job, f"worker {worker.rank} was asked to end")
+    if beat.watched and job.phase is Phase.RUNNING:
+        asked = set(beat.watched)
+        known = {one.rank: one.progress for one in job.workers_of(asked)}
+        job.send(worker, Progress(known))
+
+
+def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_present: bool) -> None:
+    """A worker failed, or saw that another one did."""
+    job.send(worker, FailureNoted())
+    if not job.is_healthy:
+        return
+    if cause.is_retryable and not is_present:
+        return  # what it saw of a membership that is over; see [Note: fences]
+    # Who it was is what the registration says; only the worker knows the rest.
+    known = worker.cause(cause.kind, cause.message, traceback=cause.traceback)
+    position = cause.position or worker.position
+    known = replace(known, position=position, location=cause.location)
+    job.liveness.suspicion.report(known, job.now)
+
+
+def disconnect(job: JobState, node: int) -> None:
+    """A stream has ended."""
+    job.door.strangers.pop(node, None)
+    if (spare := job.door.spares.pop(node, None)) is not None:
+        job.log(f"{spare.who} does not wait for a rank any more", event="spare_left")
+    worker = job.roster.get(node)
+    if worker is None or not worker.is_connected:
+        return
+    worker.is_connected = False
+    if job.is_healthy:
+        _lose(job, worker, causes.LEFT_EARLY if worker.is_leaving else causes.BROKEN)
+
+
+def note_end(job: JobState, event: ToldByLauncher) -> None:
+    """A process has ended for good. If it was one of ours, its stream may not tell us so."""
+    if not job.is_healthy:
+        return
+    host, note = event.host, event.note
+    worker = next((one for one in job.roster if one.is_process(host, note.pid)), None)
+    cause = causes.ended(note.rank, host, note.pid, note.how, note.error)
+    if job.phase is Phase.FORMING:
+        ending.fail(job, cause)
+    elif worker is not None:
+        _lose(job, worker, causes.ended_process(note.how))
+    elif job.phase is Phase.RECOVERING and note.rank in job.roster.vacant:
+        ending.fail(job, cause)
+
+
+def _lose(job: JobState, worker: Worker, message: str) -> None:
+    if worker.is_lost:
+        return
+    worker.is_lost = True
+    cause = worker.cause("lost", message)
+    if job.phase is Phase.FORMING and job.rules.waits_for_rejoin:
+        job.log(cause.headline, event="worker_lost")
+        job.roster.remove(worker)
+        job.liveness.absent[worker.registration.incarnation] = worker
+        job.effects.append(Drop(worker.node))
+        return
+    job.liveness.suspicion.observe_loss(cause, job.now)
+
+
+def decide(job: JobState) -> None:
+    """Once the root cause of a failure is known: recover from it, or fail."""
+    cause = job.liveness.suspicion.due(job.now) if job.is_healthy else None
+    if cause is None:
+        return
+    if recovery.can_recover(job, cause):
+        recovery.recover(job, cause)
+    else:
+        ending.fail(job, cause)
+
+
+def forgive_own_silence(job: JobState) -> None:
+    """If this process was frozen, what the workers sent meanwhile is not read yet."""
+    gap = job.now - job.liveness.last_tick
+    job.liveness.last_tick = job.now
+    if gap > FROZEN_AFTER_S:
+        for worker in job.roster:
+            worker.last_seen += gap
+
+
+def tick(job: JobState) -> None:
+    """A worker that is silent for too long is lost; one that does not come back is given up."""
+    silence_s = job.rules.silence_s
+    for worker in list(job.roster):
+        if job.now - worker.last_seen <= silence_s:
+            continue
+        was_here = worker.is_connected
+        why = causes.silent(silence_s) if was_here else causes.did_not_return(silence_s)
+        _lose(job, worker, why)
+    absent = job.liveness.absent
+    for incarnation, worker in list(absent.items()):
+        # It may be frozen: whoever started it may replace it.
+        if job.now - worker.last_seen > silence_s:
+            del absent[incarnation]
+            ending.give_up(job, worker, causes.unheard(silence_s))
+
+
+def watch(job: JobState) -> None:
+    """Report a stall now and then, before it ends the job."""
+    if job.phase is Phase.RUNNING and job.liveness.watchdog.is_due(view.still_s(job)):
+        view.log_stall(job, level="warning")

@@ -1,0 +1,78 @@
+"""How a generation is left because a worker was lost, and who takes part in the next one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from graphsplit.cluster.scheduler.decisions import durable, generations
+from graphsplit.cluster.scheduler.job.events import Drop
+from graphsplit.cluster.scheduler.job.meetings import Meeting
+from graphsplit.cluster.scheduler.job.roster import Worker
+from graphsplit.cluster.scheduler.job.state import Gathering, Generation, JobState, Phase
+from graphsplit.cluster.scheduler.job.suspicion import Suspicion
+from graphsplit.cluster.wire.limits import MAX_UNEXPLAINED_RECOVERIES
+from graphsplit.cluster.wire.messages import Recovering, Rejoin
+from graphsplit.failure import FailureCause
+
+
+def can_recover(job: JobState, cause: FailureCause) -> bool:
+    """Whether the job may go on in another generation after this."""
+    return (
+        job.rules.waits_for_rejoin
+        and cause.kind == "lost"
+        and job.phase is not Phase.FORMING
+        and job.recovery.num_unexplained < MAX_UNEXPLAINED_RECOVERIES
+    )
+
+
+def recover(job: JobState, cause: FailureCause) -> None:
+    """Go on without those who are lost; their ranks are vacant."""
+    recovery = job.recovery
+    lost = [worker for worker in job.roster if worker.is_lost]
+    for worker in lost:
+        job.roster.remove(worker)
+        job.liveness.absent[worker.registration.incarnation] = worker
+        recovery.former[worker.rank] = worker
+        job.generation.offering.discard(worker.registration.incarnation)
+        if worker.is_connected:
+            job.effects.append(Drop(worker.node))
+    job.liveness.suspicion = Suspicion()
+    recovery.num_unexplained = 0 if lost else recovery.num_unexplained + 1
+    is_first = job.phase is not Phase.RECOVERING
+    if is_first:
+        recovery.num_recoveries += 1
+        _leave_generation(job, cause)
+    durable.persist(job)
+    if is_first:
+        job.log(
+            f"recovering to generation {job.generation.number} from " + cause.describe(),
+            event="recovering",
+            level="warning",
+        )
+        job.broadcast(Recovering(job.generation.number, cause))
+    generations.fill(job)
+
+
+def _leave_generation(job: JobState, cause: FailureCause) -> None:
+    job.phase = Phase.RECOVERING
+    job.generation = Generation.begun(job.generation.number + 1, job.now)
+    job.recovery.cause = cause
+    job.gathering = Gathering(Meeting(job.rules.num_workers))
+    for worker in job.roster:
+        worker.is_finished = False
+        worker.progress = 0
+
+
+def repeat_recovering(job: JobState, worker: Worker) -> None:
+    """A worker may have missed that its generation is over."""
+    assert job.recovery.cause is not None
+    job.send(worker, Recovering(job.generation.number, job.recovery.cause))
+
+
+def note_offer(job: JobState, worker: Worker, offer: Rejoin) -> None:
+    """A worker has left its generation, and can be reached elsewhere in the next one."""
+    if job.phase is not Phase.RECOVERING or offer.generation != job.generation.number:
+        return
+    worker.registration = replace(worker.registration, endpoints=offer.endpoints)
+    job.generation.offering.add(worker.registration.incarnation)
+    generations.fill(job)

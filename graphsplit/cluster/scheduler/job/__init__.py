@@ -1,0 +1,1 @@
+"""The job as its scheduler knows it. Values, and no rules about what comes next."""

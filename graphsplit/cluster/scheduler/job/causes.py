@@ -1,0 +1,84 @@
+"""The failures that the scheduler finds out by itself, in words that help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graphsplit.cluster.scheduler.job.roster import Worker
+from graphsplit.cluster.text import join_numbers
+from graphsplit.cluster.wire.messages import Arrive
+from graphsplit.failure import FailureCause
+
+LEFT_EARLY = "lost: it left before the job was finished, and reported no error"
+LINGERED = "it did not leave when the job had ended"
+BROKEN = "lost: its connection broke, so its process was killed or crashed"
+
+
+def silent(silence_s: float) -> str:
+    """The message about a worker that fell silent."""
+    return f"lost: {unheard(silence_s)}, so it is frozen or cut off"
+
+
+def unheard(silence_s: float) -> str:
+    """For how long nothing was heard of a worker."""
+    return f"nothing was heard from it for {silence_s:g} s (see MS_NODE_TIMEOUT)"
+
+
+def ended(rank: int, host: str, pid: int, how: str, error: str) -> FailureCause:
+    """The launcher's report about a process that no stream can be asked about any more."""
+    if error:
+        return FailureCause("exception", error, rank=rank, host=host, pid=pid)
+    return FailureCause("lost", ended_process(how), rank=rank, host=host, pid=pid)
+
+
+def ended_process(how: str) -> str:
+    """The message about a worker whose process the launcher saw end."""
+    return f"lost: its process {how}"
+
+
+def did_not_return(silence_s: float) -> str:
+    """The message about a worker that was lost while the scheduler was away."""
+    return (
+        f"lost: it did not come back within {silence_s:g} s (see MS_NODE_TIMEOUT) after the "
+        f"scheduler did"
+    )
+
+
+def incomplete(topo_timeout_s: float, line: str, num_refused: int) -> FailureCause:
+    """Not all workers came while the job was formed."""
+    refused = f"; {num_refused} refused" if num_refused else ""
+    return FailureCause(
+        "timeout",
+        f"not all workers came within {topo_timeout_s:g} s (MS_TOPO_TIMEOUT): {line}{refused}\n"
+        f"  Fix: start the missing workers with this scheduler's address, or look in their logs "
+        f"for why they ended",
+    )
+
+
+def unrecovered(
+    first: FailureCause, topo_timeout_s: float, vacant: Sequence[int], slow: Sequence[int]
+) -> FailureCause:
+    """A job that recovers was not complete in time: the first cause, and who is missing."""
+    parts = []
+    if vacant:
+        parts.append(f"nobody came for ranks {join_numbers(vacant)}")
+    if slow:
+        parts.append(f"workers {join_numbers(slow)} did not leave the former generation")
+    message = (
+        f"{first.message}\n  the job could not recover within {topo_timeout_s:g} s "
+        f"(MS_TOPO_TIMEOUT): {'; '.join(parts) or 'not all workers were ready'}\n"
+        f"  Fix: start the lost worker again with its MS_NODE_ID (graphsplit run --restarts N)"
+    )
+    return replace(first, message=message)
+
+
+def stalled(missing: Sequence[Worker], arrival: Arrive, timeout_s: float) -> FailureCause:
+    """Some workers did not come to a meeting, and make no progress either."""
+    message = (
+        f"workers {join_numbers(worker.rank for worker in missing)} did not come to "
+        f"{arrival.meeting_name}, where the others wait, and made no progress for {timeout_s:g} s "
+        f"(MS_RECEIVE_MSG_TIMEOUT)\n"
+        f"  Fix: if they really need longer, raise MS_RECEIVE_MSG_TIMEOUT"
+    )
+    return missing[0].cause("timeout", message)

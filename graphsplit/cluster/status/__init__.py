@@ -1,0 +1,1 @@
+"""The state of a job, for people and for monitoring."""

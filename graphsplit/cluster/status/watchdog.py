@@ -1,0 +1,111 @@
+"""Turns a stall into a report: who waits for whom, and who is at the end of every chain. Pure.
+
+::
+
+    nobody has made progress for 60 s
+      worker 0 waits for worker 1: relu (conv1): worker 1 -> worker 0 (plan 0, edge 7)
+        which waits for worker 2: step tickets: worker 2 -> worker 1
+          which is at train.py:31, in load (between steps, after step 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphsplit.cluster.status.job_status import FINISHED, JobStatus, WorkerStatus
+from graphsplit.cluster.text import join_numbers
+
+_MOST_CHAINS = 8
+_MOST_LINKS = 16
+_LONGEST_S = 60.0
+
+
+class Watchdog:
+    """Decides when a stall is worth a report: after a while, and then ever more rarely.
+
+    Args:
+        receive_timeout_s: How long a wait may last; the first report comes well before.
+    """
+
+    def __init__(self, receive_timeout_s: float) -> None:
+        self._first_s = min(_LONGEST_S, receive_timeout_s / 5)
+        self._next_s = self._first_s
+
+    def is_due(self, still_s: float) -> bool:
+        """Whether to report now that nobody has made progress for so long."""
+        if still_s < self._first_s:
+            self._next_s = self._first_s
+        if still_s < self._next_s:
+            return False
+        self._next_s = 2 * still_s
+        return True
+
+
+def stall_report(status: JobStatus, still_s: float) -> str:
+    """The report of a stall: who waits for whom, one chain after the other."""
+    chains = list(_chains(status))
+    lines = [f"nobody has made progress for {still_s:.0f} s"]
+    for chain in chains[:_MOST_CHAINS]:
+        lines += [f"{'  ' * (depth + 1)}{line}" for depth, line in enumerate(chain)]
+    if len(chains) > _MOST_CHAINS:
+        lines.append(f"  and {len(chains) - _MOST_CHAINS} more chains like these")
+    return "\n".join(lines)
+
+
+def _chains(status: JobStatus) -> Iterator[list[str]]:
+    """Chains that begin where nobody waits; then those that are circles."""
+    by_rank = {worker.rank: worker for worker in status.workers}
+    awaited = {rank for worker in status.workers for rank in status.waits_for(worker)[:1]}
+    told: set[int] = set()
+    starts = [rank for rank in by_rank if rank not in awaited] + list(by_rank)
+    for start in starts:
+        if start not in told:
+            yield _chain(status, by_rank, start, told)
+
+
+def _chain(
+    status: JobStatus, by_rank: dict[int, WorkerStatus], start: int, told: set[int]
+) -> list[str]:
+    """One chain from a worker on, up to one that does not wait, or was told of already."""
+    lines: list[str] = []
+    passed: list[int] = []
+    rank, subject = start, f"worker {start}"
+    while True:
+        worker = by_rank.get(rank)
+        if worker is None:
+            return [*lines, f"{subject} is not there"]
+        is_known = rank in told
+        told.add(rank)
+        passed.append(rank)
+        waits_for = status.waits_for(worker)
+        if not waits_for:
+            return [*lines, f"{subject} {_place(worker)}"]
+        lines.append(f"{subject} {_wait(worker, waits_for)}")
+        if waits_for[0] in passed:
+            return [*lines, f"worker {waits_for[0]}, in a circle: none of them can go on"]
+        if (is_known and len(passed) > 1) or len(passed) == _MOST_LINKS:
+            return [*lines, "as told above" if is_known else "and so on"]
+        rank, subject = waits_for[0], "which"
+
+
+def _wait(worker: WorkerStatus, waits_for: tuple[int, ...]) -> str:
+    whom = f"worker{'s' if len(waits_for) > 1 else ''} {join_numbers(waits_for, most=8)}"
+    what = worker.meets_at or worker.location.waits_what
+    return f"waits for {whom}{what and f': {what}'}"
+
+
+def _place(worker: WorkerStatus) -> str:
+    if worker.state == FINISHED:
+        return "has come to the end of its script"
+    if worker.state != "running":
+        return f"is {worker.state}"
+    source, position = worker.location.source, worker.position
+    if source:
+        return f"is at {source}{position and f' ({position})'}"
+    return f"is here: {position}" if position else "has not said where it is"
+
+
+def waits_in_words(status: JobStatus, worker: WorkerStatus) -> str:
+    """The wait of one worker in words; empty if it waits for nobody."""
+    waits_for = status.waits_for(worker)
+    return _wait(worker, waits_for) if waits_for else ""

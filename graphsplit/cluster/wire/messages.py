@@ -1,0 +1,322 @@
+"""The messages between a worker and the scheduler, as frozen values.
+
+The state machines speak only these; ``codec`` turns them into bytes and back. The type hints name
+the kind of each field, and so its bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Annotated
+
+from graphsplit.cluster.wire import limits
+from graphsplit.cluster.wire.fields import (
+    AtMost,
+    Endpoints,
+    FromOne,
+    Incarnation,
+    Lines,
+    Name,
+    NeededHost,
+    NeededIncarnation,
+    NeededName,
+    NeededNodeId,
+    Pid,
+    PositionText,
+    Rank,
+    RecoveryPolicy,
+    Versions,
+    choice,
+    chunk,
+    integer,
+    string,
+)
+from graphsplit.root_cause import NOWHERE, FailureCause, Location
+
+DIGEST_CHARS = 64
+"""How long a SHA-256 digest is in hexadecimal."""
+
+STOPPED = "stopped"
+"""The name of the finish to which all come that were asked to end."""
+
+
+class MeetingKind(Enum):
+    """Why all workers meet before any of them goes on."""
+
+    BARRIER = "barrier"
+    AGREEMENT = "agreement"
+    FINISH = "finish"
+
+
+# As in cluster.proto.
+_NUMBERS = {MeetingKind.BARRIER: 1, MeetingKind.AGREEMENT: 2, MeetingKind.FINISH: 3}
+KindOfMeeting = Annotated[MeetingKind, choice(MeetingKind, "kind of meeting", _NUMBERS.__getitem__)]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One worker of the job, as the others know it."""
+
+    rank: Rank
+    node_id: NeededNodeId
+    incarnation: NeededIncarnation
+    host: NeededHost
+    pid: Pid
+    endpoints: Endpoints = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The origin of a message, so that one of the past is never taken for one of the present.
+
+    Attributes:
+        job: The job's id; empty until the sender knows it.
+        generation: The generation that the sender lives in; 0 before the first.
+        incarnation: The life of the worker whose stream it is: random for every start of a process.
+        number: Counts the messages of one stream in one direction, from 1.
+    """
+
+    job: Name = ""
+    generation: int = 0
+    incarnation: Incarnation = ""
+    number: int = 0
+
+
+# Worker to scheduler.
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A worker that lost its stream tells where it stands.
+
+    Attributes:
+        job: The job it takes part in.
+        generation: The last generation that was planned with it.
+        rank: Its rank there.
+        num_departed: From how many meetings of that generation it was let go.
+    """
+
+    job: NeededName
+    generation: FromOne
+    rank: Rank
+    num_departed: int = 0
+
+
+@dataclass(frozen=True)
+class Register:
+    """A worker asks to take part, or comes back on a new stream (``resume``).
+
+    ``wished_rank`` None: any rank; ``seed`` None: none was set; ``recovery``: the policy that this
+    worker was started with; ``attempt`` counts the streams of this process, so that a late word on
+    an old one is known as such.
+    """
+
+    node_id: NeededNodeId
+    incarnation: NeededIncarnation
+    role: NeededName
+    num_workers: Annotated[int, integer(1, limits.MAX_WORKERS)]
+    wished_rank: int | None
+    host: NeededHost
+    pid: Pid
+    endpoints: Endpoints = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
+    script_digest: Name = ""
+    num_threads: int = 0
+    cpu_capability: Name = ""
+    seed: int | None = None
+    recovery: RecoveryPolicy = "fail_fast"
+    resume: Resume | None = None
+    attempt: FromOne = 1
+
+    @property
+    def process(self) -> str:
+        """The worker's process, for people: ``host 10.0.0.1, pid 17``."""
+        return f"host {self.host}, pid {self.pid}"
+
+    @property
+    def who(self) -> str:
+        """The worker as a person can find it: ``worker 'a' (host 10.0.0.1, pid 17)``."""
+        return f"worker {self.node_id!r} ({self.process})"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The worker is alive, has come this far, and is here (in words, and in parts).
+
+    ``watched`` are the ranks whose progress it wants to be told: those it waits for.
+    ``wants_stop``: it was asked to end, and wants all to, when their step is done.
+    """
+
+    progress: int
+    position: PositionText = ""
+    watched: Annotated[tuple[Rank, ...], AtMost(limits.MAX_WATCHED)] = ()
+    location: Location = NOWHERE
+    wants_stop: bool = False
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """The worker waits at a meeting until all workers have arrived there.
+
+    ``number`` counts the meetings of this generation, from 1.
+    """
+
+    kind: KindOfMeeting
+    name: Name = ""
+    digest: Annotated[str, string(DIGEST_CHARS)] = ""
+    number: FromOne = 1
+
+    @property
+    def meeting_name(self) -> str:
+        """The meeting in words: ``the barrier 'epoch 3'``."""
+        if self.kind is MeetingKind.FINISH:
+            return "the end of the job"
+        return f"the {self.kind.value} {self.name!r}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of the text whose digest differs, asked for by ``TextWanted``."""
+
+    name: NeededName
+    chunk: Annotated[bytes, chunk(limits.TEXT_CHUNK_BYTES)]
+    last: bool
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker raised; this is the root cause as far as it knows."""
+
+    cause: FailureCause
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker knows the plan of this generation, and has given up every earlier one."""
+
+    generation: FromOne
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """The worker has left its generation; here it can be reached in the one to be formed."""
+
+    generation: FromOne
+    endpoints: Endpoints = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """The worker closes its stream on purpose."""
+
+
+WorkerMessage = Register | Heartbeat | Arrive | Text | Failed | Ready | Rejoin | Leave
+
+
+# Scheduler to worker.
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The registration counts; the worker waits for the others.
+
+    Attributes:
+        job: The job's random id.
+        recovery: The policy for lost workers.
+        keeps_journal: The scheduler comes back if it is lost.
+    """
+
+    job: NeededName = ""
+    recovery: RecoveryPolicy = "fail_fast"
+    keeps_journal: bool = False
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The worker may not take part; the stream ends."""
+
+    reason: Lines
+
+
+@dataclass(frozen=True)
+class Formed:
+    """All workers have arrived: the plan of a generation. ``peers`` are in the order of ranks."""
+
+    rank: Rank
+    job: NeededName
+    generation: FromOne
+    seed: int
+    peers: Annotated[tuple[Peer, ...], AtMost(limits.MAX_WORKERS)]
+    warnings: Annotated[tuple[Lines, ...], AtMost(limits.MAX_WARNINGS)] = ()
+
+
+@dataclass(frozen=True)
+class Started:
+    """All workers are ready: this generation runs."""
+
+    generation: FromOne
+
+
+@dataclass(frozen=True)
+class StopSoon:
+    """All are to end in order: the worker that leads the next step says that it is the last."""
+
+
+@dataclass(frozen=True)
+class Recovering:
+    """A worker was lost. All leave their generation; ``generation`` is to be formed next."""
+
+    generation: FromOne
+    cause: FailureCause
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress numbers of some ranks: of those that the worker's heartbeat asked for."""
+
+    values: Annotated[Mapping[int, int], AtMost(limits.MAX_WATCHED)]
+
+
+@dataclass(frozen=True)
+class Departed:
+    """All workers have arrived at this meeting, and go on. From the finish: they are released."""
+
+    kind: KindOfMeeting
+    name: Name = ""
+    number: FromOne = 1
+
+
+@dataclass(frozen=True)
+class TextWanted:
+    """The digests at an agreement differ; the scheduler wants to see this worker's text."""
+
+    name: Name
+
+
+@dataclass(frozen=True)
+class FailureNoted:
+    """The scheduler has the worker's ``Failed``."""
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The job ended, for this cause."""
+
+    cause: FailureCause
+
+
+SchedulerMessage = (
+    Accepted
+    | Refused
+    | Formed
+    | Started
+    | StopSoon
+    | Recovering
+    | Progress
+    | Departed
+    | TextWanted
+    | FailureNoted
+    | Abort
+)
