@@ -41,14 +41,14 @@ from collections.abc import Callable
 import torch
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport._doorbell import Fence
-from graphsplit.transport._region import Region, adopt_region, create_region
-from graphsplit.transport._shm_links import Link, Links
-from graphsplit.transport._shm_slots import Slot, num_spare, slot_bytes
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder, describe
 from graphsplit.transport.layout import ALIGNMENT
 from graphsplit.transport.session import TICK_S, AbortWatch, Session
+from graphsplit.transport.shm.doorbell import Fence
+from graphsplit.transport.shm.links import Link, Links
+from graphsplit.transport.shm.region import Region, adopt_region, create_region
+from graphsplit.transport.shm.slots import Slot, num_spare, slot_bytes
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 LOOK_S = 100e-6
@@ -361,7 +361,7 @@ class SharedMemoryTransport(Transport):
     """Moves values between workers of one host.
 
     Args:
-        listener: A socket made by ``_shm_links.listen``, whose name the peers know.
+        listener: A socket made by ``links.listen``, whose name the peers know.
         session: The job and this worker's place in it.
         names: The name on which each worker listens, by rank; None for those elsewhere.
         policy: The rule for every wait.

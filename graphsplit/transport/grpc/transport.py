@@ -37,14 +37,14 @@ from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport._grpc_calls import HELLO_KEY, hello_of, write_hello
-from graphsplit.transport._grpc_chunk import PULLS, Piece, read_chunk
-from graphsplit.transport._grpc_ends import StreamEnd
-from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
-from graphsplit.transport._grpc_listener import PROVE_S, GrpcListener
-from graphsplit.transport._grpc_outbound import GrpcSender, Outbound
-from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+from graphsplit.transport.grpc.calls import HELLO_KEY, hello_of, write_hello
+from graphsplit.transport.grpc.chunk import PULLS, Piece, read_chunk
+from graphsplit.transport.grpc.inbound import GrpcReceiver, Inbound
+from graphsplit.transport.grpc.listener import PROVE_S, GrpcListener
+from graphsplit.transport.grpc.outbound import GrpcSender, Outbound
+from graphsplit.transport.grpc.pull import Puller
+from graphsplit.transport.grpc.stream_end import StreamEnd
 from graphsplit.transport.session import AbortWatch, Hello, Session
 from graphsplit.transport.wait import WaitPolicy
 

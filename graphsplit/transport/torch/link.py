@@ -9,7 +9,7 @@ what arrives by channel::
 
 So the order in which B's program receives need not be the order in which A's sends, and both may
 be any order at all: nothing is matched by the order of posting, which is what deadlocks programs
-that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``_credit``.
+that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``credit.py``.
 
 [Note: ends of a link] A Gloo receive cannot be cancelled, and a wait that runs out of time breaks
 the link. So the thread waits without limit, ``abort`` breaks the link on purpose by a wait of one
@@ -32,9 +32,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphsplit.errors import FrameError, GraphsplitError, TransportError
-from graphsplit.transport._credit import Arrived, Incoming, Outgoing
-from graphsplit.transport._torch_ends import HostMessage, TorchReceiver, TorchSender
-from graphsplit.transport._torch_wire import (
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.credit import Arrived, Incoming, Outgoing
+from graphsplit.transport.frame import Frame
+from graphsplit.transport.torch.ends import HostMessage, TorchReceiver, TorchSender
+from graphsplit.transport.torch.wire import (
     ABORT_TAG,
     FOREVER,
     MESSAGE_TAG,
@@ -44,12 +46,10 @@ from graphsplit.transport._torch_wire import (
     Record,
     octets,
 )
-from graphsplit.transport._torch_writer import Writer
-from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import Frame
+from graphsplit.transport.torch.writer import Writer
 
 if TYPE_CHECKING:
-    from graphsplit.transport._torch_device import DeviceWire
+    from graphsplit.transport.torch.device import DeviceWire
 
 FLUSH_S = 5.0
 """How long ``close`` gives a healthy peer to take what was sent already."""

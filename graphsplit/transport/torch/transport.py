@@ -2,8 +2,8 @@
 
 Each pair of workers that exchanges values gets a process group of its own, of two. It is made from
 the low-level constructors, so nothing that a script does with ``torch.distributed`` itself, the
-default group included, is touched or needed. The two meet over gRPC, see ``_torch_meeting``; what
-they send each other then is described in ``_torch_link``.
+default group included, is touched or needed. The two meet over gRPC, see ``meeting``; what
+they send each other then is described in ``link``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._torch_ends import TorchReceiver, TorchSender
-from graphsplit.transport._torch_link import Group, TorchLink
-from graphsplit.transport._torch_meeting import MEETING_PLAN, Meeting
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.session import AbortWatch, Session
+from graphsplit.transport.torch.ends import TorchReceiver, TorchSender
+from graphsplit.transport.torch.link import Group, TorchLink
+from graphsplit.transport.torch.meeting import MEETING_PLAN, Meeting
 from graphsplit.transport.wait import WaitPolicy
 
 
@@ -144,7 +144,7 @@ class TorchTransport(Transport):
         if self._has_device:
             import torch
 
-            from graphsplit.transport._torch_device import DeviceWire
+            from graphsplit.transport.torch.device import DeviceWire
 
             device = DeviceWire(meeting, torch.device("cuda", torch.cuda.current_device()))
         return Group(

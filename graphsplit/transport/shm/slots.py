@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from graphsplit.transport._recent import Recent
-from graphsplit.transport._region import Region, can_populate
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import Frame, header_bytes
 from graphsplit.transport.layout import ALIGNMENT, payload_view
+from graphsplit.transport.recent import Recent
+from graphsplit.transport.shm.region import Region, can_populate
 
 LEND_BYTES = 128 << 10
 """Values from this size on are lent: copying one out costs more than keeping track of it."""

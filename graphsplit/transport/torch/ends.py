@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._credit import CreditedReceiver, CreditedSender
-from graphsplit.transport._torch_wire import (
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.credit import CreditedReceiver, CreditedSender
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe, header_bytes
+from graphsplit.transport.layout import pack
+from graphsplit.transport.session import AbortWatch
+from graphsplit.transport.torch.wire import (
     INLINE_BYTES,
     MAX_HEADER_BYTES,
     Kind,
     Record,
     octets,
 )
-from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe, header_bytes
-from graphsplit.transport.layout import pack
-from graphsplit.transport.session import AbortWatch
 
 if TYPE_CHECKING:
-    from graphsplit.transport._torch_link import TorchLink
+    from graphsplit.transport.torch.link import TorchLink
 
 
 class HostMessage:

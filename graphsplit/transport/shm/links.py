@@ -27,8 +27,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._doorbell import Doorbell, adopt_bell, create_bell
 from graphsplit.transport.session import LAST_WORDS_S, TICK_S, AbortWatch, Hello, Session
+from graphsplit.transport.shm.doorbell import Doorbell, adopt_bell, create_bell
 from graphsplit.transport.wait import Wait
 
 _HELLO = struct.Struct("<4sqii32s")
