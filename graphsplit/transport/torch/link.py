@@ -27,15 +27,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphsplit.errors import FrameError, GraphsplitError, TransportError
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.credit import Arrived, Incoming, Outgoing
-from graphsplit.transport.frame import Frame
-from graphsplit.transport.torch.ends import HostMessage, TorchReceiver, TorchSender
+from graphsplit.transport.credit import (
+    Arrived,
+    CreditedReceiver,
+    CreditedSender,
+    Incoming,
+    Outgoing,
+)
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers
+from graphsplit.transport.torch.device import DeviceWire
 from graphsplit.transport.torch.wire import (
     ABORT_TAG,
     FOREVER,
@@ -47,9 +53,6 @@ from graphsplit.transport.torch.wire import (
     octets,
 )
 from graphsplit.transport.torch.writer import Writer
-
-if TYPE_CHECKING:
-    from graphsplit.transport.torch.device import DeviceWire
 
 FLUSH_S = 5.0
 """How long ``close`` gives a healthy peer to take what was sent already."""
@@ -79,7 +82,20 @@ class Group:
     store: object
 
 
-class _Outgoing(Outgoing[TorchSender]):
+class HostMessage:
+    """A value whose payload has arrived in host memory of its own."""
+
+    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
+        self.numbers: Numbers = MESSAGE.unpack_from(header)
+        self._frame = frame
+        self._memory = memory
+
+    def value(self) -> torch.Tensor | None:
+        """See ``Arrived.value``."""
+        return self._frame.value_in(self._memory)
+
+
+class _Outgoing(Outgoing[CreditedSender]):
     """The channels to the peer."""
 
     def __init__(self, peer: int, writer: Writer) -> None:
@@ -97,7 +113,7 @@ class _Outgoing(Outgoing[TorchSender]):
             self._writer.flush()
 
 
-class _Incoming(Incoming[TorchReceiver]):
+class _Incoming(Incoming[CreditedReceiver]):
     """The channels from the peer."""
 
     def __init__(self, source: int, writer: Writer) -> None:
@@ -105,7 +121,7 @@ class _Incoming(Incoming[TorchReceiver]):
         self._writer = writer
         self._largest = 0
 
-    def add(self, receiver: TorchReceiver) -> None:
+    def add(self, receiver: CreditedReceiver) -> None:
         """See ``Incoming.add``."""
         self._largest = max(self._largest, receiver.spec.max_bytes)
         super().add(receiver)

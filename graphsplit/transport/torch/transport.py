@@ -14,14 +14,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from graphsplit.errors import TransportError
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+from graphsplit.transport.credit import CreditedReceiver
 from graphsplit.transport.session import AbortWatch, Session
-from graphsplit.transport.torch.ends import TorchReceiver, TorchSender
+from graphsplit.transport.torch.device import DeviceWire
 from graphsplit.transport.torch.link import Group, TorchLink
 from graphsplit.transport.torch.meeting import MEETING_PLAN, Meeting
+from graphsplit.transport.torch.sender import TorchSender
 from graphsplit.transport.wait import WaitPolicy
 
 
@@ -78,7 +81,7 @@ class TorchTransport(Transport):
     def open_receiver(self, spec: ChannelSpec) -> Receiver:
         """See ``Transport.open_receiver``. Does not wait: the source waits for credit."""
         link = self._link(spec.source)
-        receiver = TorchReceiver(spec, link.incoming, self._watch, self._session.generation)
+        receiver = CreditedReceiver(spec, link.incoming, self._watch, self._session.generation)
         link.incoming.add(receiver)
         return receiver
 
@@ -142,10 +145,6 @@ class TorchTransport(Transport):
         gloo = meeting.gloo_group(self._device)
         device = None
         if self._has_device:
-            import torch
-
-            from graphsplit.transport.torch.device import DeviceWire
-
             device = DeviceWire(meeting, torch.device("cuda", torch.cuda.current_device()))
         return Group(
             gloo=gloo,
