@@ -99,19 +99,6 @@ def comes_down_to(num_mapped: int) -> bool:
     return region.num_mapped == num_mapped
 
 
-def test_a_rehearsal_neither_lends_a_slot_nor_frees_it(workers: Workers) -> None:
-    sender, receiver = workers.open(LENDING)
-    sender.send(value_of(1), step=1, microbatch=0)
-    held = receiver.receive(step=1, microbatch=0)
-    slot = receiver._latest_slot  # type: ignore[attr-defined]
-    receiver._rehearse()  # type: ignore[attr-defined]
-    gc.collect()
-    assert slot.is_lent and held is not None and torch.equal(held, value_of(1))
-    del held
-    receiver._rehearse()  # type: ignore[attr-defined]
-    assert not slot.is_lent
-
-
 def test_only_channels_that_may_lend_do(workers: Workers) -> None:
     assert num_spare(replace(LENDING, lends=False)) == 0
     assert num_spare(replace(LENDING, max_bytes=LEND_BYTES - 1)) == 0

@@ -24,7 +24,6 @@ header that differs from the plan breaks the stream before any memory is taken.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -119,14 +118,7 @@ class GrpcTransport(Transport):
         self.on_silence: list[Callable[[int, str], None]] = []
         self._readers: set[threading.Thread] = set()
         self._listener = listener
-        mine = weakref.ref(self)
-
-        def wake() -> None:
-            alive = mine()
-            if alive is not None:
-                alive._wake()
-
-        policy.abort.add_waker(wake)
+        self._watch.call(self._wake)
         listener.serve(lambda: _Stream(self._carry), self._answer)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:

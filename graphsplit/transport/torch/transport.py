@@ -9,7 +9,6 @@ they send each other then is described in ``link``.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,14 +61,7 @@ class TorchTransport(Transport):
         self._links: dict[int, TorchLink] = {}
         self._device: Any = None  # Gloo's: the socket it listens on, and the thread that serves it
         self._closed = False
-        mine = weakref.ref(self)
-
-        def wake() -> None:
-            alive = mine()
-            if alive is not None:
-                alive._abort()
-
-        policy.abort.add_waker(wake)
+        self._watch.call(self._abort)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
