@@ -19,67 +19,45 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow_lenet
 import torch
-from bench_one_worker import digits, lenet
 from by_hand import LAYERS, LeNetByHand, digest, is_possible, on_core, shared_file
-from common import (
-    Row,
-    compared,
-    environment,
-    equal_conditions,
-    malloc_variables,
-    parser,
-    ratios,
-    write,
-)
+from common import Row, compared, malloc_variables, parser, ratios
 from common_cluster import (
     Report,
     agreed,
     breakdown,
     breakdowns,
     free_port,
-    is_worker,
     launch,
     report,
-    same_parameters,
+    run,
+    same_training,
     slowest,
     take_turns,
 )
-from common_models import Batch, LastLoss, made, plain_loop
-from torch.nn import functional as F
+from common_models import CASES, LENET, Batch, LastLoss, lenet, made, plain_loop
 
 import graphsplit as gs
 
-PLACEMENT = {"fc1": 0, "fc2": 1, "fc3": 2, "conv1": 3, "conv2": 4}
 REACH, TURNS = 1.20, 4
 ROOM = (LeNetByHand.NUM_CHANNELS, LeNetByHand.CHANNEL_BYTES)
 TENSORFLOW = {
-    "TensorFlow's distributed graph": PLACEMENT,
-    "TensorFlow in one process": dict.fromkeys(PLACEMENT, 0),
+    "TensorFlow's distributed graph": LENET,
+    "TensorFlow in one process": dict.fromkeys(LENET, 0),
 }
 BY_HAND, BOUND = "five processes by hand", ", each on one core"
 
 
-def placed_model(schedule: str) -> gs.Model:
-    """LeNet on five workers."""
-    net, optimizer = made(lenet)
-    for name, rank in PLACEMENT.items():
-        getattr(net, name).place("MS_WORKER", rank)
-    return gs.Model(net, F.cross_entropy, optimizer, schedule=schedule)
-
-
 def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
-    equal_conditions()
-    gs.init()
-    batches = digits(arguments.steps)
+    case = CASES["lenet"]
+    batches = case.batches(arguments.steps)
     plain, plain_optimizer = made(lenet)
-    model, keep = placed_model(arguments.schedule), LastLoss()
+    model, keep = case.model(schedule=arguments.schedule), LastLoss()
     models, parts, losses = [model], [], []
 
     def one_process() -> None:
@@ -89,9 +67,9 @@ def work(arguments: argparse.Namespace) -> None:
         "one process": one_process if gs.get_rank() == 0 else None,
         "graphsplit": lambda: model.train(1, batches, callbacks=[keep]),
     }
-    layer = {rank: name for name, rank in PLACEMENT.items()}[gs.get_rank()]
+    layer = {rank: name for name, rank in LENET.items()}[gs.get_rank()]
     if arguments.by_hand:
-        models.append(placed_model(arguments.schedule))
+        models.append(case.model(schedule=arguments.schedule))
         parts = [LeNetByHand(made(lenet)[0], layer, batches, path) for path in arguments.by_hand]
         sides |= sides_by_hand(parts, models[1], layer, batches)
     others: dict[str, float] = {}
@@ -102,9 +80,7 @@ def work(arguments: argparse.Namespace) -> None:
     same = "equal"
     if gs.get_rank() == 0:
         check_losses(others, losses[0])
-        same = same_parameters(model.network, plain)
-        if losses != [float(keep.loss)]:
-            same = f"losses differ: {float(keep.loss)!r} and {losses}"
+        same = same_training(model, plain, [float(keep.loss), *losses])
     trained = [*(getattr(one.network, layer) for one in models), *(part.layer for part in parts)]
     report(
         {
@@ -182,10 +158,8 @@ def critical_path(reports: list[Report]) -> str:
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """The row, and where it is installed that of TensorFlow."""
-    options = ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
-    options += ["--schedule", arguments.schedule]
     work = f"LeNet on 5 workers, batch 32, {arguments.schedule}"
-    reports = launch(os.path.abspath(__file__), 5, options)
+    reports = launch(__file__, 5, arguments)
     yield compared(
         work,
         ("graphsplit", slowest(reports, "graphsplit")),
@@ -197,14 +171,11 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     )
     if is_possible():
         with shared_file(*ROOM) as free, shared_file(*ROOM) as bound:
-            given = [*options, "--by-hand", free, bound]
-            yield beside_by_hand(work, launch(os.path.abspath(__file__), 5, given))
+            yield beside_by_hand(work, launch(__file__, 5, arguments, by_hand=[free, bound]))
     else:
         print("this is no Linux on x86, and the row of processes by hand left out")
     if tensorflow_lenet.is_installed():
-        yield beside_tensorflow(
-            work, launch(os.path.abspath(__file__), 5, [*options, "--beside-tensorflow"])
-        )
+        yield beside_tensorflow(work, launch(__file__, 5, arguments, beside_tensorflow=True))
     else:
         print("TensorFlow is not installed, and its row left out: pip install tensorflow-cpu")
 
@@ -259,17 +230,11 @@ def beside_tensorflow(work: str, reports: Sequence[Report]) -> Row:
 
 def main() -> None:
     """Read the command line."""
-    made_parser = parser(__doc__, rounds=9)
-    made_parser.add_argument("--steps", type=int, default=50)
+    made_parser = parser(__doc__, rounds=9, steps=50)
     made_parser.add_argument("--schedule", default="zero_bubble")
     made_parser.add_argument("--by-hand", nargs=2, help=argparse.SUPPRESS)
     made_parser.add_argument("--beside-tensorflow", action="store_true", help=argparse.SUPPRESS)
-    arguments = made_parser.parse_args()
-    if is_worker():
-        work(arguments)
-    else:
-        conditions = environment()
-        write(arguments, rows(arguments), conditions)
+    run(made_parser, work, rows)
 
 
 if __name__ == "__main__":

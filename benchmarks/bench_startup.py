@@ -9,15 +9,15 @@ to the end of step 1 on all five. Alternating A B A B ...; medians, and the spre
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from common import Row, Samples, checked, compared, environment, parser, write
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "lenet_mnist"
@@ -69,33 +69,30 @@ def five_workers() -> float:
         script.write_text(WORKER)
         start = time.time()
         command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", "5", "--", str(script)]
-        done = subprocess.run([*command, folder], env=ENVIRONMENT, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
+        checked([*command, folder], env=ENVIRONMENT)
         return max(float((Path(folder) / str(rank)).read_text()) for rank in range(5)) - start
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json")
-    arguments = parser.parse_args()
+def rows(rounds: int) -> Iterator[Row]:
+    """The row."""
     six_captures()  # warms the page cache
-    rows = [(six_captures(), five_workers()) for _ in range(arguments.rounds)]
-    ratios = sorted(b / a for a, b in rows)
-    found = {
-        "six_captures_s": statistics.median(a for a, _ in rows),
-        "five_workers_s": statistics.median(b for _, b in rows),
-        "ratio": statistics.median(ratios),
-        "ratio_min": ratios[0],
-        "ratio_max": ratios[-1],
-    }
-    print(f"six processes: import torch, one capture  {found['six_captures_s']:6.2f} s")
-    print(f"five workers and scheduler, first step    {found['five_workers_s']:6.2f} s")
-    print(f"ratio {found['ratio']:.3f} ({found['ratio_min']:.3f} to {found['ratio_max']:.3f})")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found, indent=2))
+    captures, workers = Samples(), Samples()
+    for _ in range(rounds):
+        captures.seconds.append(six_captures())
+        workers.seconds.append(five_workers())
+    yield compared(
+        "LeNet on 5 workers, from launch to the end of step 1",
+        ("five workers", workers),
+        ("six captures", captures),
+        reach=None,
+    )
+
+
+def main() -> None:
+    """Read the command line."""
+    arguments = parser(__doc__).parse_args()
+    conditions = environment()
+    write(arguments, rows(arguments.rounds), conditions)
 
 
 if __name__ == "__main__":

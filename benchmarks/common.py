@@ -256,6 +256,17 @@ def parser(
     return made
 
 
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as they stand on a command line; those that are None or False are left out."""
+    words = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            words.append("--" + name.replace("_", "-"))
+            several = value if isinstance(value, (list, tuple)) else [value]
+            words += [] if value is True else map(str, several)
+    return words
+
+
 def write(arguments: argparse.Namespace, rows: Iterable[Row], conditions: dict[str, Any]) -> None:
     """Print each row as it comes, and write all so far to where that was asked for."""
     done: list[Row] = []

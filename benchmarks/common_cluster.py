@@ -9,23 +9,36 @@ import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Samples, checked, ratios, tell_measuring, timed
+from common import (
+    Row,
+    Samples,
+    checked,
+    compared,
+    environment,
+    equal_conditions,
+    ratios,
+    tell_measuring,
+    timed,
+    words_of,
+    write,
+)
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.runtime.ownership import is_elsewhere
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.schedule.simulate import simulate
 
 COMPUTE = ("FORWARD", "BACKWARD", "WEIGHT", "ACCUMULATE", "OPTIMIZER")
 Report = dict[str, Any]
+Work = Callable[[Namespace], None]
+Rows = Callable[[Namespace], Iterable[Row]]
 
 
 def is_worker() -> bool:
@@ -40,14 +53,42 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(script: str, num_workers: int, options: Sequence[str]) -> list[Report]:
-    """Run a script as a scheduler and workers; what each worker wrote with ``report``."""
+def run(options: ArgumentParser, work: Work, rows: Rows) -> None:
+    """Read the command line. A worker runs its part; who was started by hand writes the rows."""
+    arguments = options.parse_args()
+    if is_worker():
+        equal_conditions()
+        gs.init()
+        work(arguments)
+    else:
+        conditions = environment()
+        write(arguments, rows(arguments), conditions)
+
+
+def launch(
+    script: str,
+    num_workers: int,
+    arguments: Namespace,
+    *,
+    launcher: Sequence[str] = (),
+    **changed: Any,
+) -> list[Report]:
+    """Run a script as a scheduler and workers; what each worker wrote with ``report``.
+
+    Args:
+        script: The script, which calls ``run``.
+        num_workers: How many workers.
+        arguments: Options of its command line, which the workers get as well.
+        launcher: Options of ``graphsplit run``.
+        changed: Those of them that are others, or more.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(num_workers), "--"]
+        command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(num_workers)]
         # A machine that is stopped for a while by somebody else is no failure here.
         patient = {"MS_NODE_TIMEOUT": "600", **os.environ}
-        environment = {**patient, "OMP_NUM_THREADS": "1", "GS_BENCH_REPORT": folder}
-        checked([*command, script, *options], env=environment)
+        variables = {**patient, "OMP_NUM_THREADS": "1", "GS_BENCH_REPORT": folder}
+        given = words_of({**vars(arguments), "json": None, "notes": None, **changed})
+        checked([*command, *launcher, "--", os.path.abspath(script), *given], env=variables)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(num_workers)]
 
 
@@ -59,7 +100,7 @@ def report(found: Report) -> None:
 
 
 def take_turns(
-    sides: Mapping[str, Callable[[], None] | None], *, rounds: int, steps: int, turns: int = 1
+    sides: Mapping[str, Callable[[], object] | None], *, rounds: int, steps: int, turns: int = 1
 ) -> Report:
     """Every worker: A B A B, each behind a barrier; what a step took here, side by side.
 
@@ -109,7 +150,9 @@ def slowest_of_all(launches: Sequence[Sequence[Report]], side: str) -> Samples:
 
 
 def by_launch(launches: Sequence[Sequence[Report]], upper: str, lower: str) -> str:
-    """The ratio of two sides in every launch by itself, in words."""
+    """The ratio of two sides in every launch by itself, in words; nothing for a single one."""
+    if len(launches) < 2:
+        return ""
     found = [ratios(slowest(reports, upper), slowest(reports, lower)) for reports in launches]
     return "launch by launch: " + ", ".join(f"{statistics.median(one):.3f}" for one in found)
 
@@ -128,11 +171,17 @@ def breakdown(model: gs.Model, batches: Sequence[Any]) -> dict[str, float]:
     return {kind: seconds * 1e3 / len(batches) for kind, seconds in spent.items()}
 
 
+def latest_runner(model: gs.Model) -> ProgramRunner:
+    """The runner of the train program that this worker planned last."""
+    planned = model._engine.planner.latest(Mode.TRAIN)  # type: ignore[union-attr]
+    if planned is None:
+        raise SystemExit("nothing has been planned yet")
+    return planned.runner
+
+
 def watch(model: gs.Model, spent: Counter[str], clock: Callable[[], float]) -> ProgramRunner:
     """Have the seconds of every instruction of this worker added up, by kind."""
-    planned = model._engine.planner.latest(Mode.TRAIN)  # type: ignore[union-attr]
-    assert planned is not None
-    runner = planned.runner
+    runner = latest_runner(model)
 
     def with_clock(position: int, action: Callable[[Any], None]) -> Callable[[Any], None]:
         kind = runner.instructions[position].opcode.value
@@ -174,17 +223,38 @@ def breakdowns(reports: Sequence[Report]) -> dict[str, dict[str, float]]:
     return {f"worker {rank}": report["breakdown"] for rank, report in enumerate(reports)}
 
 
-def simulated_ideal_s(model: gs.Model, batches: Sequence[Any]) -> float:
-    """Seconds of a step that the simulator predicts if nothing but computing took time.
+def row_of(
+    work: str,
+    launches: Sequence[Sequence[Report]],
+    ours: str,
+    theirs: str,
+    *,
+    also: Sequence[str] = (),
+    notes: str = "",
+    **more: Any,
+) -> Row:
+    """Two sides of some launches of one job, whose workers have reported alike.
 
-    The costs of computing are those that the profiler measures now; collective.
+    Args:
+        work: What was done.
+        launches: Of each launch, the workers' reports.
+        ours: The side that is judged.
+        theirs: The other.
+        also: Further sides to print.
+        notes: What a reader must know besides.
+        more: As for ``compared``.
     """
-    gs.barrier()
-    with model.profile() as profiling:
-        model.train(1, batches)
-    found = profiling.result
-    costs = replace(found.costs, links={}, send={}, receive={}, others={}, between={})
-    return simulate(found.plan, found.programs, costs, num_steps=3).step_s
+    upper, lower = (theirs, ours) if more.get("inverse") else (ours, theirs)
+    further = {side: slowest_of_all(launches, side).summary() for side in also}
+    return compared(
+        work,
+        *((side, slowest_of_all(launches, side)) for side in (ours, theirs)),
+        bits=agreed([one["bits"] for reports in launches for one in reports]),
+        breakdown=breakdowns(launches[-1]),
+        further_sides=further | more.pop("further_sides", {}),
+        notes="; ".join(filter(None, (notes, by_launch(launches, upper, lower)))),
+        **more,
+    )
 
 
 def busiest(reports: Sequence[Report]) -> Samples:
@@ -197,18 +267,16 @@ def busiest(reports: Sequence[Report]) -> Samples:
     return Samples([max(max(compute), sum(compute) / cores) for compute in rounds])
 
 
-def same_parameters(net: torch.nn.Module, other: torch.nn.Module, *, prefix: str = "") -> str:
-    """Compare what this worker owns of ``net`` with the same names of ``other``, bit by bit.
+def same_parameters(net: torch.nn.Module, theirs: Mapping[str, torch.nn.Parameter]) -> str:
+    """Compare what this worker owns of ``net`` with the same names of others, bit by bit.
 
     Args:
         net: Trained by graphsplit.
-        other: The reference; it may hold more, or fewer, parameters.
-        prefix: What the reference's names lack in front.
+        theirs: The reference, by name; it may hold more, or fewer, parameters.
 
     Returns:
         ``"equal"``, or the first name that differs.
     """
-    theirs = {prefix + name: p for name, p in other.named_parameters()}
     compared = 0
     for name, mine in net.named_parameters():
         if is_elsewhere(mine) or name not in theirs:
@@ -222,6 +290,13 @@ def same_parameters(net: torch.nn.Module, other: torch.nn.Module, *, prefix: str
         if mine.grad is not None and not torch.equal(mine.grad, reference.grad):
             return f"the gradient of {name} differs"
     return "equal" if compared else "nothing to compare"
+
+
+def same_training(model: gs.Model, other: torch.nn.Module, losses: Sequence[float]) -> str:
+    """Compare parameters, and the last losses of all sides; ``"equal"``, or what differs."""
+    if len(set(losses)) > 1:
+        return f"losses differ: {losses}"
+    return same_parameters(model.network, dict(other.named_parameters()))
 
 
 def agreed(words: Sequence[str]) -> str:

@@ -1,8 +1,11 @@
-"""The networks that benchmarks train, and the plain loops that they are compared with."""
+"""The networks that benchmarks train, where they are placed, and the plain loop beside them."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +14,10 @@ from torch.nn import functional as F
 
 import graphsplit as gs
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lenet_mnist"))
+
 Batch = tuple[torch.Tensor, torch.Tensor]
+LENET = {"fc1": 0, "fc2": 1, "fc3": 2, "conv1": 3, "conv2": 4}
 WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 128, 256
 
 
@@ -169,6 +175,13 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+def lenet() -> nn.Module:
+    """The example's network."""
+    from lenet import LeNet5
+
+    return LeNet5()
+
+
 def made(build: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A network and its optimizer, the same for a seed."""
     torch.manual_seed(seed)
@@ -189,6 +202,18 @@ def token_batches(num_steps: int, rows: int = 32) -> list[Batch]:
     ]
 
 
+def digits(num_steps: int) -> list[Batch]:
+    """Random images of one channel, and a class for each."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(32, 1, 32, 32, generator=generator),
+            torch.randint(0, 10, (32,), generator=generator),
+        )
+        for _ in range(num_steps)
+    ]
+
+
 def image_batches(num_steps: int, rows: int = 16, size: int = 96) -> list[Batch]:
     """Random images, and a class for every pixel."""
     generator = torch.Generator().manual_seed(1)
@@ -199,6 +224,101 @@ def image_batches(num_steps: int, rows: int = 16, size: int = 96) -> list[Batch]
         )
         for _ in range(num_steps)
     ]
+
+
+def place_all(workers: Sequence[Sequence[nn.Module]]) -> None:
+    """Place each worker's modules, rank by rank."""
+    for rank, modules in enumerate(workers):
+        for module in modules:
+            module.place("MS_WORKER", rank)
+
+
+def place_lenet(net: Any) -> None:
+    """A layer on each of five workers, as in the example."""
+    for name, rank in LENET.items():
+        getattr(net, name).place("MS_WORKER", rank)
+
+
+def place_gpt(net: Any) -> None:
+    """The first half of the blocks here, the second half there."""
+    half = len(net.blocks) // 2
+    place_all([(net.embedding, *net.blocks[:half]), (*net.blocks[half:], net.norm, net.head)])
+
+
+def place_towers(net: Any) -> None:
+    """A tower on each worker."""
+    place_all([(net.towers[0], net.head), (net.towers[1],)])
+
+
+def place_unet_on_two(net: Any) -> None:
+    """Down here, up there: every skip crosses."""
+    place_all([(net.down, net.bottom), (net.widen, net.up, net.head)])
+
+
+def place_unet_on_three(net: Any) -> None:
+    """Down, the small images below, and up."""
+    below = (net.widen, net.bottom, net.down[2], net.up[2])
+    place_all([(net.down,), below, (*net.up[:2], net.head)])
+
+
+def place_encoder_decoder(net: Any) -> None:
+    """Encoder here, decoder there."""
+    place_all([(net.source, net.encoder), (net.target, net.decoder, net.head)])
+
+
+def place_encoder_decoder_on_three(net: Any) -> None:
+    """The encoder's result goes to two workers, past the first."""
+    here = (net.target, *net.decoder[:2])
+    place_all([(net.source, net.encoder), here, (*net.decoder[2:], net.head)])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network on some workers, and how it is trained.
+
+    Attributes:
+        title: For people.
+        build: Makes the network.
+        batches: Makes some batches.
+        place: Places the network; None: one worker has all of it.
+        num_workers: On how many workers.
+        microbatches: Into how many microbatches a batch is split.
+        num_steps: Steps of a round.
+    """
+
+    title: str
+    build: Callable[[], nn.Module]
+    batches: Callable[[int], list[Batch]]
+    place: Callable[[Any], None] | None = None
+    num_workers: int = 1
+    microbatches: int = 1
+    num_steps: int = 5
+
+    def model(self, **options: Any) -> gs.Model:
+        """A new network, placed, in a ``Model``."""
+        net, optimizer = made(self.build)
+        if self.place is not None:
+            self.place(net)
+        return gs.Model(net, F.cross_entropy, optimizer, microbatches=self.microbatches, **options)
+
+
+CASES = {
+    "lenet": Case("LeNet", lenet, digits, place_lenet, 5, num_steps=50),
+    "lenet-1": Case("LeNet", lenet, digits, num_steps=50),
+    "gpt": Case("GPT-like, 8 blocks", GPT, lambda n: token_batches(n), place_gpt, 2, 8),
+    "gpt-1": Case("GPT-like, 8 blocks", GPT, lambda n: token_batches(n, 8), num_steps=2),
+    "towers": Case("two towers", Towers, lambda n: token_batches(n, 16), place_towers, 2),
+    "towers-8": Case("two towers", Towers, lambda n: token_batches(n, 16), place_towers, 2, 8),
+    "unet-2": Case("U-Net", UNet, lambda n: image_batches(n), place_unet_on_two, 2, 8),
+    "unet-3": Case("U-Net", UNet, lambda n: image_batches(n), place_unet_on_three, 3, 8),
+    "encoder-decoder-2": Case(
+        "encoder-decoder", EncoderDecoder, lambda n: token_batches(n), place_encoder_decoder, 2, 8
+    ),
+    "encoder-decoder-3": Case(
+        *("encoder-decoder", EncoderDecoder, lambda n: token_batches(n)),
+        *(place_encoder_decoder_on_three, 3, 8),
+    ),
+}
 
 
 def plain_loop(

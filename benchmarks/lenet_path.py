@@ -11,20 +11,16 @@ between two steps. Medians over the steps, in microseconds; the timers cost some
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_lenet_step import PLACEMENT
-from bench_one_worker import digits, lenet
 from common import equal_conditions
-from common_cluster import Report, is_worker, launch, report
-from common_models import LastLoss, made
-from torch.nn import functional as F
+from common_cluster import Report, is_worker, latest_runner, launch, report
+from common_models import CASES, LENET, LastLoss
 
-ORDER = [PLACEMENT[name] for name in ("conv1", "conv2", "fc1", "fc2", "fc3")]
+ORDER = [LENET[name] for name in ("conv1", "conv2", "fc1", "fc2", "fc3")]
 Spans = list[dict[int, tuple[float, float]]]  # for each step, begin and end by position
 
 
@@ -32,17 +28,12 @@ def work(arguments: argparse.Namespace) -> None:
     """One worker's part."""
     equal_conditions()
     import graphsplit as gs
-    from graphsplit.capture.graph import Mode
 
     gs.init()
-    batches = digits(arguments.steps)
-    net, optimizer = made(lenet)
-    for name, rank in PLACEMENT.items():
-        getattr(net, name).place("MS_WORKER", rank)
-    model = gs.Model(net, F.cross_entropy, optimizer, schedule=arguments.schedule)
+    batches = CASES["lenet"].batches(arguments.steps)
+    model = CASES["lenet"].model(schedule=arguments.schedule)
     model.train(1, batches[:50], callbacks=[LastLoss()])
-    planned = model._engine.planner.latest(Mode.TRAIN)  # type: ignore[union-attr]
-    assert planned is not None
+    runner = latest_runner(model)
     log: list[tuple[int, float, float]] = []
 
     def noting(position: int, action: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -53,10 +44,10 @@ def work(arguments: argparse.Namespace) -> None:
 
         return run
 
-    planned.runner.watch(noting)
+    runner.watch(noting)
     gs.barrier()
     model.train(1, batches, callbacks=[LastLoss()])
-    report({"log": log, "names": [i.opcode.value for i in planned.runner.instructions]})
+    report({"log": log, "names": [i.opcode.value for i in runner.instructions]})
 
 
 def spans_of(found: Report) -> Spans:
@@ -116,8 +107,7 @@ def main() -> None:
     if is_worker():
         work(arguments)
     else:
-        options = ["--steps", str(arguments.steps), "--schedule", arguments.schedule]
-        table(launch(os.path.abspath(__file__), 5, options))
+        table(launch(__file__, 5, arguments))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench_one_worker import digits, lenet
-from common_models import made
+from common_models import digits, lenet, made
 from torch.nn import functional as F
 
 import graphsplit as gs

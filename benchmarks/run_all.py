@@ -20,20 +20,15 @@ from common import environment, parser
 
 HERE = Path(__file__).resolve().parent
 DEFAULT = HERE / "results" / "local" / "all.json"
-# In the order of the table; those below the line have figures of their own kind.
+# In the order of the table.
 TABLE = (
-    *("bench_pipeline", "bench_towers", "bench_skips", "bench_lenet_step", "bench_one_worker"),
-    *("bench_hop", "bench_ring", "bench_transports", "bench_peak_memory", "bench_planning"),
-    *("bench_prediction", "bench_startup", "bench_memory"),
+    *("bench_pipeline", "bench_steps", "bench_lenet_step", "bench_hop", "bench_tls"),
+    *("bench_memory", "bench_planning", "bench_prediction", "bench_startup"),
 )
-NO_ROUNDS = ("bench_memory",)
 # Growth with size, and memory, hardly differ from round to round, and take their time.
-FEWER_ROUNDS = {"bench_planning": 1, "bench_peak_memory": 3}
-# Other schedules have no place in the table, and its time is short.
-MORE = {
-    "bench_pipeline": ("--schedule", "auto", "--launches", "2"),
-    "bench_towers": ("--launches", "2"),
-}
+FEWER_ROUNDS = {"bench_planning": 1, "bench_memory": 3, "bench_tls": 3}
+# The table's time is short.
+MORE = {"bench_pipeline": ("--launches", "2")}
 
 
 def run(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], bool]:
@@ -41,8 +36,7 @@ def run(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], bool]:
     written = folder / f"{name}.json"
     command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(written)]
     command += MORE.get(name, ())
-    if name not in NO_ROUNDS:
-        command += ["--rounds", str(min(rounds, FEWER_ROUNDS.get(name, rounds)))]
+    command += ["--rounds", str(min(rounds, FEWER_ROUNDS.get(name, rounds)))]
     print(f"== {name}", flush=True)
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found = json.loads(written.read_text()) if written.exists() else {}

@@ -31,14 +31,14 @@ def host_identity() -> str | None:
     """
     if sys.platform != "linux":
         return None
-    from graphsplit.transport import _doorbell
+    from graphsplit.transport.shm import doorbell
 
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         return None
-    return f"{boot}.{namespace}.{os.geteuid()}" if _doorbell.is_available() else None
+    return f"{boot}.{namespace}.{os.geteuid()}" if doorbell.is_available() else None
 
 
 def shm_endpoint(identity: str, socket_name: str) -> str:

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport._recent import Recent
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.dtypes import CODE_OF, carrier_of, name_of
 from graphsplit.transport.layout import (
@@ -35,6 +34,7 @@ from graphsplit.transport.layout import (
     unpack,
     wire_view,
 )
+from graphsplit.transport.recent import Recent
 
 MAGIC = b"GSF1"
 ABSENT = 1

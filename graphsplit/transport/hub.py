@@ -37,8 +37,8 @@ from graphsplit.transport.session import Session
 from graphsplit.transport.wait import WaitPolicy
 
 if TYPE_CHECKING:
-    from graphsplit.transport._grpc_listener import GrpcListener
-    from graphsplit.transport.grpc_stream import GrpcTransport
+    from graphsplit.transport.grpc.listener import GrpcListener
+    from graphsplit.transport.grpc.transport import GrpcTransport
 
 _WILDCARDS = {"", "0.0.0.0", "::", "*"}
 
@@ -166,10 +166,10 @@ class Hub:
                     "  Fix: use Linux on x86_64 or aarch64, or set GS_TRANSPORT=grpc"
                 )
             return
-        from graphsplit.transport import _shm_links
+        from graphsplit.transport.shm import links
 
         name = f"graphsplit-{secrets.token_hex(16)}"
-        self._shm = _shm_links.listen(name)
+        self._shm = links.listen(name)
         self.endpoints["shm"] = shm_endpoint(identity, name)
 
     def _listen_grpc(self, bind_host: str) -> None:
@@ -178,7 +178,7 @@ class Hub:
                 f"expected an address that other workers can reach, got {bind_host!r}\n"
                 f"  Fix: set MS_WORKER_IP to this worker's own address"
             )
-        from graphsplit.transport._grpc_listener import GrpcListener
+        from graphsplit.transport.grpc.listener import GrpcListener
 
         self._grpc = GrpcListener(
             bind_host,
@@ -220,7 +220,7 @@ class Hub:
             require_encryption(name, encrypts=encrypts(name), protection=self._protection)
         transports: dict[str, Transport] = {}
         if "shm" in names and self._shm is not None:
-            from graphsplit.transport.shared_memory import SharedMemoryTransport
+            from graphsplit.transport.shm.transport import SharedMemoryTransport
 
             sockets = tuple(shm_socket_name(peer) for peer in peers)
             transports["shm"] = SharedMemoryTransport(
@@ -245,7 +245,7 @@ class Hub:
         peers: Sequence[Mapping[str, str]],
         policy: WaitPolicy,
     ) -> GrpcTransport:
-        from graphsplit.transport.grpc_stream import GrpcTransport
+        from graphsplit.transport.grpc.transport import GrpcTransport
 
         return GrpcTransport(
             listener,
@@ -260,7 +260,7 @@ class Hub:
         self, name: str, streams: GrpcTransport, session: Session, policy: WaitPolicy
     ) -> Transport:
         """Gloo or NCCL, whose ends meet over streams, and are lost together with them."""
-        from graphsplit.transport.torch_distributed import TorchTransport
+        from graphsplit.transport.torch.transport import TorchTransport
 
         found = TorchTransport(
             streams,

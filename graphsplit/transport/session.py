@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -107,14 +107,18 @@ class AbortWatch:
     def __init__(self, policy: WaitPolicy) -> None:
         self.policy = policy
         self.aborted = threading.Event()
-        mine = weakref.ref(self.aborted)
+        self.call(self.aborted.set)
+
+    def call(self, method: Callable[[], None]) -> None:
+        """Call a bound method at the abort, as long as its object lives."""
+        weak = weakref.WeakMethod(method)
 
         def wake() -> None:
-            event = mine()
-            if event is not None:
-                event.set()
+            alive = weak()
+            if alive is not None:
+                alive()
 
-        policy.abort.add_waker(wake)
+        self.policy.abort.add_waker(wake)
 
     def raise_broken(self, message: str) -> NoReturn:
         """Raise the job's root cause if it is known, else ``TransportError``.

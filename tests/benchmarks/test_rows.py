@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "common.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "common.py"
 _spec = importlib.util.spec_from_file_location("benchmarks_common", SCRIPT)
 assert _spec is not None and _spec.loader is not None
 common: Any = importlib.util.module_from_spec(_spec)
@@ -45,3 +47,18 @@ def test_a_figure_lies_between_those_of_its_launches(inverse: bool, ratio: float
 )
 def test_a_bound_is_judged_by_the_figure(inverse: bool, reach: float, verdict: str) -> None:
     assert row(inverse=inverse, reach=reach).verdict == verdict
+
+
+def test_every_benchmark_has_its_command_in_the_documents_and_no_other_has() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        name for page in pages for name in re.findall(r"benchmarks/(\w+\.py)", page.read_text())
+    }
+    scripts = {path.name for path in SCRIPT.parent.glob("*.py")}
+    assert named <= scripts
+    assert {name for name in scripts if name.startswith("bench_")} <= named
+
+
+def test_options_reach_the_workers_as_they_were_given() -> None:
+    given = {"rounds": 3, "only": ["a", "b c"], "by_hand": None, "is_quick": True, "is_slow": False}
+    assert common.words_of(given) == ["--rounds", "3", "--only", "a", "b c", "--is-quick"]

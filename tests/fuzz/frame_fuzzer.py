@@ -27,9 +27,9 @@ from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
 from graphsplit.failure import AbortSignal
 from graphsplit.transport import ChannelSpec, WaitPolicy
-from graphsplit.transport._grpc_chunk import Piece, read_chunk
-from graphsplit.transport._grpc_inbound import GrpcReceiver
 from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder
+from graphsplit.transport.grpc.chunk import Piece, read_chunk
+from graphsplit.transport.grpc.inbound import GrpcReceiver
 from graphsplit.transport.session import AbortWatch
 
 GENERATION = 3

@@ -15,11 +15,13 @@ from session_fuzzer import DEADLINE_S, held, wait_released
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport import ChannelSpec, WaitPolicy, _grpc_listener, grpc_stream
-from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY
-from graphsplit.transport._grpc_listener import GrpcListener
+from graphsplit.transport import ChannelSpec, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.grpc_stream import GrpcTransport
+from graphsplit.transport.grpc import listener as grpc_listener
+from graphsplit.transport.grpc import transport as grpc_transport
+from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY
+from graphsplit.transport.grpc.listener import GrpcListener
+from graphsplit.transport.grpc.transport import GrpcTransport
 from graphsplit.transport.session import Session
 
 TOKENS = ("0" * 32, "1" * 32)
@@ -126,7 +128,7 @@ def test_noise_of_a_member_ends_its_stream_and_nothing_else(chunks: list[bytes])
 
 
 def test_who_proves_nothing_is_sent_away_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_stream, "PROVE_S", 0.2)
+    monkeypatch.setattr(grpc_transport, "PROVE_S", 0.2)
     victim = Victim()
     carry = victim.channel.stream_stream(CARRY)
     hold = threading.Event()
@@ -175,4 +177,4 @@ def test_a_flood_of_streams_starts_a_bounded_number_of_threads(
     for channel in channels:
         channel.close()
     victim.close()
-    assert _grpc_listener.PROVE_S == 10.0
+    assert grpc_listener.PROVE_S == 10.0

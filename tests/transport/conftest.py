@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from graphsplit.transport import _region as region
+from graphsplit.transport.shm import region
 
 sys.path.insert(0, str(Path(__file__).parent))
 

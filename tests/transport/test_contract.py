@@ -15,9 +15,10 @@ from transport_helpers import DEADLINE_S, MakeWorkers, spec_of, start
 
 from graphsplit.errors import FrameError, JobFailedError, ReceiveTimeoutError, TransportError
 from graphsplit.failure import FailureCause
-from graphsplit.transport import ChannelSpec, _credit, memory, shared_memory
-from graphsplit.transport import _region as region
+from graphsplit.transport import ChannelSpec, credit, memory
 from graphsplit.transport.dtypes import CODE_OF, carrier_of
+from graphsplit.transport.shm import region
+from graphsplit.transport.shm import transport as shm_transport
 
 CAUSE = FailureCause(kind="exception", message="division by zero", rank=3)
 
@@ -33,7 +34,7 @@ def test_every_wake_up_comes_without_the_help_of_the_clock(
     workers = make()
     there = workers.open(spec_of(depth=1))
     back = workers.open(spec_of(edge=1, source=1, destination=0))
-    for module in (memory, shared_memory, _credit):
+    for module in (memory, shm_transport, credit):
         monkeypatch.setattr(module, "TICK_S", 10 * DEADLINE_S)
 
     def echo() -> None:
@@ -320,7 +321,7 @@ def test_an_abort_ends_a_blocked_receive_and_a_blocked_send(
     sender, receiver = workers.open(spec_of(depth=1, edge=0))
     _, idle = workers.open(spec_of(edge=1))
     sender.send(None, step=0, microbatch=0)
-    for module in (memory, shared_memory, _credit):
+    for module in (memory, shm_transport, credit):
         monkeypatch.setattr(module, "TICK_S", 10 * DEADLINE_S)
     blocked: list[futures.Future[Any]] = [
         start(lambda: sender.send(None, step=1, microbatch=0)),

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
 from graphsplit.transport import ChannelSpec, WaitPolicy
-from graphsplit.transport._grpc_chunk import (
+from graphsplit.transport.frame import MESSAGE, FrameEncoder, header_bytes
+from graphsplit.transport.grpc.chunk import (
     CHUNK_BYTES,
     Piece,
     accompanying,
@@ -26,8 +27,7 @@ from graphsplit.transport._grpc_chunk import (
     write_chunk,
     write_more,
 )
-from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
-from graphsplit.transport.frame import MESSAGE, FrameEncoder, header_bytes
+from graphsplit.transport.grpc.inbound import GrpcReceiver, Inbound
 from graphsplit.transport.session import AbortWatch
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -218,7 +218,7 @@ def test_values_of_one_layout_are_taken_without_reading_every_field(
     first, *others = messages_of(0, [4, 4, 4])
     taken.take(first)
     monkeypatch.setattr(
-        "graphsplit.transport._grpc_inbound.read_chunk", lambda data: pytest.fail("it was read")
+        "graphsplit.transport.grpc.inbound.read_chunk", lambda data: pytest.fail("it was read")
     )
     for message in others:
         taken.take(message)

@@ -17,15 +17,17 @@ from transport_helpers import DEADLINE_S, Workers, note_pulled, spec_of, start
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.handshake import PROOF_KEY, Recall
-from graphsplit.transport import WaitPolicy, _grpc_pull, grpc_stream
-from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY, PULL, write_hello
-from graphsplit.transport._grpc_chunk import PULLS, write_credit
-from graphsplit.transport._grpc_inbound import Inbound
-from graphsplit.transport._grpc_listener import GrpcListener
-from graphsplit.transport._grpc_outbound import Outbound
-from graphsplit.transport._grpc_pull import Puller
+from graphsplit.transport import WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.grpc_stream import GrpcTransport
+from graphsplit.transport.grpc import pull
+from graphsplit.transport.grpc import transport as grpc_transport
+from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY, PULL, write_hello
+from graphsplit.transport.grpc.chunk import PULLS, write_credit
+from graphsplit.transport.grpc.inbound import Inbound
+from graphsplit.transport.grpc.listener import GrpcListener
+from graphsplit.transport.grpc.outbound import Outbound
+from graphsplit.transport.grpc.pull import Puller
+from graphsplit.transport.grpc.transport import GrpcTransport
 from graphsplit.transport.session import Session
 
 TOKENS = ("0" * 32, "1" * 32)
@@ -263,7 +265,7 @@ def silent(request: bytes, context: Any) -> Iterator[bytes]:
 def test_an_impostor_at_the_sources_address_gets_no_value_in(
     monkeypatch: pytest.MonkeyPatch, port: Callable[..., str], answer: Any
 ) -> None:
-    monkeypatch.setattr(_grpc_pull, "PULL_S", 0.3)
+    monkeypatch.setattr(pull, "PULL_S", 0.3)
     impostor = port() if answer is None else port(Pull=answer)
     with transport_of(DESTINATION, impostor, None) as (transport, address):
         receiver = transport.open_receiver(SPEC)
@@ -292,7 +294,7 @@ def test_a_destination_without_a_thread_to_spare_says_so(
     def refuse(*told: Any, **more: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(grpc_stream, "Puller", refuse)
+    monkeypatch.setattr(grpc_transport, "Puller", refuse)
     with transport_of(DESTINATION, port(), None) as (transport, address):
         receiver = transport.open_receiver(SPEC)
         source = Source(address)

@@ -16,12 +16,12 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, Receiver, WaitPolicy
-from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY
-from graphsplit.transport._grpc_inbound import Inbound
-from graphsplit.transport._grpc_listener import GrpcListener
-from graphsplit.transport._grpc_outbound import COMPANION_BYTES
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.grpc_stream import GrpcTransport
+from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY
+from graphsplit.transport.grpc.inbound import Inbound
+from graphsplit.transport.grpc.listener import GrpcListener
+from graphsplit.transport.grpc.outbound import COMPANION_BYTES
+from graphsplit.transport.grpc.transport import GrpcTransport
 from graphsplit.transport.session import Hello, Session
 
 TOKENS = ("0" * 32, "1" * 32)

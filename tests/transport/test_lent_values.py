@@ -12,8 +12,9 @@ import pytest
 import torch
 from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
-from graphsplit.transport import ChannelSpec, _region
-from graphsplit.transport._shm_slots import LEND_BYTES, num_spare
+from graphsplit.transport import ChannelSpec
+from graphsplit.transport.shm import region
+from graphsplit.transport.shm.slots import LEND_BYTES, num_spare
 
 SHAPE = (LEND_BYTES // 4,)
 LENDING = replace(spec_of(shape=SHAPE, max_bytes=LEND_BYTES), lends=True)
@@ -79,7 +80,7 @@ def test_a_lent_value_may_be_modified_and_is_no_view(workers: Workers) -> None:
 
 def test_a_lent_value_outlives_its_channel_and_gives_its_memory_back(workers: Workers) -> None:
     received = exchange(workers, LENDING)(3)
-    mapped = _region.num_mapped
+    mapped = region.num_mapped
     for transport in workers.transports:
         transport.close_plan(LENDING.plan)
     assert torch.equal(received, value_of(3))
@@ -92,23 +93,10 @@ def comes_down_to(num_mapped: int) -> bool:
     """Whether so many mappings are left; threads that end may hold on to some for a moment."""
     for _ in range(100):
         gc.collect()
-        if _region.num_mapped <= num_mapped:
+        if region.num_mapped <= num_mapped:
             break
         time.sleep(0.01)
-    return _region.num_mapped == num_mapped
-
-
-def test_a_rehearsal_neither_lends_a_slot_nor_frees_it(workers: Workers) -> None:
-    sender, receiver = workers.open(LENDING)
-    sender.send(value_of(1), step=1, microbatch=0)
-    held = receiver.receive(step=1, microbatch=0)
-    slot = receiver._latest_slot  # type: ignore[attr-defined]
-    receiver._rehearse()  # type: ignore[attr-defined]
-    gc.collect()
-    assert slot.is_lent and held is not None and torch.equal(held, value_of(1))
-    del held
-    receiver._rehearse()  # type: ignore[attr-defined]
-    assert not slot.is_lent
+    return region.num_mapped == num_mapped
 
 
 def test_only_channels_that_may_lend_do(workers: Workers) -> None:

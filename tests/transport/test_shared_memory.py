@@ -17,11 +17,11 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
 from graphsplit.errors import TransportError
 from graphsplit.transport import Hub, WaitPolicy
-from graphsplit.transport._region import Region, adopt_region, create_region
-from graphsplit.transport._shm_links import encode_hello, listen
-from graphsplit.transport._shm_slots import LEND_BYTES
 from graphsplit.transport.session import Session
-from graphsplit.transport.shared_memory import SharedMemoryTransport, channel_bytes
+from graphsplit.transport.shm.links import encode_hello, listen
+from graphsplit.transport.shm.region import Region, adopt_region, create_region
+from graphsplit.transport.shm.slots import LEND_BYTES
+from graphsplit.transport.shm.transport import SharedMemoryTransport, channel_bytes
 
 TOKENS = ("0" * 32, "1" * 32)
 SESSION = Session("job", 1, 1, TOKENS)

@@ -16,7 +16,7 @@ from graphsplit.errors import TransportError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.security.grpc_ports import keepalive
 from graphsplit.transport import Hub, Transport, WaitPolicy
-from graphsplit.transport._grpc_ends import Patience, end_of, is_silence
+from graphsplit.transport.grpc.stream_end import Patience, end_of, is_silence
 
 _CAUSE = FailureCause("lost", "the network was cut")
 SILENCE_S = 1.0

@@ -16,10 +16,11 @@ from graphsplit.errors import ConfigurationError, TransportError
 from graphsplit.security.grpc_ports import open_channel
 from graphsplit.security.handshake import PROOF_KEY
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport import Hub, WaitPolicy, grpc_stream
-from graphsplit.transport._grpc_calls import CARRY, HELLO_KEY, PULL
-from graphsplit.transport._grpc_listener import GrpcListener
-from graphsplit.transport.grpc_stream import GrpcTransport
+from graphsplit.transport import Hub, WaitPolicy
+from graphsplit.transport.grpc import transport as grpc_transport
+from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY, PULL
+from graphsplit.transport.grpc.listener import GrpcListener
+from graphsplit.transport.grpc.transport import GrpcTransport
 from graphsplit.transport.session import Session
 
 SPEC = spec_of(shape=(None,), max_bytes=8 << 20)
@@ -82,7 +83,7 @@ def test_only_who_has_the_certificate_of_the_destination_pulls(
 
         wait = stop
 
-    monkeypatch.setattr(grpc_stream, "Puller", Asking)
+    monkeypatch.setattr(grpc_transport, "Puller", Asking)
     transports = connect(hubs_of(*(protection(worker_name(rank)) for rank in (0, 1))))
     transports[1].open_receiver(SPEC)
     transports[0].open_sender(SPEC).send(torch.ones(1), step=0, microbatch=0)

@@ -17,8 +17,10 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, WaitPolicy
-from graphsplit.transport._torch_meeting import Meeting
-from graphsplit.transport._torch_wire import (
+from graphsplit.transport.frame import MESSAGE, FrameEncoder
+from graphsplit.transport.torch.meeting import Meeting
+from graphsplit.transport.torch.transport import TorchTransport
+from graphsplit.transport.torch.wire import (
     MESSAGE_BYTES,
     MESSAGE_TAG,
     PAYLOAD_TAG,
@@ -26,9 +28,7 @@ from graphsplit.transport._torch_wire import (
     MessageBuffer,
     Record,
 )
-from graphsplit.transport._torch_writer import Writer
-from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.torch_distributed import TorchTransport
+from graphsplit.transport.torch.writer import Writer
 
 SPEC = spec_of(depth=1)
 

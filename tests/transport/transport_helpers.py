@@ -12,7 +12,7 @@ import torch
 
 from graphsplit.failure import AbortSignal
 from graphsplit.transport import ChannelSpec, Hub, Receiver, Sender, Transport, WaitPolicy
-from graphsplit.transport._grpc_pull import Puller
+from graphsplit.transport.grpc.pull import Puller
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 
 T = TypeVar("T")

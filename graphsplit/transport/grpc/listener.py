@@ -13,8 +13,8 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.security.grpc_ports import add_port, keepalive, server_limits
 from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
 from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
-from graphsplit.transport._grpc_calls import CARRY, PULL
-from graphsplit.transport._grpc_chunk import MAX_MESSAGE_BYTES
+from graphsplit.transport.grpc.calls import CARRY, PULL
+from graphsplit.transport.grpc.chunk import MAX_MESSAGE_BYTES
 
 GRACE_S = 1.0
 PROVE_S = 10.0

@@ -15,8 +15,10 @@ from queue import SimpleQueue
 import torch
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport._credit import Arrived, CreditedReceiver, Incoming
-from graphsplit.transport._grpc_chunk import (
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.credit import Arrived, CreditedReceiver, Incoming
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe
+from graphsplit.transport.grpc.chunk import (
     Outline,
     Piece,
     copy_payload,
@@ -26,10 +28,8 @@ from graphsplit.transport._grpc_chunk import (
     read_credit,
     write_credit,
 )
-from graphsplit.transport._grpc_ends import BROKEN, CLOSED
-from graphsplit.transport._grpc_pull import Puller
-from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe
+from graphsplit.transport.grpc.pull import Puller
+from graphsplit.transport.grpc.stream_end import BROKEN, CLOSED
 from graphsplit.transport.session import AbortWatch
 
 TAKEN = b"taken"

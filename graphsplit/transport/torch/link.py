@@ -9,7 +9,7 @@ what arrives by channel::
 
 So the order in which B's program receives need not be the order in which A's sends, and both may
 be any order at all: nothing is matched by the order of posting, which is what deadlocks programs
-that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``_credit``.
+that call ``send`` and ``recv`` themselves. Credits bound what is filed; see ``credit.py``.
 
 [Note: ends of a link] A Gloo receive cannot be cancelled, and a wait that runs out of time breaks
 the link. So the thread waits without limit, ``abort`` breaks the link on purpose by a wait of one
@@ -27,14 +27,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphsplit.errors import FrameError, GraphsplitError, TransportError
-from graphsplit.transport._credit import Arrived, Incoming, Outgoing
-from graphsplit.transport._torch_ends import HostMessage, TorchReceiver, TorchSender
-from graphsplit.transport._torch_wire import (
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.credit import (
+    Arrived,
+    CreditedReceiver,
+    CreditedSender,
+    Incoming,
+    Outgoing,
+)
+from graphsplit.transport.frame import MESSAGE, Frame, Numbers
+from graphsplit.transport.torch.device import DeviceWire
+from graphsplit.transport.torch.wire import (
     ABORT_TAG,
     FOREVER,
     MESSAGE_TAG,
@@ -44,12 +52,7 @@ from graphsplit.transport._torch_wire import (
     Record,
     octets,
 )
-from graphsplit.transport._torch_writer import Writer
-from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import Frame
-
-if TYPE_CHECKING:
-    from graphsplit.transport._torch_device import DeviceWire
+from graphsplit.transport.torch.writer import Writer
 
 FLUSH_S = 5.0
 """How long ``close`` gives a healthy peer to take what was sent already."""
@@ -79,7 +82,20 @@ class Group:
     store: object
 
 
-class _Outgoing(Outgoing[TorchSender]):
+class HostMessage:
+    """A value whose payload has arrived in host memory of its own."""
+
+    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
+        self.numbers: Numbers = MESSAGE.unpack_from(header)
+        self._frame = frame
+        self._memory = memory
+
+    def value(self) -> torch.Tensor | None:
+        """See ``Arrived.value``."""
+        return self._frame.value_in(self._memory)
+
+
+class _Outgoing(Outgoing[CreditedSender]):
     """The channels to the peer."""
 
     def __init__(self, peer: int, writer: Writer) -> None:
@@ -97,7 +113,7 @@ class _Outgoing(Outgoing[TorchSender]):
             self._writer.flush()
 
 
-class _Incoming(Incoming[TorchReceiver]):
+class _Incoming(Incoming[CreditedReceiver]):
     """The channels from the peer."""
 
     def __init__(self, source: int, writer: Writer) -> None:
@@ -105,7 +121,7 @@ class _Incoming(Incoming[TorchReceiver]):
         self._writer = writer
         self._largest = 0
 
-    def add(self, receiver: TorchReceiver) -> None:
+    def add(self, receiver: CreditedReceiver) -> None:
         """See ``Incoming.add``."""
         self._largest = max(self._largest, receiver.spec.max_bytes)
         super().add(receiver)

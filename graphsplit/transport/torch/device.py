@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphsplit.transport._torch_meeting import Meeting
-from graphsplit.transport._torch_wire import FOREVER, octets
 from graphsplit.transport.frame import MESSAGE, Frame, Numbers
 from graphsplit.transport.layout import unpack
+from graphsplit.transport.torch.meeting import Meeting
+from graphsplit.transport.torch.wire import FOREVER, octets
 
 
 class DeviceMessage:

@@ -23,11 +23,6 @@ whoever has something to compute. Where the wait before was a long one, it sleep
 [Note: announced values] A sender that begins to compute a value writes its number into
 ``announced`` and rings. The receiver wakes while the sender computes, and then looks for the value
 without sleeping, for ``ANNOUNCED_LOOK_S`` at the most.
-
-[Note: rehearsals] Between two values other processes have run, or this one has computed: the code
-that takes a value, and its memory, are no longer in the caches, and the same few instructions take
-five times as long. So who looks for an announced value first goes through what it will do with it,
-without the effects, and takes memory for it. The senders that usually follow take part.
 """
 
 from __future__ import annotations
@@ -35,20 +30,19 @@ from __future__ import annotations
 import os
 import socket
 import time
-import weakref
 from collections.abc import Callable
 
 import torch
 
 from graphsplit.errors import FrameError, TransportError
-from graphsplit.transport._doorbell import Fence
-from graphsplit.transport._region import Region, adopt_region, create_region
-from graphsplit.transport._shm_links import Link, Links
-from graphsplit.transport._shm_slots import Slot, num_spare, slot_bytes
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
-from graphsplit.transport.frame import MESSAGE, Frame, FrameDecoder, FrameEncoder, describe
+from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, describe
 from graphsplit.transport.layout import ALIGNMENT
 from graphsplit.transport.session import TICK_S, AbortWatch, Session
+from graphsplit.transport.shm.doorbell import Fence
+from graphsplit.transport.shm.links import Link, Links
+from graphsplit.transport.shm.region import Region, adopt_region, create_region
+from graphsplit.transport.shm.slots import Slot, num_spare, slot_bytes
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 LOOK_S = 100e-6
@@ -59,7 +53,6 @@ ANNOUNCED_LOOK_S = 4e-3
 
 _LONG_S = 3 * LOOK_S
 
-_MAX_FOLLOWERS = 2
 _LINE = ALIGNMENT
 _WORDS_PER_LINE = _LINE // 8
 _PUBLISHED, _TAKEN, _RECEIVER_WAITS, _SENDER_WAITS, _ANNOUNCED, _FIRST_SLOT_OF = (
@@ -83,9 +76,7 @@ def channel_bytes(spec: ChannelSpec) -> int:
 class _End:
     """What both ends of a channel share: the ring, the peer, and how to wait for it."""
 
-    def __init__(
-        self, spec: ChannelSpec, region: Region, link: Link, links: Links, watch: AbortWatch
-    ) -> None:
+    def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
         control_bytes = _num_lines(spec) * _LINE
         region.reserve(0, control_bytes)
         self.closed = False
@@ -109,7 +100,7 @@ class _End:
         self._num_spare = num_spare(spec)
         self._link = link
         self._bell = links.bell
-        self._watch = watch
+        self._watch = links.watch
         self._count = 0
         self._waits_long = False
 
@@ -137,7 +128,6 @@ class _End:
                 if next_announced and words[_ANNOUNCED] == next_announced:
                     next_announced = 0
                     words[waits] = 0  # the sender need not ring
-                    self._rehearse()
                     if self._look(is_ready, for_s=ANNOUNCED_LOOK_S):
                         return
                     words[waits] = 1
@@ -158,9 +148,6 @@ class _End:
             os.sched_yield()
         return True
 
-    def _rehearse(self) -> None:
-        """Do what will be done when the value comes, without its effects: [Note: rehearsals]."""
-
     def _raise_if_ended(self, words: memoryview, is_ready: Callable[[memoryview], bool]) -> None:
         if self.closed:
             raise TransportError(f"{self._what}: the channel was closed")
@@ -172,19 +159,10 @@ class _End:
 class _ShmSender(_End, Sender):
     """The sending end of a ring."""
 
-    def __init__(
-        self,
-        spec: ChannelSpec,
-        region: Region,
-        link: Link,
-        links: Links,
-        watch: AbortWatch,
-        generation: int,
-    ) -> None:
-        super().__init__(spec, region, link, links, watch)
-        self._encoder = FrameEncoder(spec, generation=generation)
+    def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
+        super().__init__(spec, region, link, links)
+        self._encoder = FrameEncoder(spec, generation=links.session.generation)
         self._used = [0] * spec.depth  # the slots of the messages under way
-        self._latest = links.latest
 
     def send(
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
@@ -208,14 +186,6 @@ class _ShmSender(_End, Sender):
         self._fence.full()
         if words[_RECEIVER_WAITS] and not quiet:
             self._link.ring()
-        if self._latest.receiver is not None:
-            self._latest.receiver.note_follower(self)
-
-    def rehearse(self) -> None:
-        """See [Note: rehearsals]."""
-        sample = None if self.closed else self._slots[0].sample()
-        if sample is not None:
-            self._encoder.frame_of(sample)
 
     def _free_slot(self, count: int) -> Slot:
         """A slot that is neither under way nor lent; see [Note: lent slots]."""
@@ -230,7 +200,10 @@ class _ShmSender(_End, Sender):
                 words[_FIRST_SLOT_OF + count % depth * _WORDS_PER_LINE] = index
                 self._fence.light()
                 return slot
-        raise AssertionError(f"{self._what}: more slots are lent than there are to spare")
+        raise TransportError(
+            f"{self._what}: more slots are lent than there are to spare\n"
+            f"  Fix: all workers must run the same version; restart the job"
+        )
 
     def has_room(self) -> bool:
         """See ``Sender.has_room``."""
@@ -251,47 +224,16 @@ class _ShmSender(_End, Sender):
 class _ShmReceiver(_End, Receiver):
     """The receiving end of a ring."""
 
-    def __init__(
-        self,
-        spec: ChannelSpec,
-        region: Region,
-        link: Link,
-        links: Links,
-        watch: AbortWatch,
-        generation: int,
-    ) -> None:
-        super().__init__(spec, region, link, links, watch)
-        self._decoder = FrameDecoder(spec, generation=generation)
+    def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
+        super().__init__(spec, region, link, links)
+        self._decoder = FrameDecoder(spec, generation=links.session.generation)
         self._expects = False
-        self._latest = links.latest
-        self._latest_slot: Slot | None = None
-        self._prepared: tuple[Frame | None, torch.Tensor | None] = None, None
-        self._followers: list[_ShmSender] = []
         self._lent: list[Slot] = []
 
     def close(self) -> None:
-        """Let go of what was kept for rehearsals, too."""
+        """See ``_End.close``."""
         super().close()
-        self._latest_slot, self._prepared = None, (None, None)
-        self._followers, self._lent = [], []
-        if self._latest.receiver is self:
-            self._latest.receiver = None
-
-    def note_follower(self, sender: _ShmSender) -> None:
-        """Remember who sends after this end has received."""
-        if sender not in self._followers and len(self._followers) < _MAX_FOLLOWERS:
-            self._followers.append(sender)
-
-    def _rehearse(self) -> None:
-        slot = self._latest_slot
-        if slot is None or slot.frame is None or self.closed:
-            return
-        for sender in self._followers:
-            sender.rehearse()
-        slot.rehearse_lending()
-        self._prepared = slot.frame, slot.prepared()
-        header = MESSAGE.pack(0, 0, 0) + slot.frame.raw
-        self._decoder.frame_of_message(header, sequence=0, step=0, microbatch=0)
+        self._lent = []
 
     def is_ready(self) -> bool:
         """See ``Receiver.is_ready``."""
@@ -329,14 +271,9 @@ class _ShmReceiver(_End, Receiver):
         self._fence.full()
         if words[_SENDER_WAITS]:
             self._link.ring()
-        self._latest.receiver, self._latest_slot = self, slot
         return value
 
     def _value_in(self, slot: Slot) -> torch.Tensor | None:
-        (frame, value), self._prepared = self._prepared, (None, None)
-        if value is not None and frame is slot.frame:
-            slot.copy_into(value)
-            return value
         if self._num_spare:
             self._lent = [other for other in self._lent if other.is_lent]
             value = slot.lend() if len(self._lent) < self._num_spare else None
@@ -361,7 +298,7 @@ class SharedMemoryTransport(Transport):
     """Moves values between workers of one host.
 
     Args:
-        listener: A socket made by ``_shm_links.listen``, whose name the peers know.
+        listener: A socket made by ``links.listen``, whose name the peers know.
         session: The job and this worker's place in it.
         names: The name on which each worker listens, by rank; None for those elsewhere.
         policy: The rule for every wait.
@@ -377,18 +314,10 @@ class SharedMemoryTransport(Transport):
         names: tuple[str | None, ...],
         policy: WaitPolicy,
     ) -> None:
-        self._generation = session.generation
-        self._watch = AbortWatch(policy)
-        self._links = Links(listener, session=session, names=names, watch=self._watch)
+        watch = AbortWatch(policy)
+        self._links = Links(listener, session=session, names=names, watch=watch)
         self._ends: dict[tuple[int, int, bool], _ShmSender | _ShmReceiver] = {}
-        links = weakref.ref(self._links)
-
-        def wake() -> None:
-            alive = links()
-            if alive is not None:
-                alive.wake()
-
-        policy.abort.add_waker(wake)
+        watch.call(self._links.wake)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
@@ -396,7 +325,7 @@ class SharedMemoryTransport(Transport):
         size_bytes = channel_bytes(spec)
         region, fd = create_region(f"graphsplit-{spec.plan}-{spec.edge}", size_bytes)
         try:
-            sender = _ShmSender(spec, region, link, self._links, self._watch, self._generation)
+            sender = _ShmSender(spec, region, link, self._links)
             self._links.announce(link, spec.plan, spec.edge, size_bytes, fd)
         finally:
             os.close(fd)
@@ -408,7 +337,7 @@ class SharedMemoryTransport(Transport):
         what = describe(spec)
         fd, link = self._links.wait_memory(spec.source, spec.plan, spec.edge, what)
         region = adopt_region(fd, channel_bytes(spec), what=what)
-        receiver = _ShmReceiver(spec, region, link, self._links, self._watch, self._generation)
+        receiver = _ShmReceiver(spec, region, link, self._links)
         self._ends[spec.plan, spec.edge, False] = receiver
         return receiver
 

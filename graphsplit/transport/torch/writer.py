@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._torch_wire import (
+from graphsplit.transport.torch.wire import (
     FOREVER,
     MESSAGE_TAG,
     PAYLOAD_TAG,

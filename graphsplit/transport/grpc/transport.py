@@ -24,7 +24,6 @@ header that differs from the plan breaks the stream before any memory is taken.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -37,14 +36,14 @@ from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport._grpc_calls import HELLO_KEY, hello_of, write_hello
-from graphsplit.transport._grpc_chunk import PULLS, Piece, read_chunk
-from graphsplit.transport._grpc_ends import StreamEnd
-from graphsplit.transport._grpc_inbound import GrpcReceiver, Inbound
-from graphsplit.transport._grpc_listener import PROVE_S, GrpcListener
-from graphsplit.transport._grpc_outbound import GrpcSender, Outbound
-from graphsplit.transport._grpc_pull import Puller
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+from graphsplit.transport.grpc.calls import HELLO_KEY, hello_of, write_hello
+from graphsplit.transport.grpc.chunk import PULLS, Piece, read_chunk
+from graphsplit.transport.grpc.inbound import GrpcReceiver, Inbound
+from graphsplit.transport.grpc.listener import PROVE_S, GrpcListener
+from graphsplit.transport.grpc.outbound import GrpcSender, Outbound
+from graphsplit.transport.grpc.pull import Puller
+from graphsplit.transport.grpc.stream_end import StreamEnd
 from graphsplit.transport.session import AbortWatch, Hello, Session
 from graphsplit.transport.wait import WaitPolicy
 
@@ -119,14 +118,7 @@ class GrpcTransport(Transport):
         self.on_silence: list[Callable[[int, str], None]] = []
         self._readers: set[threading.Thread] = set()
         self._listener = listener
-        mine = weakref.ref(self)
-
-        def wake() -> None:
-            alive = mine()
-            if alive is not None:
-                alive._wake()
-
-        policy.abort.add_waker(wake)
+        self._watch.call(self._wake)
         listener.serve(lambda: _Stream(self._carry), self._answer)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:

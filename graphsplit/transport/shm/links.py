@@ -22,13 +22,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._doorbell import Doorbell, adopt_bell, create_bell
 from graphsplit.transport.session import LAST_WORDS_S, TICK_S, AbortWatch, Hello, Session
+from graphsplit.transport.shm.doorbell import Doorbell, adopt_bell, create_bell
 from graphsplit.transport.wait import Wait
 
 _HELLO = struct.Struct("<4sqii32s")
@@ -108,15 +106,14 @@ class Link:
         self.connection.close()
 
 
-@dataclass
-class Latest:
-    """Which of a worker's ends received last."""
-
-    receiver: Any = None
-
-
 class Links:
-    """All connections of one worker, served by one thread."""
+    """All connections of one worker, served by one thread.
+
+    Attributes:
+        session: The job and this worker's place in it.
+        watch: Hears of the job's abort.
+        bell: This worker's own.
+    """
 
     def __init__(
         self,
@@ -127,13 +124,12 @@ class Links:
         watch: AbortWatch,
     ) -> None:
         self._listener = listener
-        self._session = session
+        self.session = session
         self._names = names
-        self._watch = watch
+        self.watch = watch
         # Not from 0: that is what an unused bell shows, and rank 0 would ring in vain.
         self._tickets = itertools.count(1)
         self.bell, self._bell_fd = create_bell(session.rank, self._tickets)
-        self.latest = Latest()
         self._changed = threading.Condition()
         self._outbound: dict[int, Link] = {}
         self._inbound: dict[int, Link] = {}
@@ -164,13 +160,13 @@ class Links:
             connection.connect("\0" + name)
             if _peer_uid(connection) != os.geteuid():
                 raise TransportError(f"worker {peer}: its socket belongs to another user")
-            hello = encode_hello(self._session.hello_to(peer))
+            hello = encode_hello(self.session.hello_to(peer))
             socket.send_fds(connection, [hello], [self._bell_fd])
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError):
-                message = f"worker {self._session.rank} cannot reach worker {peer}: {error}"
-                self._watch.raise_broken(message)
+                message = f"worker {self.session.rank} cannot reach worker {peer}: {error}"
+                self.watch.raise_broken(message)
             raise
         link = Link(connection, peer=peer)
         self._soon(lambda: self._register(link, self._read_reply))
@@ -179,7 +175,7 @@ class Links:
     def announce(self, link: Link, plan: int, edge: int, size_bytes: int, fd: int) -> None:
         """Hand the memory of a channel to the destination, which may not be reading yet."""
         packet = _CHANNEL.pack(_CHANNEL_MAGIC, plan, edge, size_bytes)
-        wait = Wait(self._watch.policy, peer=link.peer, what=f"opening edge {edge} of plan {plan}")
+        wait = Wait(self.watch.policy, peer=link.peer, what=f"opening edge {edge} of plan {plan}")
         poll = select.poll()
         poll.register(link.connection, select.POLLOUT)
         while link.broken is None:
@@ -194,12 +190,12 @@ class Links:
                 with self._changed:
                     self._changed.wait_for(lambda: link.broken is not None, LAST_WORDS_S)
                 reason = link.broken or f"worker {link.peer} cannot be reached: {error}"
-                self._watch.raise_broken(reason)
-        self._watch.raise_broken(link.broken)
+                self.watch.raise_broken(reason)
+        self.watch.raise_broken(link.broken)
 
     def wait_memory(self, source: int, plan: int, edge: int, what: str) -> tuple[int, Link]:
         """Wait until a source has announced a channel; its descriptor and link."""
-        wait = Wait(self._watch.policy, peer=source, what=what)
+        wait = Wait(self.watch.policy, peer=source, what=what)
         with self._changed:
             while True:
                 link = self._inbound.get(source)
@@ -213,7 +209,7 @@ class Links:
                     raise TransportError(f"{what}: the transport was closed")
                 wait.check()
                 self._changed.wait(TICK_S)
-        self._watch.raise_broken(f"{what}: {link.broken}")
+        self.watch.raise_broken(f"{what}: {link.broken}")
 
     def drop_plan(self, plan: int) -> None:
         """Give back the memory that was announced for a plan and never opened."""
@@ -310,7 +306,7 @@ class Links:
     def _read_hello(self, link: Link) -> None:
         packet, fds = self._packet(link)
         hello = decode_hello(packet)
-        reason = "no hello" if hello is None else self._session.refusal_of(hello)
+        reason = "no hello" if hello is None else self.session.refusal_of(hello)
         if hello is not None and reason is None and hello.source in self._inbound:
             reason = f"source: worker {hello.source} is connected already"
         if hello is None or reason is not None or len(fds) != 1:
@@ -322,7 +318,7 @@ class Links:
                 self._break(link, "refused")
             return
         try:
-            rank = self._session.rank
+            rank = self.session.rank
             what = f"the bell of worker {hello.source}"
             bell = adopt_bell(fds[0], ringer=rank, tickets=self._tickets, what=what)
         except TransportError as error:
@@ -367,7 +363,7 @@ class Links:
     def _read_reply(self, link: Link) -> None:
         packet, fds = self._packet(link)
         if link.broken is None and packet == _WELCOME and len(fds) == 1 and link.bell is None:
-            rank = self._session.rank
+            rank = self.session.rank
             what = f"the bell of worker {link.peer}"
             try:
                 bell = adopt_bell(fds.pop(), ringer=rank, tickets=self._tickets, what=what)

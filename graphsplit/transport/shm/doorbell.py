@@ -18,7 +18,7 @@ import platform
 import threading
 from typing import Any
 
-from graphsplit.transport._region import Region, adopt_region, create_region, is_supported
+from graphsplit.transport.shm.region import Region, adopt_region, create_region, is_supported
 
 BELL_BYTES = 4096
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())

@@ -2,26 +2,28 @@
 
 Each pair of workers that exchanges values gets a process group of its own, of two. It is made from
 the low-level constructors, so nothing that a script does with ``torch.distributed`` itself, the
-default group included, is touched or needed. The two meet over gRPC, see ``_torch_meeting``; what
-they send each other then is described in ``_torch_link``.
+default group included, is touched or needed. The two meet over gRPC, see ``meeting``; what
+they send each other then is described in ``link``.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._torch_ends import TorchReceiver, TorchSender
-from graphsplit.transport._torch_link import Group, TorchLink
-from graphsplit.transport._torch_meeting import MEETING_PLAN, Meeting
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+from graphsplit.transport.credit import CreditedReceiver
 from graphsplit.transport.session import AbortWatch, Session
+from graphsplit.transport.torch.device import DeviceWire
+from graphsplit.transport.torch.link import Group, TorchLink
+from graphsplit.transport.torch.meeting import MEETING_PLAN, Meeting
+from graphsplit.transport.torch.sender import TorchSender
 from graphsplit.transport.wait import WaitPolicy
 
 
@@ -59,14 +61,7 @@ class TorchTransport(Transport):
         self._links: dict[int, TorchLink] = {}
         self._device: Any = None  # Gloo's: the socket it listens on, and the thread that serves it
         self._closed = False
-        mine = weakref.ref(self)
-
-        def wake() -> None:
-            alive = mine()
-            if alive is not None:
-                alive._abort()
-
-        policy.abort.add_waker(wake)
+        self._watch.call(self._abort)
 
     def open_sender(self, spec: ChannelSpec) -> Sender:
         """See ``Transport.open_sender``."""
@@ -78,7 +73,7 @@ class TorchTransport(Transport):
     def open_receiver(self, spec: ChannelSpec) -> Receiver:
         """See ``Transport.open_receiver``. Does not wait: the source waits for credit."""
         link = self._link(spec.source)
-        receiver = TorchReceiver(spec, link.incoming, self._watch, self._session.generation)
+        receiver = CreditedReceiver(spec, link.incoming, self._watch, self._session.generation)
         link.incoming.add(receiver)
         return receiver
 
@@ -142,10 +137,6 @@ class TorchTransport(Transport):
         gloo = meeting.gloo_group(self._device)
         device = None
         if self._has_device:
-            import torch
-
-            from graphsplit.transport._torch_device import DeviceWire
-
             device = DeviceWire(meeting, torch.device("cuda", torch.cuda.current_device()))
         return Group(
             gloo=gloo,

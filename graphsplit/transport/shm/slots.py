@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 
-from graphsplit.transport._recent import Recent
-from graphsplit.transport._region import Region, can_populate
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.frame import Frame, header_bytes
 from graphsplit.transport.layout import ALIGNMENT, payload_view
+from graphsplit.transport.recent import Recent
+from graphsplit.transport.shm.region import Region, can_populate
 
 LEND_BYTES = 128 << 10
 """Values from this size on are lent: copying one out costs more than keeping track of it."""
 
 _SPARE_BYTES, _MAX_SPARE = 256 << 20, 32
-_MAX_SIGHTS = 4  # layouts that a slot is ready for
+_MAX_VIEWS = 4  # layouts that a slot is ready for
 # Copying a large value must let other threads run; for a small one that costs more than it does.
 _UNLOCKED_BYTES = 1 << 20
 _copy = ctypes.PyDLL(None).memmove
@@ -43,8 +43,6 @@ _copy_unlocked = ctypes.CDLL(None).memmove
 for _function in (_copy, _copy_unlocked):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     _function.restype = None
-_clear = ctypes.PyDLL(None).memset
-_clear.argtypes, _clear.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], None
 
 
 def aligned(size_bytes: int) -> int:
@@ -92,7 +90,7 @@ class _Lease:
 
 
 @dataclass(frozen=True, eq=False)
-class _Sight:
+class _PayloadView:
     """A slot's payload as one layout sees it.
 
     Attributes:
@@ -151,24 +149,22 @@ class Slot:
             offset=offset + self._payload_at,
             count=slot_bytes(spec) - self._payload_at,
         )
-        self._known: Recent[int, _Sight] = Recent(_MAX_SIGHTS)
+        self._known: Recent[int, _PayloadView] = Recent(_MAX_VIEWS)
         self.frame: Frame | None = None
-        self._view: torch.Tensor | None = None
-        self._is_dense = self._is_cloned = False
-        self._lease: Any = None
+        self._payload: _PayloadView
 
     def adopt(self, frame: Frame) -> None:
         """Turn to another layout."""
-        sight = self._known.get(id(frame)) or self._known.keep(id(frame), self._sight(frame))
-        self.frame, self._view, self._lease = sight.frame, sight.view, sight.lease
-        self._is_dense, self._is_cloned = sight.is_dense, sight.is_cloned
+        known = self._known
+        self._payload = known.get(id(frame)) or known.keep(id(frame), self._view_as(frame))
+        self.frame = frame
 
-    def _sight(self, frame: Frame) -> _Sight:
+    def _view_as(self, frame: Frame) -> _PayloadView:
         if frame.payload_bytes > self._reserved:
             self._region.reserve(self._offset, self._payload_at + frame.payload_bytes)
             self._reserved = frame.payload_bytes
         if frame.layout is None:
-            return _Sight(frame)
+            return _PayloadView(frame)
         is_dense, is_cloned, lease = _is_dense(frame), False, None
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
@@ -179,61 +175,30 @@ class Slot:
                     view, is_cloned = strided, True
         if is_cloned and frame.payload_bytes >= LEND_BYTES:
             lease = type("Lease", (_Lease, ctypes.c_ubyte * frame.payload_bytes), {})
-        return _Sight(frame, view, is_dense, is_cloned, lease)
+        return _PayloadView(frame, view, is_dense, is_cloned, lease)
 
     def write(self, value: torch.Tensor) -> None:
         """Copy in a value of the layout that was adopted last."""
-        frame = self.frame
-        assert frame is not None
-        if self._is_dense and not value.is_neg():
+        payload = self._payload
+        if payload.is_dense and not value.is_neg():
             source = value.data_ptr()
             if source:
-                size = frame.payload_bytes
+                size = payload.frame.payload_bytes
                 copy = _copy if size < _UNLOCKED_BYTES else _copy_unlocked
                 copy(self._address, source, size)
                 return
-        if self._view is not None:
-            self._view.copy_(frame.wire(value))
-
-    def prepared(self) -> torch.Tensor | None:
-        """Memory for a value of the layout that was adopted last; None if that is not worth it.
-
-        Having it before a small value arrives leaves nothing to do then but to copy. Its pages are
-        touched, and so is the code that copies.
-        """
-        if not self._is_cloned or self._lease is not None or self._view is None:
-            return None
-        value = torch.empty_like(self._view)
-        assert self.frame is not None
-        address = value.data_ptr()
-        _clear(address, 0, self.frame.payload_bytes)
-        _copy(address, address, 0)
-        return value
-
-    def rehearse_lending(self) -> None:
-        """Do what ``lend`` does, without a value: nobody gets the tensor, and no word changes."""
-        if self._lease is not None:
-            self._lent_by(self._lease.from_address(self._address))
-
-    def copy_into(self, value: torch.Tensor) -> None:
-        """Copy the value out, into memory that was prepared for this very layout."""
-        assert self.frame is not None
-        _copy(value.data_ptr(), self._address, self.frame.payload_bytes)
-
-    def sample(self) -> torch.Tensor | None:
-        """A tensor of the layout that was adopted last, for rehearsals; nobody reads its values."""
-        return self._view if self._is_cloned else None
+        if payload.view is not None:
+            payload.view.copy_(payload.frame.wire(value))
 
     def copy_out(self) -> torch.Tensor | None:
         """The value in fresh memory of its own."""
-        view = self._view
-        if view is None:
+        payload = self._payload
+        if payload.view is None:
             return None
-        if self._is_cloned:
-            return view.clone()
-        assert self.frame is not None
-        value = self.frame.empty()
-        self.frame.wire(value).copy_(view)
+        if payload.is_cloned:
+            return payload.view.clone()
+        value = payload.frame.empty()
+        payload.frame.wire(value).copy_(payload.view)
         return value
 
     def lend(self) -> torch.Tensor | None:
@@ -241,22 +206,16 @@ class Slot:
 
         The tensor is no view of another one: operations in place treat it as any other.
         """
-        if self._lease is None:
+        frame = self._payload.frame
+        if self._payload.lease is None or frame.layout is None:
             return None
-        lease = self._lease.from_address(self._address)
+        lease = self._payload.lease.from_address(self._address)
         self._words[self._lent_word] = 1
         lease.words, lease.word, lease.fence = self._words, self._lent_word, self._fence
         lease.region, lease.process = self._region, os.getpid()
-        return self._lent_by(lease)
-
-    def _lent_by(self, lease: Any) -> torch.Tensor:
-        """A tensor that keeps a lease as long as somebody sees it."""
-        assert self.frame is not None
-        assert self.frame.layout is not None
-        dtype, layout = self.frame.dtype, self.frame.layout
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
-        value = torch.empty(0, dtype=dtype, device="cpu")
-        return value.set_(storage, 0, layout.shape, layout.strides)
+        value = torch.empty(0, dtype=frame.dtype, device="cpu")
+        return value.set_(storage, 0, frame.layout.shape, frame.layout.strides)
 
     @property
     def is_lent(self) -> bool:

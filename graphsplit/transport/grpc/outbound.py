@@ -24,9 +24,11 @@ from graphsplit.security.grpc_ports import (
 from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.settings import NODE_TIMEOUT_S
-from graphsplit.transport._credit import CreditedSender, Outgoing
-from graphsplit.transport._grpc_calls import CARRY, DIAL_OPTIONS, HELLO_KEY, write_hello
-from graphsplit.transport._grpc_chunk import (
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.credit import CreditedSender, Outgoing
+from graphsplit.transport.frame import header_bytes
+from graphsplit.transport.grpc.calls import CARRY, DIAL_OPTIONS, HELLO_KEY, write_hello
+from graphsplit.transport.grpc.chunk import (
     CHUNK_BYTES,
     PULLS,
     accompanying,
@@ -37,10 +39,8 @@ from graphsplit.transport._grpc_chunk import (
     write_chunk,
     write_more,
 )
-from graphsplit.transport._grpc_ends import CLOSED, Patience, StreamEnd, end_of, out_of_reach
-from graphsplit.transport._grpc_inbound import TAKEN
-from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import header_bytes
+from graphsplit.transport.grpc.inbound import TAKEN
+from graphsplit.transport.grpc.stream_end import CLOSED, Patience, StreamEnd, end_of, out_of_reach
 from graphsplit.transport.layout import pack
 from graphsplit.transport.session import AbortWatch, Session
 

@@ -1,41 +1,26 @@
-"""The two ends of a channel on a link over ``torch.distributed``."""
+"""The sending end of a channel on a link over ``torch.distributed``."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from graphsplit.errors import TransportError
-from graphsplit.transport._credit import CreditedReceiver, CreditedSender
-from graphsplit.transport._torch_wire import (
+from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.credit import CreditedSender
+from graphsplit.transport.frame import Frame, describe, header_bytes
+from graphsplit.transport.layout import pack
+from graphsplit.transport.session import AbortWatch
+from graphsplit.transport.torch.link import TorchLink
+from graphsplit.transport.torch.wire import (
     INLINE_BYTES,
     MAX_HEADER_BYTES,
     Kind,
     Record,
     octets,
 )
-from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe, header_bytes
-from graphsplit.transport.layout import pack
-from graphsplit.transport.session import AbortWatch
-
-if TYPE_CHECKING:
-    from graphsplit.transport._torch_link import TorchLink
-
-
-class HostMessage:
-    """A value whose payload has arrived in host memory of its own."""
-
-    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
-        self.numbers: Numbers = MESSAGE.unpack_from(header)
-        self._frame = frame
-        self._memory = memory
-
-    def value(self) -> torch.Tensor | None:
-        """See ``Arrived.value``."""
-        return self._frame.value_in(self._memory)
 
 
 def is_plain(value: torch.Tensor, frame: Frame) -> bool:
@@ -123,7 +108,3 @@ class TorchSender(CreditedSender):
         """See ``CreditedSender.close``."""
         super().close()
         self._spare.clear()
-
-
-class TorchReceiver(CreditedReceiver):
-    """The receiving end."""

@@ -1,16 +1,18 @@
-"""What a hop is measured against: Gloo's own send and receive, and plain gRPC streams.
+"""The ends of channels whose hops are measured: ours, and what they are measured against.
 
-Each peer moves float32 tensors between the main threads of two processes, into fresh memory, as
-graphsplit does, and as far as that is possible without copies in Python: no headers, no checks, no
-credit.
+Gloo's own send and receive, plain gRPC streams, and bare copies. All move float32 tensors between
+the main threads of processes, into fresh memory, as graphsplit does, and the peers as far as that
+is possible without copies in Python: no headers, no checks, no credit. Each worker sends to the
+next one of a ring, and receives from the one before; two that are a ring play ping-pong.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -18,30 +20,108 @@ from typing import Any
 import grpc
 import torch
 import torch.distributed as dist
+from by_hand import BareChannel
+from common_cluster import free_port
 from grpc.experimental import ChannelOptions
+
+from graphsplit.security.protection import UNPROTECTED, Protection
+from graphsplit.transport import ChannelSpec, Hub, Mode, WaitPolicy
 
 Send = Callable[[torch.Tensor, int], None]
 Receive = Callable[[torch.Tensor, int], torch.Tensor]
-Ends = tuple[Send, Receive, Callable[[], None]]
+
+
+def nothing() -> None:
+    """Most ends have nothing to announce."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """One worker's ends.
+
+    Attributes:
+        send: Sends a value, with its number.
+        receive: Receives the value with a number, which is like the given one.
+        close: Leaves.
+        announce: Tells the receiver that a value is about to come.
+    """
+
+    send: Send
+    receive: Receive
+    close: Callable[[], object]
+    announce: Callable[[], None] = nothing
+
+
+def our_ends(
+    mode: Mode,
+    rank: int,
+    link: Connection,
+    sizes: Sequence[int],
+    *,
+    num_workers: int = 2,
+    protection: Protection = UNPROTECTED,
+) -> Ends:
+    """Through one of our transports, by channels as a plan's edges have them, one for each size."""
+    hub = Hub(bind_host="127.0.0.1", mode=mode, protection=protection, num_workers=num_workers)
+    link.send(hub.endpoints)
+    peers = link.recv()
+    transport = hub.connect(rank=rank, job="hop", generation=1, peers=peers, policy=WaitPolicy())
+    sends, receives = {}, {}
+    for number, size in enumerate(sizes):
+        specs = [
+            ChannelSpec(
+                *(0, number * num_workers + source, source, (source + 1) % num_workers),
+                *(torch.float32, (size // 4,), size),
+                lends=True,
+            )
+            for source in range(num_workers)
+        ]
+        sends[size] = transport.open_sender(specs[rank])
+        receives[size] = transport.open_receiver(specs[rank - 1])
+
+    def send(value: torch.Tensor, step: int) -> None:
+        sends[value.nbytes].send(value, step=step, microbatch=0)
+
+    def receive(value: torch.Tensor, step: int) -> torch.Tensor:
+        received = receives[value.nbytes].receive(step=step, microbatch=0)
+        if received is None:
+            raise SystemExit("a value was lost")
+        return received
+
+    return Ends(send, receive, transport.close, sends[sizes[0]].announce)
+
 
 _METHOD = "/hop/Stream"
 _UNLIMITED = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
-def gloo_ends(rank: int, port: int) -> Ends:
+def gloo_ends(rank: int, link: Connection, *, num_workers: int = 2) -> Ends:
     """The same through ``torch.distributed``, into fresh memory as ours."""
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    link.send(free_port())
+    address = f"tcp://127.0.0.1:{link.recv()[0]}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_workers)
 
     def send(value: torch.Tensor, step: int) -> None:
-        dist.send(value, 1 - rank)
+        dist.send(value, (rank + 1) % num_workers)
 
     def receive(value: torch.Tensor, step: int) -> torch.Tensor:
         received = torch.empty_like(value)
-        dist.recv(received, 1 - rank)
+        dist.recv(received, (rank - 1) % num_workers)
         return received
 
-    return send, receive, dist.destroy_process_group
+    return Ends(send, receive, dist.destroy_process_group)
+
+
+def bare_ends(rank: int, num_workers: int, path: str, size: int) -> Ends:
+    """The same by bare copies, into memory that is fresh, and taken before the value comes."""
+    edges = rank, (rank - 1) % num_workers
+    out, into = (BareChannel(path, edge, (size // 4,), size) for edge in edges)
+    return Ends(
+        lambda value, step: out.send(value),
+        lambda value, step: into.receive(),
+        nothing,
+        into.prepare,
+    )
 
 
 class _Server:
@@ -92,8 +172,10 @@ def plain_grpc_ends(rank: int, link: Connection) -> Ends:
     if rank == 0:
         server = _Server()
         link.send(server.port)
-        return _sending(server.outgoing), receiving(server.receive), server.close
-    channel = grpc.insecure_channel(f"127.0.0.1:{link.recv()}", options=_UNLIMITED)
+        link.recv()
+        return Ends(_sending(server.outgoing), receiving(server.receive), server.close)
+    link.send(None)
+    channel = grpc.insecure_channel(f"127.0.0.1:{link.recv()[0]}", options=_UNLIMITED)
     outgoing: SimpleQueue[bytes | None] = SimpleQueue()
     call = channel.stream_stream(_METHOD)(iter(outgoing.get, None))
 
@@ -102,7 +184,7 @@ def plain_grpc_ends(rank: int, link: Connection) -> Ends:
         call.cancel()
         channel.close()
 
-    return _sending(outgoing), receiving(lambda: next(call)), close
+    return Ends(_sending(outgoing), receiving(lambda: next(call)), close)
 
 
 def pulled_grpc_ends(rank: int, link: Connection) -> Ends:
@@ -129,7 +211,7 @@ def pulled_grpc_ends(rank: int, link: Connection) -> Ends:
     server.start()
     link.send(port)
     options = (*_UNLIMITED, (ChannelOptions.SingleThreadedUnaryStream, 1))
-    channel = grpc.insecure_channel(f"127.0.0.1:{link.recv()}", options=options)
+    channel = grpc.insecure_channel(f"127.0.0.1:{link.recv()[1 - rank]}", options=options)
     answers = channel.unary_stream(_METHOD, response_deserializer=take)(b"all")
 
     def read() -> None:
@@ -147,4 +229,4 @@ def pulled_grpc_ends(rank: int, link: Connection) -> Ends:
         channel.close()
         server.stop(1.0).wait()
 
-    return _sending(outgoing), lambda value, step: _into_fresh_memory(arrived.get()), close
+    return Ends(_sending(outgoing), lambda value, step: _into_fresh_memory(arrived.get()), close)

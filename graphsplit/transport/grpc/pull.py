@@ -22,9 +22,9 @@ from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import keepalive, open_channel
 from graphsplit.security.handshake import PROOF_KEY, Recall
 from graphsplit.security.protection import UNPROTECTED, Protection
-from graphsplit.transport._grpc_calls import DIAL_OPTIONS, PULL
-from graphsplit.transport._grpc_chunk import MAX_MESSAGE_BYTES, read_chunk
-from graphsplit.transport._grpc_ends import BROKEN, StreamEnd, end_of
+from graphsplit.transport.grpc.calls import DIAL_OPTIONS, PULL
+from graphsplit.transport.grpc.chunk import MAX_MESSAGE_BYTES, read_chunk
+from graphsplit.transport.grpc.stream_end import BROKEN, StreamEnd, end_of
 
 PULL_S = 2.0
 """How long a source may take to answer; values then come by the stream that it has opened."""

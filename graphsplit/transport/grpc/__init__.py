@@ -1,0 +1,1 @@
+"""Moves values between workers of different hosts, over gRPC streams."""

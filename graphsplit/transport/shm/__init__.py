@@ -1,0 +1,1 @@
+"""Moves values between workers of one host, through memory that both map."""

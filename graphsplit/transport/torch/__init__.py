@@ -1,0 +1,1 @@
+"""Moves values between workers over ``torch.distributed``."""
