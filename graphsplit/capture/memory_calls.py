@@ -236,9 +236,11 @@ class KeepVersion(MemoryCall):
         super().__init__("keep_version")
 
     def __call__(self, *operands: Any) -> None:
-        """Copy."""
+        """Copy; where an operation gave its buffer another size, it has that from now on."""
         kept, version = operands
         with torch.no_grad():
+            if kept.shape != version.shape:
+                kept.resize_(version.shape)
             kept.copy_(version)
 
 

@@ -97,7 +97,7 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
             buffers += found.keys
         except _CannotBeTakenApartError as found:
             refused = refused or found.refusal
-            if found.module is None or found.module in (root, network, *whole):
+            if found.module is None or found.module in (root, *_never_whole(network), *whole):
                 raise refused from None
             whole.append(found.module)
         except CaptureError as error:
@@ -106,6 +106,14 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
             raise CaptureError(
                 f"{refused}\n  (The module was then kept whole, which did not help: {error})"
             ) from None
+
+
+def _never_whole(network: nn.Module) -> tuple[nn.Module, ...]:
+    """The network itself, which nothing could be placed in then, if its code can be mended.
+
+    That of torch's own classes cannot: an encoder may be all of a network.
+    """
+    return () if type(network).__module__.startswith("torch.nn.") else (network,)
 
 
 class _CannotBeTakenApartError(Exception):

@@ -146,6 +146,31 @@ def test_buffers_constants_and_what_is_not_trained() -> None:
     assert_same_wherever_placed(Odds, batches_of(4, 8, num=3), placements=range(8))
 
 
+class Quantised(nn.Module):
+    """The scale of ``first``'s weight grows from one number to one for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        self.first, self.second = torch.ao.nn.qat.Linear(8, 8, qconfig=config), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_buffers_to_which_an_operation_gives_another_size(microbatches: int) -> None:
+    assert_same_bits(
+        Quantised,
+        batches_of(8, 8, num=3),
+        num_workers=2,
+        place=lambda network: network.second.place("MS_WORKER", 1),  # type: ignore[operator]
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        evaluate_after=(0, 2),
+    )
+
+
 def test_inside_no_grad_operands_still_ask_for_gradients() -> None:
     # `matmul` folds its operands, or not, by the requires_grad of the second one.
     class Measured(nn.Module):

@@ -121,6 +121,25 @@ def test_an_encoder_with_a_padding_mask_is_evaluated_as_in_eager_mode(
     )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_an_encoder_may_be_the_whole_network(microbatches: int) -> None:
+    def encoder() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+    mask = padded(at_the_left=False)[0][1]
+    batches = [(torch.randn(4, 6, 8), None, mask, torch.randn(4, 6, 8)) for _ in range(2)]
+    assert_same_bits(
+        encoder,
+        batches,
+        num_workers=2,
+        place=lambda net: net.place("MS_WORKER", 1),  # type: ignore[operator]
+        loss_fn=squared,
+        microbatches=microbatches,
+        evaluate_after=(0, 1),
+    )
+
+
 class Covariance(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ torch.cov(x.T) + torch.corrcoef(x.T).sum()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from graphsplit.capture.graph import LOSS_PATH
+from graphsplit.capture.owned_tensors import make_buffers
 from graphsplit.errors import CheckpointError
 from graphsplit.train.checkpoint.contents import (
     GRADIENTS,
@@ -71,6 +74,11 @@ class NetworkLoader:
         self._metadata = self._values.pop(METADATA, None)
         self.problems: list[str] = []
         self._wanted: list[Wanted] = []
+        if with_others:
+            names = self._source.tensors["training"]
+            _make_buffers_again(
+                task, {n.removeprefix(OTHERS) for n in names if n.startswith(OTHERS)}
+            )
         self._state = NetworkState({}, {}, {}, {})
         if with_others or self._load_whole is None:
             self._state = NetworkState.of(task)
@@ -163,6 +171,21 @@ class NetworkLoader:
         if self._metadata is not None:
             state._metadata = decode(self._metadata, _no_tensor)  # type: ignore[attr-defined]
         self._load_whole(state)
+
+
+def _make_buffers_again(task: Task, saved: Collection[str]) -> None:
+    """Register saved tensors that are plain attributes still: capture had made them buffers."""
+    modules = {"": task.network}
+    if isinstance(task.loss_fn, nn.Module):
+        modules[LOSS_PATH] = task.loss_fn
+    found = [
+        (f"{top}.{path}" if path else top, name)
+        for top, module in modules.items()
+        for path, child in module.named_modules()
+        for name, held in vars(child).items()
+        if isinstance(held, torch.Tensor) and ".".join(filter(None, (top, path, name))) in saved
+    ]
+    make_buffers(modules, found)
 
 
 class OptimizerLoader:
