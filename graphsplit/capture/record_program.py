@@ -189,8 +189,8 @@ def _record(
         with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
             program = _exported(export, network, signals)
     finally:
+        export.watch.put_back()  # first the containers themselves, then what they held
         attributes.put_back()
-        export.watch.put_back()
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
     constants = program.constants.values()

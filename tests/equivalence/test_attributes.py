@@ -145,6 +145,20 @@ class Remembering(Base):
         return made
 
 
+class Caching(Base):
+    """Makes a table at the first call, for each number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in self.hidden:
+            self.hidden[len(x)] = torch.arange(4.0)
+        made: torch.Tensor = self.second(self.first(x)) * self.hidden[len(x)].sum()
+        return made
+
+
 class Collecting(Base):
     """Shows its hidden states to whoever looks; what it computes does not depend on them."""
 
@@ -155,11 +169,12 @@ class Collecting(Base):
         return made
 
 
-def test_a_tensor_that_the_next_forward_reads_is_refused_by_name() -> None:
+@pytest.mark.parametrize("make", [Remembering, Caching])
+def test_a_tensor_that_the_next_forward_reads_is_refused_by_name(make: Any) -> None:
     with pytest.raises(
         CaptureError, match=r"reads them when it is called again: hidden;.*\n.*buff"
     ):
-        assert_same_bits(Remembering, batches_of(3, 3), num_workers=2, loss_fn=rows_against_target)
+        assert_same_bits(make, batches_of(3, 3), num_workers=2, loss_fn=rows_against_target)
 
 
 def test_tensors_left_in_attributes_that_forward_does_not_read_do_no_harm() -> None:
