@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from graphsplit.errors import CaptureError
 # its number, whether it is reentrant, and whether its random numbers are drawn again.
 CHECKPOINT_KEY = "graphsplit_checkpoint"
 _numbers = itertools.count()
+_watch: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("_watch")
 
 
 def run_reentrant_checkpoint(
@@ -49,8 +51,18 @@ def run_reentrant_checkpoint(
         if asks[index]:
             inside[index] = torch.ops.aten.alias.default(args[index])
     noted = (next(_numbers), True, not preserve_rng_state)
-    with torch.fx.traceback.annotate({CHECKPOINT_KEY: noted}):
+    with torch.fx.traceback.annotate({CHECKPOINT_KEY: noted}), _watch.get(nullcontext)():
         return function(*inside)
+
+
+@contextmanager
+def checkpoints_watched(watch: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let what each checkpoint runs be run in a block that ``watch`` gives."""
+    before = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(before)
 
 
 @contextmanager
@@ -61,7 +73,7 @@ def checkpoints_noted() -> Iterator[None]:
 
     def generator(function: Any, preserve: bool, *args: Any, **kwargs: Any) -> Any:
         noted = (next(_numbers), False, not preserve)
-        with torch.fx.traceback.annotate({CHECKPOINT_KEY: noted}):
+        with torch.fx.traceback.annotate({CHECKPOINT_KEY: noted}), _watch.get(nullcontext)():
             yield from original(function, preserve, *args, **kwargs)
 
     owner._checkpoint_without_reentrant_generator = generator

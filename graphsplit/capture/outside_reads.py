@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphsplit.capture.kept_iterators import KeptIterators
@@ -42,11 +43,13 @@ class _Read:
         way_out: What to do instead.
         by_libraries: Whether it is refused in installed packages, too: what those ask a clock or
             the environment for is no value of the network.
+        outcome: What would come of it, for people.
     """
 
     what: str
     way_out: str
     by_libraries: bool = False
+    outcome: str = "the captured graph would keep what it got, at every step"
 
 
 _CLOCK = _Read("reads a clock", "hand the time in as a tensor")
@@ -73,6 +76,12 @@ _NEXT = _Read(
     "hand the item in with the batch",
     by_libraries=True,
 )
+_SWITCH = _Read(
+    "switches how torch computes (sdpa_kernel, the precision of matmul, the number of threads)",
+    "switch it in the script, around the step",
+    by_libraries=True,
+    outcome="the operations of the captured graph would run without it",
+)
 _CLOCKS = (
     *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
     *("process_time", "process_time_ns", "thread_time", "localtime", "gmtime", "ctime"),
@@ -89,6 +98,16 @@ _ENVIRON: Any = type(os.environ)
 _CODES: dict[CodeType, _Read] = {
     getattr(_ENVIRON, name).__code__: _ENVIRONMENT for name in ("__getitem__", "__iter__")
 }
+_SWITCHES_OF_TORCH = (
+    *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+    *("cudnn_sdp_enabled", "sdp_priority_order", "float32_matmul_precision"),
+    *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+    *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
+)
+_KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (
+    *(getattr(torch._C, f"_get_{name}") for name in _SWITCHES_OF_TORCH),
+    torch.get_num_threads,
+)
 _MADE_HERE = (random.Random.__init__.__code__,)
 # Modules of Python that do it for their callers.
 _THROUGH = frozenset(
@@ -114,6 +133,7 @@ class OutsideReads(TorchCalls):
     def __init__(self, loss_fn: Any) -> None:
         super().__init__()
         self._outer: Any = None
+        self._switches: Any = None
         self._refusal: CaptureError | None = None
         self._iterators = KeptIterators()
         self._iterators.note_function(loss_fn)
@@ -122,6 +142,7 @@ class OutsideReads(TorchCalls):
 
     def __enter__(self) -> OutsideReads:
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._switches = _kernel_switches()
         self._outer = sys.getprofile()
         if isinstance(self._outer, Profiler):
             self._outer.disable()
@@ -145,6 +166,8 @@ class OutsideReads(TorchCalls):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function of torch, unseen: none of the code that runs inside is the user's."""
+        if _kernel_switches() != self._switches:
+            self._check(_SWITCH, sys._getframe(1))
         seen_by, traced_by = sys.getprofile(), sys.gettrace()
         sys.setprofile(None)
         sys.settrace(None)
@@ -211,9 +234,14 @@ class OutsideReads(TorchCalls):
         in_library = "site-packages" in frame.f_code.co_filename
         if _is_users(frame) and (read.by_libraries or not in_library):
             raise CaptureError(
-                f"forward or the loss {read.what}; the captured graph would keep what it got, at "
-                f"every step\n  {line_now(frame)}\n  Fix: {read.way_out}, or {_OPAQUE}."
+                f"forward or the loss {read.what}; {read.outcome}\n"
+                f"  {line_now(frame)}\n  Fix: {read.way_out}, or {_OPAQUE}."
             )
+
+
+def _kernel_switches() -> tuple[Any, ...]:
+    """Torch's switches that steer which bits an operation gives, when it runs."""
+    return tuple([get() for get in _KERNEL_SWITCHES])
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,10 @@ import torch._higher_order_ops.utils as higher_order_ops
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.replaced import replaced
+from graphsplit.capture.run_again import RunAgain
 from graphsplit.capture.trained_marks import TrainedMarks
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, changes_of
@@ -104,13 +107,16 @@ class StateWatch:
             try:
                 for place in lifted.places:
                     recorder.note_lifted(place)
+                run_again = RunAgain(recorder)
                 with (
                     recorder.recording(),
                     _compiler_let_in(recorder),
                     marks.seen(),
                     self._attributes_seen(recorder),
+                    checkpoints_watched(run_again.checkpoint),
                 ):
                     yield
+                run_again.check()
             finally:
                 self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
         self._lifted = lifted
@@ -227,8 +233,15 @@ def switches() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_cache_enabled(),
+        *_of_decimals(),
         *(tuple(filter(_is_users, hooks.values())) if hooks else () for hooks in _global_hooks),
     )
+
+
+def _of_decimals() -> tuple[Any, ...]:
+    """What steers the values of ``decimal``'s numbers in this thread."""
+    held = decimal.getcontext()
+    return held.prec, held.rounding, held.Emin, held.Emax, held.clamp
 
 
 def _is_users(hook: Any) -> bool:

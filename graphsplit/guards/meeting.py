@@ -81,6 +81,7 @@ class Meeting:
 
     Attributes:
         noted: Every place, in the order of first use.
+        asked: The identities of places that were used since this was emptied.
         tensors: Tensors that were met and that are no state of ``root``.
         tables: Every module, its path and its name for people, by the identity of its dictionary:
             while torch records, others stand for modules.
@@ -94,6 +95,7 @@ class Meeting:
         self, root: nn.Module, labels: Callable[[str], str], classes: HookedClasses
     ) -> None:
         self.noted: dict[Any, Noted] = {}
+        self.asked: set[Any] = set()
         self.tensors: dict[int, torch.Tensor] = {}
         self.tables: dict[int, tuple[nn.Module, str | None, str]] = {
             id(vars(m)): (m, path, labels(path)) for path, m in root.named_modules()
@@ -124,6 +126,7 @@ class Meeting:
 
     def note(self, place: Place, *, is_read: bool = True, is_whole: bool = True) -> None:
         """Note a place, with what is there, unless it was noted before."""
+        self.asked.add(place.identity)
         known = self.noted.get(place.identity)
         if known is not None:
             known.is_whole |= is_whole

@@ -113,6 +113,21 @@ class ReadRecorder:
             if collects:
                 gc.enable()
 
+    def asked_anew(self) -> set[Any]:
+        """The identities of the places that are used from now on, to be read later."""
+        self._seen.clear()  # these reads would not be noted again
+        self._meeting.asked = set()
+        return self._meeting.asked
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Note nothing of what is read inside."""
+        was_off, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = was_off
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let torch's compiler look at code inside, as it does at the branches of ``torch.cond``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import datetime
 import itertools
@@ -21,6 +22,7 @@ import pytest
 import torch
 from pass_helpers import captured
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError
@@ -160,3 +162,21 @@ def test_a_profiler_of_the_scripts_goes_on(in_c: bool) -> None:
     finally:
         profiler.disable()
         sys.setprofile(None)
+
+
+class _OneKernel(nn.Module):
+    def __init__(self, switch: Callable[[], Any]) -> None:
+        super().__init__()
+        self.switch = switch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.switch():
+            return nn.functional.scaled_dot_product_attention(x, x, x).sum()
+
+
+def test_switches_of_kernels_in_forward_are_refused() -> None:
+    x = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(CaptureError, match=r"switches how torch computes[\s\S]*in forward"):
+        captured(_OneKernel(lambda: sdpa_kernel(SDPBackend.MATH)), x)
+    with sdpa_kernel(SDPBackend.MATH):  # around the step
+        captured(_OneKernel(contextlib.nullcontext), x)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
-from graphsplit.errors import PlacementError, StepFailedError
+from graphsplit.errors import CaptureError, PlacementError, StepFailedError
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 from graphsplit.train.task import Task
@@ -300,3 +300,45 @@ def test_an_operation_that_fails_inside_is_named() -> None:
     batch = (torch.full((3, 2), 9), torch.zeros(3))
     with pytest.raises(StepFailedError, match=r"operation embedding = aten.embedding"):
         cluster.train_step((batch, {}))
+
+
+class CountingInCheckpoint(nn.Module):
+    """A counter that a checkpoint's code changes, or reads before forward changes it."""
+
+    def __init__(self, changes: str, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.changes, self.use_reentrant = changes, use_reentrant
+        self.count = 0
+
+    def scaled(self, h: torch.Tensor) -> torch.Tensor:
+        self.count += self.changes == "inside"
+        return torch.tanh(h * (1 + 0.1 * self.count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.changes == "before"
+        h = self.layer(x)
+        made: torch.Tensor = checkpoint(self.scaled, h, use_reentrant=self.use_reentrant)
+        self.count += self.changes == "after"
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("changes", ["before", "inside", "after"])
+def test_a_counter_counts_in_checkpoints_as_in_eager_mode_or_is_refused(
+    changes: str, use_reentrant: bool
+) -> None:
+    def run() -> None:
+        assert_same_bits(
+            lambda: CountingInCheckpoint(changes, use_reentrant),
+            batches_of(4, 3),
+            num_workers=1,
+            loss_fn=rows_against_target,
+        )
+
+    if changes == "before":
+        run()
+        return
+    with pytest.raises(CaptureError, match=r"count is .* torch\.utils\.checkpoint[\s\S]*\.py:\d+"):
+        run()

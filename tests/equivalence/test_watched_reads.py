@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -225,6 +225,21 @@ def _unlike_keys() -> tuple[Weigh, SetWeight]:
     return table.read, lambda value: table.held.update({second: value})
 
 
+@pytest.fixture
+def decimals_as_before() -> Iterator[None]:
+    before = decimal.getcontext()
+    decimal.setcontext(before.copy())
+    yield
+    decimal.setcontext(before)
+
+
+def _decimals() -> tuple[Weigh, SetWeight]:
+    def read() -> float:
+        return float(decimal.Decimal(1) / decimal.Decimal(3))
+
+    return read, lambda value: setattr(decimal.getcontext(), "prec", int(value))
+
+
 WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "computed name of a module": lambda: _computed_name(settings),
     "computed name of a class": lambda: _computed_name(Holder),
@@ -243,6 +258,7 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "name that appears": _appears,
     "one code, two globals": _one_code_two_globals,
     "context variable": _context,
+    "precision of decimals": _decimals,
     "thread local": _thread,
     "weak reference": _weak,
     "number with an attribute": _number_with_attribute,
@@ -256,6 +272,7 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
 
 
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.usefixtures("decimals_as_before")
 def test_whatever_way_code_reads_a_value_its_changes_count(name: str) -> None:
     read, write = WAYS[name]()
     seen: list[tuple[int, float]] = []
