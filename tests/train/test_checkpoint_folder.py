@@ -389,3 +389,30 @@ def test_a_hook_that_makes_entries_is_named_or_heard(tmp_path: Path) -> None:
     alone(task_of(network)).save_weights(tmp_path / "w")
     found = safetensors.torch.load_file(tmp_path / "w")
     assert torch.equal(found["double"], network.weight * 2) and len(found) == 3
+
+
+class Remembering(nn.Module):
+    """A module with a tensor that is no state until capture makes it a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.hidden = torch.zeros(3)
+
+
+@pytest.mark.parametrize("place", ["network", "loss"])
+def test_a_tensor_attribute_that_was_a_buffer_is_loaded(tmp_path: Path, place: str) -> None:
+    def task(hidden: torch.Tensor, *, captured: bool) -> Any:
+        network, loss = nn.Sequential(Remembering()), Remembering()
+        holder = network[0] if place == "network" else loss
+        if captured:
+            del holder.hidden
+            holder.register_buffer("hidden", hidden, persistent=False)
+        optimizer = torch.optim.SGD([*network.parameters(), *loss.parameters()], lr=0.1)
+        return task_of(network, optimizer, loss), holder
+
+    values = torch.tensor([1.0, 2.0, 3.0])
+    alone(task(values, captured=True)[0]).save(tmp_path, gather=False, extra={})
+    fresh, holder = task(values, captured=False)
+    alone(fresh).load(tmp_path, extra={})
+    assert torch.equal(holder.hidden, values) and "hidden" in dict(holder.named_buffers())
