@@ -244,7 +244,7 @@ def _of_attributes(path: str, one: Any, seen: set[int]) -> Iterator[Site]:
 def _of_dict(path: str, held: dict[Any, Any], seen: set[int]) -> Iterator[Site]:
     for key in held:
         yield from _held(f"{path}.{key}", held[key], lambda v, k=key: held.__setitem__(k, v), seen)
-    yield Site(f"{path} unused entry", lambda draw: held.update({"unused new": draw.random()}))
+    yield Site(f"{path} another entry", lambda draw: held.update({"another": draw.random()}))
     if isinstance(held, OrderedDict):
         yield Site(f"{path} order", lambda draw: held.move_to_end(next(iter(held))))
 
