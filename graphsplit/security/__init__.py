@@ -1,4 +1,4 @@
-"""Who may take part in a job, and who may read what travels: certificates, and a job token.
+"""Protects a job: certificates and a job token decide who takes part, and who reads what travels.
 
 ::
 

@@ -32,7 +32,7 @@ def checked_name(
     role: str,
     rank: int | None,
 ) -> CertifiedName:
-    """Who this process is by its certificate, after checking that it may be that.
+    """The holder of this process's certificate, after checking that it may be that.
 
     Raises:
         ConfigurationError: The files are not what they should be, or do not fit each other, or

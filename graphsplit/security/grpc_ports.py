@@ -113,7 +113,7 @@ def open_channel(address: str, protection: Protection, *, expected: str, options
 
 
 def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
-    """What the other end said first on a stream that this end has opened; waits for it.
+    """The first metadata of the other end, on a stream that this end has opened; waits for it.
 
     A call that ended before has none. It is not enough to ask the call: of one whose connection was
     refused, gRPC 1.85 at times never tells that its metadata will not come, and asking never ends.
@@ -134,7 +134,7 @@ def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
 
 
 def caller_of(context: Any) -> CertifiedName | None:
-    """Who a call comes from, by the certificate of its connection; None if that names nobody."""
+    """The caller, by the certificate of its connection; None if that names nobody."""
     names = context.auth_context().get("x509_subject_alternative_name", ())
     return holder_of(
         name.decode("utf-8", errors="replace") if isinstance(name, bytes) else name
@@ -157,7 +157,7 @@ def is_refused_by_tls(detail: str) -> bool:
 
 
 def tls_hint(detail: str, protection: Protection) -> str:
-    """What a failed connection may mean, as a further line; empty if TLS has no part in it."""
+    """The likely cause of a failed connection, as a further line; empty if it is not TLS."""
     if "Hostname Verification" in detail:
         return "\n  The certificate over there is for another role or rank than this one expects"
     if "WRONG_VERSION_NUMBER" in detail:

@@ -83,11 +83,11 @@ class Dialer:
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
 
     def metadata(self) -> Metadata:
-        """What to say with the call."""
+        """The dialer's metadata, sent with the call."""
         return ((NONCE_KEY, self.nonce),)
 
     def answer(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:
-        """What to say first, given the listener's metadata; None if that proves nothing."""
+        """The first message, given the listener's metadata; None if that proves nothing."""
         metadata = tuple(metadata)
         nonce, proof = entry_of(metadata, NONCE_KEY), entry_of(metadata, PROOF_KEY)
         if len(nonce) != NONCE_BYTES:
@@ -125,7 +125,7 @@ class Listener:
         self.is_asked = len(self._theirs) == NONCE_BYTES
 
     def metadata(self) -> Metadata:
-        """What to answer."""
+        """The listener's answer."""
         proof = _proof(self._secret, b"listener", self._purpose, self._theirs, self._mine)
         return ((NONCE_KEY, self._mine), (PROOF_KEY, proof))
 

@@ -25,7 +25,7 @@ _NAME = re.compile(r"(?:(scheduler)|(worker)(?:-(0|[1-9][0-9]{0,3}))?)\.graphspl
 
 @dataclass(frozen=True)
 class CertifiedName:
-    """What a certificate says about its holder.
+    """The holder that a certificate names.
 
     Attributes:
         role: ``"scheduler"`` or ``"worker"``.
@@ -63,7 +63,7 @@ def holder_of(dns_names: Iterable[str]) -> CertifiedName | None:
 
 
 def why_not_worker(holder: CertifiedName | None, rank: int | None) -> str | None:
-    """Why the holder of a certificate may not act as this worker, or None.
+    """The reason why the holder of a certificate may not act as this worker, or None.
 
     Args:
         holder: What the certificate says; None if it names nobody.

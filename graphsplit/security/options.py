@@ -1,4 +1,4 @@
-"""What the environment says about protection. Pure: files are read by ``protection``."""
+"""Reads the variables of protection. Pure: files are read by ``protection``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class SecurityOptions:
-    """How a process is protected, as the user asked for it.
+    """The protection that the user asked for.
 
     Attributes:
         tls_ca: File with the certificates of the authority that signed all others; empty: no TLS.
@@ -52,7 +52,7 @@ class SecurityOptions:
 
 
 def token_problem(token: str) -> str | None:
-    """What a job token must be, if this one is not; never shows it."""
+    """The rule for job tokens, if this one breaks it; never shows it."""
     if MIN_TOKEN_CHARS <= len(token) <= MAX_TOKEN_CHARS and token.isascii() and token.isprintable():
         return None
     return f"{MIN_TOKEN_CHARS} to {MAX_TOKEN_CHARS} printable ASCII characters"

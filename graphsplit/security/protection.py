@@ -1,4 +1,4 @@
-"""What protects this process's connections, read from files and checked before anything listens."""
+"""The protection of this process's connections, read from files before anything listens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TlsIdentity:
 
 @dataclass(frozen=True)
 class Protection:
-    """What protects this process's connections.
+    """The protection of this process's connections.
 
     Attributes:
         tls: Encrypt, and show and demand certificates; None: plain TCP.

@@ -22,7 +22,7 @@ import torch
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """What both ends of a channel know before the first message.
+    """A channel, as both of its ends know it before the first message.
 
     Attributes:
         plan: Number of the plan the channel belongs to (-1: channels that every job has).

@@ -1,4 +1,4 @@
-"""Which transport reaches which worker, decided from what the workers registered.
+"""Chooses the transport between two workers, from what they registered.
 
 A worker registers a map from transport to address::
 
@@ -24,7 +24,7 @@ TORCH_MODES: tuple[Mode, ...] = ("gloo", "nccl")
 
 
 def host_identity() -> str | None:
-    """What two processes must have in common to share memory; None where it cannot be shared.
+    """The same string in processes that can share memory; None where it cannot be shared.
 
     The boot names the running kernel, the network namespace decides which sockets are seen, and
     the user decides whom a process trusts.
@@ -78,7 +78,7 @@ def encrypts(transport: str) -> bool:
 
 
 def torch_versions() -> dict[str, str]:
-    """What of ``torch.distributed`` this process offers, with what must be equal on both ends."""
+    """The backends of ``torch.distributed`` here, with the version that both ends must share."""
     import torch
     import torch.distributed as dist
 

@@ -24,6 +24,7 @@ import torch
 
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.dtypes import CODE_OF, carrier_of, name_of
 from graphsplit.transport.layout import (
     ALIGNMENT,
@@ -34,7 +35,6 @@ from graphsplit.transport.layout import (
     unpack,
     wire_view,
 )
-from graphsplit.transport.recent import Recent
 
 MAGIC = b"GSF1"
 ABSENT = 1
@@ -62,7 +62,7 @@ def _fits(shape: tuple[int, ...], spec: ChannelSpec) -> bool:
 
 
 def _bytes_taken(layout: Layout, spec: ChannelSpec) -> int:
-    """What a bound applies to: the span, and the elements where they share memory.
+    """The bytes that a bound applies to: of the span, or of the elements where they share memory.
 
     [Note: expanded] A value of shape (n,) and stride 0 spans one element whatever n is; where the
     plan does not fix n, n itself must be bounded.
@@ -113,7 +113,7 @@ class Frame:
     device: str = "cpu"
 
     def wire(self, value: torch.Tensor) -> torch.Tensor:
-        """What is copied of a value: the value, or the part of its memory that is really there."""
+        """The part of a value that is copied: all of it, or the memory that is really there."""
         if value.requires_grad:
             value = value.detach()
         if self.is_whole:
@@ -177,7 +177,7 @@ class FrameEncoder:
         self._generation = generation
         self._dtype = spec.dtype
         self._is_on_device = spec.device != "cpu"
-        self._known: Recent[tuple[Any, ...], Frame] = Recent(_MAX_KNOWN)
+        self._known: BoundedCache[tuple[Any, ...], Frame] = BoundedCache(_MAX_KNOWN)
         self._absent = _frame(self._raw(None, 0), None, spec, 0)
         self._last = self._absent
 
@@ -263,7 +263,7 @@ class FrameDecoder:
         self._generation = generation
         self._size = header_bytes(spec)
         self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
-        self._known: Recent[bytes, Frame] = Recent(_MAX_KNOWN)
+        self._known: BoundedCache[bytes, Frame] = BoundedCache(_MAX_KNOWN)
         self._last: Frame | None = None
 
     def frame_of(self, header: bytes) -> Frame:

@@ -270,7 +270,7 @@ class Hub:
             policy=policy,
             has_device=name == "nccl",
         )
-        streams.on_silence.append(found.lose)
+        streams.on_silence.append(found.abandon)
         return found
 
     def _certified_names(self, peers: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

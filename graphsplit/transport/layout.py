@@ -1,4 +1,4 @@
-"""How the memory of a value is written into a payload, and rebuilt with the same strides.
+"""Writes the memory of a value into a payload, and rebuilds it with the same strides.
 
 A sum over a transposed tensor and over its contiguous copy differ in bits, so strides are part
 of a value. Its payload holds each element that is really there once, in storage order::
@@ -32,7 +32,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of a value lie, in its own memory and in a payload.
+    """The positions of a value's elements, in its own memory and in a payload.
 
     Attributes:
         shape: Shape of the value.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -32,7 +33,7 @@ class _Channel:
 
 
 class MemoryFabric:
-    """What the workers of one in-process job have in common.
+    """The channels that the workers of one in-process job share.
 
     Attributes:
         changed: Guards all channels; notified whenever any of them changes.
@@ -61,7 +62,7 @@ class MemoryFabric:
 
 
 class _End:
-    """What both ends of a channel share."""
+    """The common part of both ends of a channel."""
 
     def __init__(self, spec: ChannelSpec, fabric: MemoryFabric, watch: AbortWatch) -> None:
         self._spec = spec
@@ -80,7 +81,7 @@ class _End:
         if self.closed:
             raise TransportError(f"{describe(self._spec)}: the channel was closed")
 
-    def _raise_left(self, peer: int) -> None:
+    def _raise_left(self, peer: int) -> NoReturn:
         self._watch.raise_broken(f"{describe(self._spec)}: worker {peer} closed its end")
 
 
@@ -139,7 +140,6 @@ class _MemoryReceiver(_End, Receiver):
             message = messages[0] if messages else None
         if message is None:
             self._raise_left(peer)
-        assert message is not None
         header, payload = message
         frame = self._decoder.frame_of_message(
             header, sequence=self._count, step=step, microbatch=microbatch

@@ -17,7 +17,7 @@ from graphsplit.transport.base import ChannelSpec, Receiver, Sender
 
 @dataclass
 class PeerTraffic:
-    """What went to and came from one worker. Each field has one writer.
+    """The traffic to and from one worker. Each field has one writer.
 
     Attributes:
         sent_bytes: Bytes of values sent, without frames.
@@ -43,7 +43,7 @@ class Traffic:
         self._peers: defaultdict[int, PeerTraffic] = defaultdict(PeerTraffic)
 
     def peers(self) -> Mapping[int, PeerTraffic]:
-        """What there was so far; may be read from another thread."""
+        """The traffic so far; may be read from another thread."""
         return dict(self._peers)
 
     def sender(self, sender: Sender, spec: ChannelSpec) -> Sender:

@@ -1,4 +1,4 @@
-"""Who takes part in a job's data plane, and how a newcomer proves that it does."""
+"""The members of a job's data plane, and a newcomer's proof that it is one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TICK_S = 0.05
 """Longest sleep of any wait: a lost wake-up costs at most this."""
 
 LAST_WORDS_S = 1.0
-"""How long a link that was closed waits for what the peer said last."""
+"""The time that a closed link waits for the last words of the peer."""
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What the source of a link says first.
+    """The first words of a link's source.
 
     Attributes:
         job: Id of the job.
@@ -42,7 +42,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Session:
-    """What a worker knows of its job once all members are known.
+    """A worker's place in its job, once all members are known.
 
     Attributes:
         job: Id of the job.
@@ -57,7 +57,7 @@ class Session:
     tokens: tuple[str, ...]
 
     def hello_to(self, destination: int) -> Hello:
-        """What this worker says to a peer."""
+        """The first words of this worker to a peer."""
         return Hello(
             self.job, self.generation, self.rank, destination, token=self.tokens[self.rank]
         )
@@ -71,13 +71,13 @@ class Session:
         return Listener(*self._shared(source, self.rank), metadata)
 
     def _shared(self, source: int, destination: int) -> tuple[bytes, bytes]:
-        """What the two ends of a link both know, and what the link is for."""
+        """The secret of a link's two ends, and the purpose of the link."""
         secret = f"{self.tokens[source]}:{self.tokens[destination]}"
         purpose = f"data plane: {source} to {destination}, generation {self.generation}, {self.job}"
         return secret.encode(), purpose.encode()
 
     def misplacement_of(self, hello: Hello) -> str | None:
-        """What is wrong with where a newcomer says it belongs, or None."""
+        """The mistake in where a newcomer says that it belongs, or None."""
         if hello.job != self.job:
             return f"job: expected {self.job!r}, got {hello.job!r}"
         if hello.generation != self.generation:
@@ -89,7 +89,7 @@ class Session:
         return None
 
     def refusal_of(self, hello: Hello) -> str | None:
-        """Why a newcomer is refused, or None if it told its secret and is who it says it is.
+        """The reason to refuse a newcomer, or None if it told its secret and is who it says it is.
 
         For links that stay within one user's processes; others prove the secret.
         """

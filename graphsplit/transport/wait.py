@@ -1,4 +1,4 @@
-"""How long a wait may last, and what may end it early: shared by all transports."""
+"""The rule for waits of all transports: their deadline, and their early end at an abort."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _no_progress(rank: int) -> int:
 
 
 class Waiting:
-    """Which wait of this worker is under way, for those who want to know from another thread.
+    """The wait of this worker that is under way, for readers on another thread.
 
     A wait that is over is gone: it is not told to end, so that waits cost no more for being known.
     """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transport_helpers import DEADLINE_S, Workers, spec_of, start
 
+from graphsplit.errors import TransportError
 from graphsplit.transport import ChannelSpec
 from graphsplit.transport.shm import region
 from graphsplit.transport.shm.slots import LEND_BYTES, num_spare
@@ -79,7 +80,11 @@ def test_a_lent_value_may_be_modified_and_is_no_view(workers: Workers) -> None:
 
 
 def test_a_lent_value_outlives_its_channel_and_gives_its_memory_back(workers: Workers) -> None:
-    received = exchange(workers, LENDING)(3)
+    sender, receiver = workers.open(LENDING)
+    sender.send(value_of(3), step=0, microbatch=0)
+    received = receiver.receive(step=0, microbatch=0)
+    # The receiver's bell is mapped, too.
+    assert sender._link.ready.wait(DEADLINE_S)  # type: ignore[attr-defined]
     mapped = region.num_mapped
     for transport in workers.transports:
         transport.close_plan(LENDING.plan)
@@ -97,6 +102,14 @@ def comes_down_to(num_mapped: int) -> bool:
             break
         time.sleep(0.01)
     return region.num_mapped == num_mapped
+
+
+def test_a_peer_that_never_gives_a_slot_back_is_an_error(workers: Workers) -> None:
+    sender, _ = workers.open(LENDING)
+    for slot in sender._slots:  # type: ignore[attr-defined]
+        sender._words[slot._lent_word] = 1  # type: ignore[attr-defined]
+    with pytest.raises(TransportError, match="more slots are lent than there are to spare"):
+        sender.send(value_of(0), step=0, microbatch=0)
 
 
 def test_only_channels_that_may_lend_do(workers: Workers) -> None:

@@ -243,3 +243,8 @@ def test_closing_while_two_connect_leaves_no_thread() -> None:
         made.close()
         names = [thread.name for thread in threading.enumerate()]
         assert not any(name.startswith("graphsplit-torch") for name in names), attempt
+
+
+def test_a_value_before_there_is_a_link_is_an_error_and_not_lost() -> None:
+    with pytest.raises(TransportError, match="without credit"):
+        Writer().put(Record(Kind.SMALL, payload_bytes=4))

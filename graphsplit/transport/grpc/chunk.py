@@ -80,7 +80,7 @@ def write_credit(plan: int, edge: int, messages: int) -> bytes:
 
 
 PULLS = write_credit(-1, -1, 0)
-"""What a destination says instead of a credit, and before any, once it pulls all values."""
+"""A destination says this in place of a credit, and before any, once it pulls all values."""
 
 
 @lru_cache(maxsize=1024)
@@ -120,7 +120,7 @@ def waiting(prefix: bytes) -> bytes:
 
 
 def first_prefix(prefix: bytes, header_bytes: int) -> bytes:
-    """What stands before the header in the first chunk of each of a channel's values.
+    """The bytes before the header in the first chunk of each of a channel's values.
 
     Args:
         prefix: The channel's fields.
@@ -236,7 +236,7 @@ def _no_chunk(size: int, tag: int) -> FrameError:
 
 
 class Outline(NamedTuple):
-    """What the messages of a channel have in common whose values have one layout.
+    """The common parts of a channel's messages whose values have one layout.
 
     They differ in the first numbers of their headers, in their payloads, and in the credits that
     follow. So a message with these bytes in these places says what the first one said, and need

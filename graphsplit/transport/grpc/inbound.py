@@ -33,7 +33,7 @@ from graphsplit.transport.grpc.stream_end import BROKEN, CLOSED
 from graphsplit.transport.session import AbortWatch
 
 TAKEN = b"taken"
-"""What the reading thread gets instead of a message."""
+"""Given to the reading thread in place of a message."""
 
 _MAX_REST_BYTES = 4096  # channel, credits
 

@@ -18,7 +18,7 @@ from graphsplit.transport.grpc.chunk import MAX_MESSAGE_BYTES
 
 GRACE_S = 1.0
 PROVE_S = 10.0
-"""How long a source may take to prove that it is a member of the job."""
+"""The time that a source has to prove that it is a member of the job."""
 _MAX_METADATA_BYTES = 8 << 10
 # gRPC tells only the end that has opened a stream why it broke; so that one is to notice first.
 _PATIENCE = 2.0
@@ -44,7 +44,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 class Serving(Protocol):
-    """What serves one stream."""
+    """The handler of one stream."""
 
     def take(self, data: bytes) -> object:
         """A message of the stream, on grpc's polling thread; what ``carry`` then gets of it."""

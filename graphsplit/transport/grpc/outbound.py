@@ -45,7 +45,7 @@ from graphsplit.transport.layout import pack
 from graphsplit.transport.session import AbortWatch, Session
 
 FLUSH_S = 5.0
-"""How long ``close`` gives a healthy peer to take what was sent already."""
+"""The time that ``close`` gives a healthy peer to take what was sent already."""
 
 COMPANION_BYTES = 64 << 10
 """Values up to this size may wait for the next one, to travel together."""

@@ -27,13 +27,13 @@ from graphsplit.transport.grpc.chunk import MAX_MESSAGE_BYTES, read_chunk
 from graphsplit.transport.grpc.stream_end import BROKEN, StreamEnd, end_of
 
 PULL_S = 2.0
-"""How long a source may take to answer; values then come by the stream that it has opened."""
+"""The time that a source has to answer; after it values come by the stream that it has opened."""
 _SINGLE_THREADED = (ChannelOptions.SingleThreadedUnaryStream, 1)
 _LARGEST = ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)
 
 
 class Taking(Protocol):
-    """Where the messages go."""
+    """The receiver of the messages."""
 
     source: int
     broken: Exception | None

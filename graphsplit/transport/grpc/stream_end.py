@@ -1,4 +1,4 @@
-"""Why a gRPC stream ended, told from what gRPC says. Pure.
+"""The end of a gRPC stream, and its reason, from gRPC's status and words. Pure.
 
 gRPC reports a peer that has left, one that refuses, and one from which nothing comes back alike:
 as ``UNAVAILABLE``, and a few words. The last one is out of reach though nobody may have ended, so
@@ -18,7 +18,7 @@ _ANSWERED = ("refused", "reset", "socket closed", "goaway")
 
 @dataclass(frozen=True)
 class StreamEnd:
-    """Why nothing more comes.
+    """The reason why nothing more comes.
 
     Attributes:
         reason: In words.

@@ -127,7 +127,8 @@ class GrpcTransport(Transport):
             outbound = self._outbound.get(spec.destination)
             if outbound is None:
                 target = self._targets[spec.destination]
-                assert target is not None, "the hub routes only reachable peers here"
+                if target is None:
+                    raise TransportError(f"worker {spec.destination} registered no address")
                 expected = self._names[spec.destination] if self._names else ""
                 outbound = Outbound(
                     spec.destination,

@@ -154,7 +154,8 @@ class Links:
 
     def _connect(self, peer: int) -> Link:
         name = self._names[peer]
-        assert name is not None, "the hub routes only reachable peers here"
+        if name is None:
+            raise TransportError(f"worker {peer} registered no shared memory")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect("\0" + name)

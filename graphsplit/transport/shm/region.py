@@ -26,7 +26,7 @@ _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 0x1, 0x2, 0x4
 
 num_mapped = 0
-"""How many regions this process has mapped now; for tests."""
+"""The number of regions that this process has mapped now; for tests."""
 
 
 def is_supported() -> bool:

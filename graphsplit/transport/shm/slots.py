@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from graphsplit.transport.base import ChannelSpec
+from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.frame import Frame, header_bytes
 from graphsplit.transport.layout import ALIGNMENT, payload_view
-from graphsplit.transport.recent import Recent
 from graphsplit.transport.shm.region import Region, can_populate
 
 LEND_BYTES = 128 << 10
@@ -51,7 +51,7 @@ def aligned(size_bytes: int) -> int:
 
 
 def num_spare(spec: ChannelSpec) -> int:
-    """How many values of a channel may be lent at a time."""
+    """The number of values of a channel that may be lent at a time."""
     if not spec.lends or spec.max_bytes < LEND_BYTES or not can_populate():
         return 0
     return max(1, min(_MAX_SPARE, _SPARE_BYTES // spec.max_bytes))
@@ -149,7 +149,7 @@ class Slot:
             offset=offset + self._payload_at,
             count=slot_bytes(spec) - self._payload_at,
         )
-        self._known: Recent[int, _PayloadView] = Recent(_MAX_VIEWS)
+        self._known: BoundedCache[int, _PayloadView] = BoundedCache(_MAX_VIEWS)
         self.frame: Frame | None = None
         self._payload: _PayloadView
 

@@ -46,10 +46,10 @@ from graphsplit.transport.shm.slots import Slot, num_spare, slot_bytes
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 LOOK_S = 100e-6
-"""How long to look before sleeping: about as long as waking up again takes."""
+"""The time to look before sleeping: about as long as waking up again takes."""
 
 ANNOUNCED_LOOK_S = 4e-3
-"""How long to look for a value that was announced."""
+"""The time to look for a value that was announced."""
 
 _LONG_S = 3 * LOOK_S
 
@@ -74,7 +74,7 @@ def channel_bytes(spec: ChannelSpec) -> int:
 
 
 class _End:
-    """What both ends of a channel share: the ring, the peer, and how to wait for it."""
+    """The common part of both ends of a channel: the ring, the peer, and the wait for it."""
 
     def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
         control_bytes = _num_lines(spec) * _LINE

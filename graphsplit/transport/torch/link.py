@@ -55,7 +55,7 @@ from graphsplit.transport.torch.wire import (
 from graphsplit.transport.torch.writer import Writer
 
 FLUSH_S = 5.0
-"""How long ``close`` gives a healthy peer to take what was sent already."""
+"""The time that ``close`` gives a healthy peer to take what was sent already."""
 
 _NUM_POSTED = 4  # receives of messages, so that a sender need not wait for one
 _ABORT_AFTER = timedelta(milliseconds=1)
@@ -192,7 +192,8 @@ class TorchLink:
     def put_device(self, record: Record, payload: torch.Tensor) -> None:
         """Write a record, and send its payload from device to device."""
         group = self._group
-        assert group is not None and group.device is not None, "checked when it was opened"
+        if group is None or group.device is None:
+            raise TransportError("a value on a device, and no link between devices")
         with group.device.lock:
             self.writer.put(record)
             group.device.send(payload)
@@ -237,8 +238,8 @@ class TorchLink:
         if group.device is not None:
             group.device.abort()
 
-    def lose(self, why: str) -> None:
-        """Give the peer up: Gloo would wait for ever for one that is out of reach."""
+    def abandon(self, why: str) -> None:
+        """Abandon the peer: Gloo would wait for ever for one that is out of reach."""
         self.incoming.end(TransportError(why))
         self.outgoing.fail(why)
         self.abort()
@@ -363,6 +364,6 @@ class TorchLink:
 
 
 def _reason(error: Exception) -> str:
-    """What Gloo says, without the path of its sources."""
+    """Gloo's words, without the path of its sources."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"the link broke: {first.rpartition('] ')[2] or first}"

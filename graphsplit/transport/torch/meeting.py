@@ -1,4 +1,4 @@
-"""How two workers make a process group of their own, without a store that anybody could use.
+"""Makes a process group of two workers, without a store that anybody could use.
 
 ``torch.distributed`` wants a store to swap addresses in. Its ``TCPStore`` listens on every
 interface, asks nobody who he is, and believes the sizes it is told. The two ends of a link need
@@ -33,7 +33,7 @@ from graphsplit.transport.session import Session
 
 MEETING_PLAN = -2
 CONNECT_S = 30.0
-"""How long the two may take to connect, once each has told the other its address."""
+"""The time that the two have to connect, once each has told the other its address."""
 
 _MAX_BYTES = 1 << 16
 _MAX_MESSAGES = 32
@@ -54,7 +54,7 @@ def _spec(source: int, destination: int, num_workers: int) -> ChannelSpec:
 
 
 class MeetingStore(dist.Store):  # type: ignore[misc, name-defined]  # missing in torch's stubs
-    """What two workers tell each other: each ``set`` is a message, each ``get`` may wait for one.
+    """The messages of two workers: each ``set`` sends one, each ``get`` may wait for one.
 
     Used by one thread at a time. Waits end as those of the stream do: by deadline or abort.
     """
@@ -76,7 +76,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc, name-defined]  # missing i
         self._num_sent += 1
 
     def get(self, key: str) -> bytes:
-        """What this worker or the other one has set; waits for the other."""
+        """The value that this worker or the other one has set; waits for the other."""
         while key not in self._known:
             if self._num_received == _MAX_MESSAGES:
                 raise FrameError(f"the peer has told {_MAX_MESSAGES} things, and not {key!r}")
@@ -140,7 +140,7 @@ class Meeting:
         self._key = b"".join(nonces)
 
     def proof(self, source: int, destination: int) -> bytes:
-        """What a source says first on a link to a destination; after ``swap_nonces``."""
+        """The first words of a source on a link to a destination; after ``swap_nonces``."""
         about = f"{self._about} {source} {destination}".encode()
         return hmac.new(self._key, about, hashlib.sha256).digest()
 

@@ -100,11 +100,11 @@ class TorchTransport(Transport):
         self._links.clear()
         self._device = None
 
-    def lose(self, peer: int, why: str) -> None:
-        """Give a peer up that is out of reach, as the stream of their meeting has noticed."""
+    def abandon(self, peer: int, why: str) -> None:
+        """Abandon a peer that is out of reach, as the stream of their meeting has noticed."""
         link = self._links.get(peer)
         if link is not None:
-            link.lose(why)
+            link.abandon(why)
 
     def _abort(self) -> None:
         for link in list(self._links.values()):

@@ -37,7 +37,7 @@ _LINE = 64
 
 
 class Kind(IntEnum):
-    """What a record says."""
+    """The meaning of a record."""
 
     PROOF = 1  # the first one: header = who I am
     CREDIT = 2  # number = messages that may be sent in (plan, edge)

@@ -57,7 +57,8 @@ class Writer:
         """
         with self._lock:
             if self._gloo is None:
-                assert record.inline_bytes == 0, "a value needs credit, so there is a link"
+                if record.inline_bytes:
+                    raise TransportError("a value was sent without credit: there is no link yet")
                 self._early.append(record)
                 return
             self._add(record, address)

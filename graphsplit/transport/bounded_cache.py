@@ -8,7 +8,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class Recent(dict[_Key, _Value]):
+class BoundedCache(dict[_Key, _Value]):
     """A dictionary that forgets its oldest entry when it has more than a few.
 
     Args:
