@@ -30,25 +30,25 @@ import torch
 from common import Row
 from torch import nn
 
+from graphsplit.batches.batch import run_train
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import Mode
+from graphsplit.marks.annotations import place_module
+from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.spans import gradient_spans
 from graphsplit.partition.splitting import with_splits
-from graphsplit.partition.verify import verify
-from graphsplit.placement.annotations import place_module
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
+from graphsplit.planning.task import module_annotations
+from graphsplit.program.depths import channel_depths
 from graphsplit.program.liveness import last_uses
 from graphsplit.program.lower import describe_programs, lower
-from graphsplit.runtime.segment_code import build_code
-from graphsplit.schedule.depths import channel_depths
+from graphsplit.program.proof import verify_programs
+from graphsplit.runtime.segments.code import build_code
 from graphsplit.schedule.named import one_forward_one_backward
-from graphsplit.schedule.verify import verify_programs
 from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
-from graphsplit.train.batch import run_train
-from graphsplit.train.task import module_annotations
 
 # (placement, microbatches) and the sizes, in operations.
 CASES: list[tuple[str, int, list[int]]] = [

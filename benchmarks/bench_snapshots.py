@@ -18,8 +18,8 @@ from common import Row, compared, parser
 from common_cluster import launch, report, run, slowest, take_turns
 from common_models import CASES
 
-from graphsplit.runtime import joined
-from graphsplit.train.recovery.script import RecoveringScript
+from graphsplit.job import joined
+from graphsplit.recovery.script import RecoveringScript
 
 REACH = 1.03
 EVERY, NEVER = 10, 10**9

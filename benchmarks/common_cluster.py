@@ -32,7 +32,7 @@ from common import (
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.runtime.runner import ProgramRunner
 
 COMPUTE = ("FORWARD", "BACKWARD", "WEIGHT", "ACCUMULATE", "OPTIMIZER")

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import graphsplit as gs
 from graphsplit.failure import AbortSignal
-from graphsplit.train import planner
-from graphsplit.train.recovery.snapshots import Snapshots
+from graphsplit.planning import planner
+from graphsplit.recovery.snapshots import Snapshots
 
 LAYERS = ("fc1", "fc2", "fc3", "conv1", "conv2")
 

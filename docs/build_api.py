@@ -14,9 +14,9 @@ PAGES = (
     "graphsplit",
     "graphsplit.train.callbacks",
     "graphsplit.train.metrics",
-    "graphsplit.runtime.clip",
-    "graphsplit.placement.annotations",
-    "graphsplit.capture.opaque_marks",
+    "graphsplit.optimizers.clip",
+    "graphsplit.marks.annotations",
+    "graphsplit.capture.opaque.marks",
 )
 
 

@@ -1,15 +1,12 @@
 """The public names. Importing this gives every ``torch.nn.Module`` the method ``place``."""
 
 from graphsplit import errors as errors
-from graphsplit.capture.opaque_marks import opaque
-from graphsplit.guards.ignored import ignore
-from graphsplit.placement import annotations as _annotations
-from graphsplit.placement.annotations import op, place
-from graphsplit.placement.rules import apply_placement
-from graphsplit.runtime import clip
-from graphsplit.runtime import joined as _joined
-from graphsplit.runtime.deferred_init import deferred_init
-from graphsplit.runtime.joined import (
+from graphsplit.batches.microbatches import split_microbatches
+from graphsplit.capture.opaque.marks import opaque
+from graphsplit.checkpoint.disk.series import latest_checkpoint
+from graphsplit.deferred.construction import deferred_init
+from graphsplit.job import joined as _joined
+from graphsplit.job.joined import (
     barrier,
     finalize,
     get_rank,
@@ -18,13 +15,16 @@ from graphsplit.runtime.joined import (
     init,
     is_initialized,
 )
-from graphsplit.runtime.per_parameter import per_parameter
-from graphsplit.runtime.randomness import microbatch_rng_state
+from graphsplit.marks import annotations as _annotations
+from graphsplit.marks.annotations import op, place
+from graphsplit.marks.ignored import ignore
+from graphsplit.marks.rules import apply_placement
+from graphsplit.optimizers import clip
+from graphsplit.optimizers.per_parameter import per_parameter
+from graphsplit.recovery.install import install as _install_recovery
+from graphsplit.runtime.random.randomness import microbatch_rng_state
 from graphsplit.train import callbacks, metrics
-from graphsplit.train.checkpoint.series import latest_checkpoint
-from graphsplit.train.microbatches import split_microbatches
 from graphsplit.train.model import Model
-from graphsplit.train.recovery.install import install as _install_recovery
 
 _annotations.install()
 _joined.on_joined.append(_install_recovery)

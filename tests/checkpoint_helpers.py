@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphsplit.checkpoint.group import Alone, ControlGroup, Group
+from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.states import States
 from graphsplit.failure import AbortSignal, FailureCause
-from graphsplit.runtime.control import ControlChannels
-from graphsplit.train.checkpoint.group import Alone, ControlGroup, Group
-from graphsplit.train.checkpoint.holder import Holder
-from graphsplit.train.checkpoint.states import States
-from graphsplit.train.step_plan import Progress
-from graphsplit.train.task import Task
+from graphsplit.job.control import ControlChannels
+from graphsplit.planning.step_plan import Progress
+from graphsplit.planning.task import Task
 from graphsplit.transport.base import Transport
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what is imported by now out of all later collections: they take half of the time."""
-    if (caches := sys.modules.get("graphsplit.capture.fake_caches")) is not None:
+    if (caches := sys.modules.get("graphsplit.torch_ext.fake_caches")) is not None:
         caches.forget_fake_tensors()  # from now on it knows the caches that are frozen
     gc.collect()
     gc.freeze()

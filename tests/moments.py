@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from graphsplit.capture.graph import Mode
+from graphsplit.recovery.snapshot.replicator import Replicator
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.train.recovery.replicator import Replicator
 
 
 def before(owner: Any, name: str, come: Callable[[], None]) -> None:

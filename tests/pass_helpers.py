@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphsplit.capture.branches import take_branches_apart
+from graphsplit.batches.batch import run_predict, run_train
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind, Output
+from graphsplit.marks.annotations import Annotation
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.placement.annotations import Annotation
 from graphsplit.placement.resolve import (
     EVERYWHERE,
     PlacedGraph,
@@ -26,9 +26,9 @@ from graphsplit.placement.resolve import (
     branches_to_open,
     resolve,
 )
+from graphsplit.planning.passes import placement_rules
+from graphsplit.rewrite.branches import take_branches_apart
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.train.batch import run_predict, run_train
-from graphsplit.train.passes import placement_rules
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "lenet_mnist"))
 

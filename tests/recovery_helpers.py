@@ -19,18 +19,18 @@ import numpy as np
 import pytest
 import torch
 
-from graphsplit.capture.attributes import plain_attributes
+from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
-from graphsplit.runtime import joined
-from graphsplit.runtime.control import ControlChannels
-from graphsplit.runtime.job import Job
+from graphsplit.job import joined
+from graphsplit.job.control import ControlChannels
+from graphsplit.job.job import Job
+from graphsplit.planning import passes, planner
+from graphsplit.recovery.script import RecoveringScript
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.recovery.snapshot.replicator import Replicator
 from graphsplit.testing.simulate import moved_to
-from graphsplit.train import passes, planner
-from graphsplit.train.recovery.replicator import Replicator
-from graphsplit.train.recovery.script import RecoveringScript
-from graphsplit.train.recovery.settings import SnapshotSettings
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import Wait, WaitPolicy

@@ -12,11 +12,11 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 from torch.utils import _pytree as pytree
 
-from graphsplit.capture.effects import is_random, written_operands
 from graphsplit.capture.graph import CapturedGraph
-from graphsplit.capture.inplace import make_in_place_explicit
-from graphsplit.capture.regions import region_of
-from graphsplit.capture.users_line import users_line_of_trace
+from graphsplit.capture.normalize.inplace import make_in_place_explicit
+from graphsplit.capture.operations.effects import is_random, written_operands
+from graphsplit.capture.operations.regions import region_of
+from graphsplit.users_line import users_line_of_trace
 
 NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 

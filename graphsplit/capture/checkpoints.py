@@ -27,9 +27,9 @@ import torch.fx.traceback
 from torch.fx import GraphModule, Node
 from torch.utils import checkpoint
 
-from graphsplit.capture.effects import is_random
-from graphsplit.capture.users_line import users_line_of_trace
+from graphsplit.capture.operations.effects import is_random
 from graphsplit.errors import CaptureError
+from graphsplit.users_line import users_line_of_trace
 
 # Under this key the region that an operation stands in travels in ``node.meta["custom"]``:
 # its number, whether it is reentrant, and whether its random numbers are drawn again.

@@ -21,31 +21,35 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from graphsplit.capture.assigned_buffers import AssignedBuffers
-from graphsplit.capture.casts import keep_casts
-from graphsplit.capture.data_attribute import DataIsDetached
-from graphsplit.capture.eager_mode import as_in_eager_mode
-from graphsplit.capture.fake_caches import forget_fake_tensors
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.handed_out import note_written_later
-from graphsplit.capture.identities import remove_identities
-from graphsplit.capture.inplace import make_in_place_explicit
-from graphsplit.capture.known_values import answers_known_values, is_all_ones
-from graphsplit.capture.meta_functions import as_kernels_accept
 from graphsplit.capture.nodes import build_nodes
-from graphsplit.capture.old_values import keep_old_values
-from graphsplit.capture.outside_reads import OutsideReads
+from graphsplit.capture.normalize.casts import keep_casts
+from graphsplit.capture.normalize.identities import remove_identities
+from graphsplit.capture.normalize.inplace import make_in_place_explicit
+from graphsplit.capture.numbers.known_values import answers_known_values, is_all_ones
+from graphsplit.capture.numbers.pinned import check_pinned_sizes
+from graphsplit.capture.numbers.recipes import Question
+from graphsplit.capture.numbers.sizes import DynamicSizes, dynamic_shapes
+from graphsplit.capture.opaque.handed_out import note_written_later
+from graphsplit.capture.operations.regions import (
+    blocks_as_in_eager_mode,
+    blocks_kept_flat,
+    mark_regions,
+)
 from graphsplit.capture.own_errors import raises_by_itself
-from graphsplit.capture.pinned_sizes import check_pinned_sizes
-from graphsplit.capture.python_guards import StateWatch
-from graphsplit.capture.recipes import Question
+from graphsplit.capture.python.guards import StateWatch
+from graphsplit.capture.python.outside_reads import OutsideReads
+from graphsplit.capture.python.trained_marks import marked_as_left
 from graphsplit.capture.record_program import Export, Recorded, record_program
-from graphsplit.capture.regions import blocks_as_in_eager_mode, blocks_kept_flat, mark_regions
-from graphsplit.capture.sizes import DynamicSizes, dynamic_shapes
+from graphsplit.capture.state.assigned_buffers import AssignedBuffers
+from graphsplit.capture.state.old_values import keep_old_values
+from graphsplit.capture.state.tied import state_placeholders, unite_tied
 from graphsplit.capture.structure import Structure, take_apart
-from graphsplit.capture.tied import state_placeholders, unite_tied
-from graphsplit.capture.trained_marks import marked_as_left
 from graphsplit.guards.places import Place
+from graphsplit.torch_ext.data_attribute import DataIsDetached
+from graphsplit.torch_ext.eager_mode import as_in_eager_mode
+from graphsplit.torch_ext.fake_caches import forget_fake_tensors
+from graphsplit.torch_ext.meta_functions import as_kernels_accept
 
 
 class _LossFunction(nn.Module):

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from graphsplit.capture.users_line import users_line_of
 from graphsplit.errors import CaptureError
-from graphsplit.placement.annotations import INSIDE_BRANCH
+from graphsplit.marks.annotations import INSIDE_BRANCH
+from graphsplit.users_line import users_line_of
 
 _OPAQUE = "keep the module around it whole with gs.opaque"
 _VALUES = "the code that runs depends on the values of a tensor"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from graphsplit.capture.attributes import Key
-from graphsplit.capture.python_guards import NO_STATE, PythonState
-from graphsplit.capture.regions import ORDINARY, Region
-from graphsplit.capture.sizes import DynamicSizes
+from graphsplit.capture.numbers.sizes import DynamicSizes
+from graphsplit.capture.operations.regions import ORDINARY, Region
+from graphsplit.capture.python.guards import NO_STATE, PythonState
+from graphsplit.capture.state.attributes import Key
 from graphsplit.capture.structure import Structure
 from graphsplit.guards.changes import Change
-from graphsplit.placement.annotations import Annotation
+from graphsplit.marks.annotations import Annotation
 from graphsplit.tensor_meta import TensorMeta
 
 # Module path of the loss function: not an identifier, so that no module of a network has it.

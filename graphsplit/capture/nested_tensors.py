@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphsplit.capture.opaque_record import Recorder
-from graphsplit.capture.replaced import replaced
+from graphsplit.capture.opaque.record import Recorder
+from graphsplit.torch_ext.replaced import replaced
 
 
 @contextmanager

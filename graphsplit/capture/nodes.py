@@ -12,18 +12,23 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.branch_calls import EnterBranches, Guarded
-from graphsplit.capture.effects import alias_roots, draws_from_process, is_random, written_operands
 from graphsplit.capture.graph import LOSS_PATH, Node, NodeKind, Output
-from graphsplit.capture.memory_calls import MemoryCall
-from graphsplit.capture.opaque import OpaqueCall, opaque_call
-from graphsplit.capture.probe import Differentiation, Probe, makes_views
-from graphsplit.capture.regions import region_of
-from graphsplit.capture.sizes import check_known, is_number
-from graphsplit.capture.users_line import users_line_of_trace
+from graphsplit.capture.numbers.sizes import check_known, is_number
+from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded
+from graphsplit.capture.operations.effects import (
+    alias_roots,
+    draws_from_process,
+    is_random,
+    written_operands,
+)
+from graphsplit.capture.operations.memory_calls import MemoryCall
+from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call
+from graphsplit.capture.operations.probe import Differentiation, Probe, makes_views
+from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
-from graphsplit.placement.annotations import NODE_KEY, Annotation
+from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.users_line import users_line_of_trace
 
 _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
 

@@ -25,12 +25,12 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphsplit.capture.answered_sizes import sized
-from graphsplit.capture.effects import HIDDEN_WRITES
-from graphsplit.capture.function_modes import TRACERS, without_modes
-from graphsplit.capture.python_holders import NUMPYS, PYTHONS, Holder
-from graphsplit.capture.python_reach import holders
-from graphsplit.placement.annotations import NODE_KEY
+from graphsplit.capture.numbers.answered import sized
+from graphsplit.capture.operations.effects import HIDDEN_WRITES
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.reach import holders
+from graphsplit.marks.annotations import NODE_KEY
+from graphsplit.torch_ext.function_modes import TRACERS, without_modes
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training", "is_training")

@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from graphsplit.capture.attributes import Attributes
+from graphsplit.capture.state.attributes import Attributes
 
 
 def raises_by_itself(

@@ -18,30 +18,30 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from graphsplit.capture.attributes import (
+from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
+from graphsplit.capture.failures import explain, failing_module, quiet_export
+from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
+from graphsplit.capture.numbers.sizes import check_known
+from graphsplit.capture.opaque.automatic import kept_whole_unasked
+from graphsplit.capture.opaque.functions import custom_functions_whole
+from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
+from graphsplit.capture.opaque.record import Recorder
+from graphsplit.capture.operations.opaque_call import put_in_place
+from graphsplit.capture.python.guards import PythonState, StateWatch
+from graphsplit.capture.python.swallowed import Signals
+from graphsplit.capture.state.attributes import (
     Attributes,
     Key,
     kept_tensors,
     set_value,
     value_at,
 )
-from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
-from graphsplit.capture.failures import explain, failing_module, quiet_export
-from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
-from graphsplit.capture.opaque import put_in_place
-from graphsplit.capture.opaque_automatic import kept_whole_unasked
-from graphsplit.capture.opaque_functions import custom_functions_whole
-from graphsplit.capture.opaque_marks import marked_ones, marked_ones_whole
-from graphsplit.capture.opaque_record import Recorder
-from graphsplit.capture.owned_tensors import make_buffers, written_attributes
-from graphsplit.capture.python_guards import PythonState, StateWatch
-from graphsplit.capture.silent_losses import (
+from graphsplit.capture.state.owned_tensors import make_buffers, written_attributes
+from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
     refuse_own_generators,
     silent_losses_refused,
 )
-from graphsplit.capture.sizes import check_known
-from graphsplit.capture.swallowed import Signals
 from graphsplit.errors import CaptureError, GraphsplitError
 
 

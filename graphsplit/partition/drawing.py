@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from graphsplit.capture.graph import CapturedGraph
-from graphsplit.capture.opaque import OpaqueCall
-from graphsplit.capture.python_holders import NUMPYS, PYTHONS
+from graphsplit.capture.operations.opaque_call import OpaqueCall
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS
 from graphsplit.partition.segments import Segmentation
 
 OF_THE_PROCESS: Collection[int] = (id(PYTHONS), id(NUMPYS))

@@ -26,9 +26,9 @@ from collections.abc import Set as AbstractSet
 from torch import fx
 
 from graphsplit.capture.checkpoints import CHECKPOINT_KEY
-from graphsplit.capture.effects import alias_roots, written_operands
 from graphsplit.capture.graph import Node
-from graphsplit.capture.opaque import opaque_call
+from graphsplit.capture.operations.effects import alias_roots, written_operands
+from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import PlacementError
 from graphsplit.partition.plan import PartitionPlan, RecomputedGroup
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphsplit.capture.effects import aliased_operands
 from graphsplit.capture.graph import NodeKind
+from graphsplit.capture.operations.effects import aliased_operands
 from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
 
 

@@ -26,9 +26,9 @@ from typing import Literal
 
 from graphsplit.capture.branching import is_branching
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind
-from graphsplit.placement.annotations import WORKER_ROLE, Annotation, faults_found
-from graphsplit.placement.rules import OperationRule
-from graphsplit.placement.rules_match import Matched, match_rules
+from graphsplit.marks.annotations import WORKER_ROLE, Annotation, faults_found
+from graphsplit.marks.rules import OperationRule
+from graphsplit.placement.match import Matched, match_rules
 from graphsplit.placement.whole import branches_placed_apart, modules_inside, nearest, torn_apart
 
 UnplacedRule = Literal["affinity", "worker0"]

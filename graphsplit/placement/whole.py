@@ -13,8 +13,8 @@ from torch._ops import HigherOrderOperator
 
 from graphsplit.capture.branching import is_branching, why_together
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
-from graphsplit.capture.opaque import OpaqueCall
-from graphsplit.placement.annotations import Annotation
+from graphsplit.capture.operations.opaque_call import OpaqueCall
+from graphsplit.marks.annotations import Annotation
 
 
 def nearest(modules: Mapping[str, Annotation], path: str) -> tuple[str, Annotation] | None:

@@ -19,12 +19,12 @@ import yaml
 from torch import nn
 
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
-from graphsplit.placement.annotations import Annotation
+from graphsplit.marks.annotations import Annotation
+from graphsplit.marks.pattern import NETWORK, read_names, read_pattern, read_slice
+from graphsplit.marks.rules import OperationRule
+from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule
+from graphsplit.placement.match import operation_name
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
-from graphsplit.placement.rules import OperationRule
-from graphsplit.placement.rules_match import operation_name
-from graphsplit.placement.rules_pattern import NETWORK, read_names, read_pattern, read_slice
-from graphsplit.placement.rules_source import MODULES, OPERATIONS, PARAMETERS, Rule
 from graphsplit.placement.whole import nearest
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number

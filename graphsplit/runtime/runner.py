@@ -15,31 +15,35 @@ from graphsplit.capture.graph import Mode, Node, NodeKind
 from graphsplit.cluster.member.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.frames import short_path
+from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.liveness import is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.around import announcing, freeing, holding, letting_others_first
-from graphsplit.runtime.autograd import fold
-from graphsplit.runtime.backward import BackwardBinder
-from graphsplit.runtime.changing_state import changing_state, run_with_copies, with_own_generator
 from graphsplit.runtime.channels import (
     ChannelEnds,
     before_waiting_work,
     held_sends,
     sparse_gradient,
 )
-from graphsplit.runtime.compiled import Compiler
-from graphsplit.runtime.generators import (
+from graphsplit.runtime.random.generators import (
     GENERATORS,
     bind_receive_generators,
     bind_send_generators,
 )
-from graphsplit.runtime.segment_code import SegmentCode, build_code
+from graphsplit.runtime.segments.autograd import fold
+from graphsplit.runtime.segments.backward import BackwardBinder
+from graphsplit.runtime.segments.changing_state import (
+    changing_state,
+    run_with_copies,
+    with_own_generator,
+)
+from graphsplit.runtime.segments.code import SegmentCode, build_code
+from graphsplit.runtime.segments.compiled import Compiler
 from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
 from graphsplit.runtime.step_state import Microbatches, StepState
-from graphsplit.runtime.update import Updater
 from graphsplit.transport.base import Sender, Transport
 
 Action = Callable[[StepState], None]

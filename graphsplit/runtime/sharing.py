@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.runtime.step_state import StepState
-from graphsplit.runtime.update import Updater
 
 Action = Callable[[StepState], None]
 

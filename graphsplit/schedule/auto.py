@@ -29,7 +29,7 @@ from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import NAMED, RULES, ZERO_BUBBLE, Orders
 from graphsplit.schedule.play import Rule, play
-from graphsplit.schedule.simulate import simulate
+from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.schedule.warm_up import WarmUp
 
 _BACKWARD_FIRST = "zero_bubble, backward first"

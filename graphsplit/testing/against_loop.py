@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.batches.batch import Arguments, split_batch
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.task import named_state
 from graphsplit.testing.compare import difference
 from graphsplit.testing.reference import EagerLoop
 from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker
-from graphsplit.train.batch import Arguments, split_batch
-from graphsplit.train.task import named_state
 
 
 class Comparison:

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.batches.microbatches import Divider, LossWeight, Split
+from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.task import Task
 from graphsplit.program.lower import Policy
-from graphsplit.runtime.clip import Clip, GlobalNorm, Value
 from graphsplit.testing.against_loop import Comparison
 from graphsplit.testing.reference import EagerLoop, Extras
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.microbatches import Divider, LossWeight, Split
-from graphsplit.train.task import Task
 
 Place = Callable[[nn.Module], object]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.runtime.randomness import (
+from graphsplit.batches.microbatches import split_microbatches
+from graphsplit.runtime.random.randomness import (
     all_generators,
     microbatch_rng_state,
     process_generators,
     set_all_generators,
     set_process_generators,
 )
-from graphsplit.train.microbatches import split_microbatches
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
-from graphsplit.placement.annotations import Annotation
+from graphsplit.marks.annotations import Annotation
+from graphsplit.planning.task import Task
 from graphsplit.testing.simulate import Captures
-from graphsplit.train.batch import Signature
-from graphsplit.train.task import Task
 
 
 class Scattered(Captures):

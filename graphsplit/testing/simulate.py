@@ -22,18 +22,25 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from graphsplit.capture.attributes import plain_attributes
+from graphsplit.batches.batch import Arguments, Signature, leaves
+from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.owned_tensors import make_buffers
+from graphsplit.capture.state.attributes import plain_attributes
+from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.cluster.member.identity import Position
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.guards.places import Place
+from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.modes import ensure_training, evaluating
+from graphsplit.planning.passes import capture_graph
+from graphsplit.planning.planner import Planned, Planner
+from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
-from graphsplit.runtime.job import Job
-from graphsplit.runtime.ownership import TensorOwners
-from graphsplit.runtime.randomness import (
+from graphsplit.runtime.random.randomness import (
     all_generators,
     process_generators,
     set_all_generators,
@@ -42,14 +49,7 @@ from graphsplit.runtime.randomness import (
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.settings import recapture_every
-from graphsplit.train.batch import Arguments, Signature, leaves
-from graphsplit.train.microbatches import Division
-from graphsplit.train.modes import ensure_training, evaluating
 from graphsplit.train.outputs import unflatten_outputs
-from graphsplit.train.passes import capture_graph
-from graphsplit.train.planner import Planned, Planner
-from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
-from graphsplit.train.task import Task
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind, Output
 from graphsplit.capture.structure import take_apart
-from graphsplit.placement.annotations import Annotation
+from graphsplit.marks.annotations import Annotation
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph, PlacementRules, resolve
 from graphsplit.tensor_meta import TensorMeta
 

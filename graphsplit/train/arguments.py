@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.batches.microbatches import Divider
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.compiled import compiler_of, problems_of_compile
-from graphsplit.runtime.update import rules_problems
+from graphsplit.marks.recompute import problems_of_recompute, recomputed_paths
+from graphsplit.optimizers.update import rules_problems
+from graphsplit.planning.task import Task
+from graphsplit.runtime.segments.compiled import compiler_of, problems_of_compile
 from graphsplit.schedule.policies import POLICIES
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import Divider
-from graphsplit.train.recompute import problems_of_recompute, recomputed_paths
-from graphsplit.train.task import Task
 
 
 def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -> list[str]:

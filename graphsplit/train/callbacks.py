@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from graphsplit.checkpoint.disk.series import Series
+from graphsplit.checkpoint.position import Position
+from graphsplit.checkpoint.states import Loaded, PathLike
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.ownership import is_elsewhere
-from graphsplit.train.checkpoint.position import Position
-from graphsplit.train.checkpoint.series import Series
-from graphsplit.train.checkpoint.states import Loaded, PathLike
+from graphsplit.optimizers.ownership import is_elsewhere
 
 
 class TrainedModel(Protocol):

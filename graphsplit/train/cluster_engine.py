@@ -8,30 +8,30 @@ from typing import Any
 
 import torch
 
+from graphsplit.batches import records
+from graphsplit.batches.batch import Arguments, fingerprint, leaves
+from graphsplit.batches.microbatches import Divider, Division, Shape
 from graphsplit.capture.graph import Mode
+from graphsplit.checkpoint.gather import StateGatherer
+from graphsplit.checkpoint.group import ControlGroup, Group
+from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
+from graphsplit.feeding.feed import Feed, likely_first_reader
+from graphsplit.feeding.shared_inputs import share_written
+from graphsplit.feeding.tickets import Tickets
+from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.runtime.job import Job
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.planning.modes import ensure_training, evaluating
+from graphsplit.planning.planner import Planned, Planner
+from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.planning.task import Task
+from graphsplit.profiling.profile import Profiler
+from graphsplit.profiling.trace import Trace
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.train import records
-from graphsplit.train.batch import Arguments, fingerprint, leaves
-from graphsplit.train.checkpoint.group import ControlGroup, Group
-from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.train.engine import Engine, update_metrics
-from graphsplit.train.feed import Feed, likely_first_reader
-from graphsplit.train.gather import StateGatherer
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import Divider, Division, Shape
-from graphsplit.train.modes import ensure_training, evaluating
 from graphsplit.train.outputs import unflatten_outputs
-from graphsplit.train.planner import Planned, Planner
-from graphsplit.train.profile import Profiler
-from graphsplit.train.shared_inputs import share_written
-from graphsplit.train.step_plan import Phase, PlannedStep, Progress, plan_step
-from graphsplit.train.task import Task
-from graphsplit.train.tickets import Tickets
-from graphsplit.train.trace import Trace
 from graphsplit.transport.hub import Router
 
 

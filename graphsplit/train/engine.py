@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from graphsplit.train import batch as batches
-from graphsplit.train.batch import Arguments, split_batch
-from graphsplit.train.checkpoint.group import Alone, Group
-from graphsplit.train.checkpoint.holder import Holder
-from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.batches import batch as batches
+from graphsplit.batches.batch import Arguments, split_batch
+from graphsplit.batches.microbatches import Division
+from graphsplit.checkpoint.group import Alone, Group
+from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.planning.modes import ensure_training, evaluating
+from graphsplit.planning.step_plan import Progress, total_loss
+from graphsplit.planning.task import Task, materialize_all
+from graphsplit.planning.trainable import check_value
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import Division
-from graphsplit.train.modes import ensure_training, evaluating
-from graphsplit.train.step_plan import Progress, total_loss
-from graphsplit.train.task import Task, materialize_all
-from graphsplit.train.trainable import check_value
-from graphsplit.train.witness import Witness
+from graphsplit.witness import Witness
 
 
 class Engine(Holder):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from graphsplit.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch
+from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.errors import ConfigurationError
 from graphsplit.train.callbacks import Callback, RunContext
-from graphsplit.train.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch
-from graphsplit.train.checkpoint.states import Resumption, States
 
 
 class Epochs:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import ConfigurationError
-from graphsplit.partition.explain import Detail, explain_plan
+from graphsplit.job import joined
+from graphsplit.optimizers.size import copies_kept
+from graphsplit.partition.explain.plan import Detail, explain_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import asked_placements
 from graphsplit.placement.written import WrittenPlacement, write_placement
+from graphsplit.planning.modes import as_in
+from graphsplit.planning.passes import capture_graph, make_plan, placement_rules
+from graphsplit.planning.task import Task
 from graphsplit.program.lower import StepPart
-from graphsplit.runtime import joined
-from graphsplit.train.batch import Signature
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
-from graphsplit.train.modes import as_in
-from graphsplit.train.optimizer_size import copies_kept
-from graphsplit.train.passes import capture_graph, make_plan, placement_rules
-from graphsplit.train.task import Task
 
 
 class Explainer:

@@ -10,29 +10,29 @@ from typing import Any, overload
 import torch
 from torch import nn
 
+from graphsplit.batches.microbatches import LossWeight, Split
+from graphsplit.checkpoint.other_loaders import length_of
+from graphsplit.checkpoint.position import Position
+from graphsplit.checkpoint.states import Loaded, PathLike, States
 from graphsplit.errors import EnoughSteps, StoppedInOrder
-from graphsplit.partition.explain import Detail
+from graphsplit.job import joined
+from graphsplit.job.script import Call, Script
+from graphsplit.optimizers.clip import Clip
+from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
-from graphsplit.runtime import joined
-from graphsplit.runtime.clip import Clip
-from graphsplit.runtime.script import Call, Script
 from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback, RunContext
-from graphsplit.train.checkpoint.other_loaders import length_of
-from graphsplit.train.checkpoint.position import Position
-from graphsplit.train.checkpoint.states import Loaded, PathLike, States
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import LossWeight, Split
 from graphsplit.train.needs import need_cluster, need_metrics, need_optimizer
-from graphsplit.train.profile import Profiling
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
 from graphsplit.train.training import Training
-from graphsplit.train.witness import witness_for
+from graphsplit.witness import witness_for
 
 
 class Model:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime import joined
+from graphsplit.job import joined
+from graphsplit.planning.task import Task
 from graphsplit.settings import FAIL_FAST
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.metrics import Metric
-from graphsplit.train.task import Task
 
 
 def need_optimizer(task: Task, method: str) -> None:

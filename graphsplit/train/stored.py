@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from graphsplit.checkpoint.states import Loaded, PathLike, States
 from graphsplit.errors import CheckpointError, GraphsplitError, StateError
-from graphsplit.train.checkpoint.states import Loaded, PathLike, States
+from graphsplit.planning.task import Task
 from graphsplit.train.engine import Engine
-from graphsplit.train.task import Task
 
 
 class StoredState:

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
+from graphsplit.batches.batch import Arguments, Signature, split_batch
+from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode
 from graphsplit.check.request import read_request, requested_file, write_refusal
 from graphsplit.errors import GraphsplitError
 from graphsplit.frames import line_now
+from graphsplit.planning.modes import as_in
+from graphsplit.planning.passes import capture_graph, make_plan
+from graphsplit.planning.task import Task, check_trained
 from graphsplit.program.lower import StepPart
-from graphsplit.train.batch import Arguments, Signature, split_batch
 from graphsplit.train.engine import EagerEngine
 from graphsplit.train.metrics import Metric
-from graphsplit.train.microbatches import Division
-from graphsplit.train.modes import as_in
-from graphsplit.train.passes import capture_graph, make_plan
-from graphsplit.train.task import Task, check_trained
 
 
 def one_process_engine(task: Task) -> EagerEngine:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from graphsplit.checkpoint.states import States
 from graphsplit.errors import MembershipChangedError
 from graphsplit.train.callbacks import Callback, RunContext
-from graphsplit.train.checkpoint.states import States
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
 

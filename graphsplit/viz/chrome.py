@@ -11,7 +11,7 @@ from typing import Any
 
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.schedule.timeline import Span, Timeline, messages
+from graphsplit.schedule.simulation.timeline import Span, Timeline, messages
 from graphsplit.viz.names import BETWEEN, title
 
 _TRACKS = ("compute", "send", "receive")

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.schedule.timeline import Span, Timeline
+from graphsplit.schedule.simulation.timeline import Span, Timeline
 from graphsplit.viz.names import initials, is_move, is_of_segment, title
 
 _PANEL, _GAP, _LEFT, _TOP, _ROW, _STRIP, _FOOT = 760, 50, 70, 64, 46, 10, 86

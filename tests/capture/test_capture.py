@@ -12,11 +12,11 @@ from pass_helpers import captured, find, operations, targets
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.errors import PlacementError
-from graphsplit.train.batch import Signature
-from graphsplit.train.passes import capture_graph
-from graphsplit.train.task import Task
+from graphsplit.planning.passes import capture_graph
+from graphsplit.planning.task import Task
 
 X = torch.zeros(2, 4)
 

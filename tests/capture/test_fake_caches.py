@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from graphsplit.capture.fake_caches import forget_fake_tensors
+from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 
 
 @functools.lru_cache

@@ -9,10 +9,10 @@ import torch
 from pass_helpers import captured, find, operations, targets
 from torch import nn
 
-from graphsplit.capture.functional import Functional, make_functional
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.memory_calls import Placed, copy_of
+from graphsplit.capture.operations.memory_calls import Placed, copy_of
 from graphsplit.errors import CaptureError
+from graphsplit.rewrite.functional import Functional, make_functional
 
 X = torch.zeros(2, 4)
 

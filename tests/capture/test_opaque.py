@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
-from graphsplit.capture.opaque import OpaqueCall, OpaqueCallError, Traits
+from graphsplit.capture.operations.opaque_call import OpaqueCall, OpaqueCallError, Traits
 from graphsplit.errors import CaptureError
 
 X = torch.ones(2, 4)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from graphsplit.batches import batch as batches
 from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.tensor_meta import DynamicSize, TensorMeta
-from graphsplit.train import batch as batches
 
 LARGEST = {0: 32, 1: 64}
 

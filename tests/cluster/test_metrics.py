@@ -20,9 +20,9 @@ from security_helpers import authority, protection, worker_name
 from graphsplit.cluster.status.metrics import status_metrics
 from graphsplit.cluster.wire.messages import Heartbeat
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.meter import Meter
 from graphsplit.metrics_port import GAUGE, Metric, serve_metrics
 from graphsplit.root_cause import Location
-from graphsplit.runtime.meter import Meter
 from graphsplit.security.issue import fill_folder
 from graphsplit.security.options import SecurityOptions
 from graphsplit.security.protection import UNPROTECTED, Protection

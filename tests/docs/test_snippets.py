@@ -12,7 +12,7 @@ import pytest
 import torch
 from documents import ROOT, Block, blocks
 
-from graphsplit.runtime import joined
+from graphsplit.job import joined
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 ALONE = [block for block in blocks("snippet") if block.document != TUTORIAL]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.optimizers.ownership import is_elsewhere
 
 FLOATS = (0.5, 1.0, -0.0, 0.0, 1.5, -0.25, 0.1, 2.0, 1e-3)
 # Numbers of torch's own modules that may take other values, and which.

@@ -11,16 +11,16 @@ from equivalence_helpers import batches_of, num_workers_of, rows_against_target
 from pass_helpers import captured, placed
 from torch import nn
 
-from graphsplit.capture.branches import take_branches_apart
+from graphsplit.batches.batch import Signature
 from graphsplit.capture.branching import is_branching, why_together
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import PlacementError
-from graphsplit.partition.redrawn import refuse_redrawn
+from graphsplit.partition.checks.redrawn import refuse_redrawn
+from graphsplit.planning.task import Task
+from graphsplit.rewrite.branches import take_branches_apart
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.scattered import Scattered
 from graphsplit.testing.simulate import Captures
-from graphsplit.train.batch import Signature
-from graphsplit.train.task import Task
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 Body = Callable[["Net", torch.Tensor], torch.Tensor]

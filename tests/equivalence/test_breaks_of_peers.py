@@ -18,8 +18,8 @@ from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.plan import EdgeKind
-from graphsplit.schedule.depths import channel_depths
-from graphsplit.schedule.verify import verify_programs
+from graphsplit.program.depths import channel_depths
+from graphsplit.program.proof import verify_programs
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
 
@@ -179,7 +179,7 @@ def test_every_worker_draws_other_masks_as_one_process_does() -> None:
             return F.dropout(a, 0.5), F.dropout(b, 0.5)
 
     def make_task() -> Any:
-        from graphsplit.train.task import Task
+        from graphsplit.planning.task import Task
 
         net = Masks()
         placed(a=0, b=1)(net)

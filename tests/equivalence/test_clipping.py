@@ -13,12 +13,12 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError, ScheduleError, StepFailedError
+from graphsplit.optimizers.clip import GlobalNorm, Value
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import EdgeKind
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
-from graphsplit.runtime.clip import GlobalNorm, Value
-from graphsplit.schedule.verify import verify_programs
+from graphsplit.program.proof import verify_programs
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 
@@ -128,7 +128,7 @@ def test_a_gradient_that_a_hook_drops_does_not_count() -> None:
 
 
 def gs_is_elsewhere(parameter: torch.Tensor) -> bool:
-    from graphsplit.runtime.ownership import is_elsewhere
+    from graphsplit.optimizers.ownership import is_elsewhere
 
     return is_elsewhere(parameter)
 
@@ -176,7 +176,7 @@ def test_the_norms_travel_along_edges_of_the_plan() -> None:
 
 
 def test_explain_names_what_is_shared() -> None:
-    from graphsplit.partition.explain import explain_plan
+    from graphsplit.partition.explain.plan import explain_plan
 
     cluster = same_over_three(clip=GlobalNorm(0.1), steps=1)
     assert "norms and checks of gradients" in explain_plan(planned(cluster).plan)
@@ -211,7 +211,7 @@ def test_workers_that_clip_differently_notice() -> None:
         return GlobalNorm(float(len(made)))
 
     from graphsplit.errors import PlanMismatchError
-    from graphsplit.train.task import Task
+    from graphsplit.planning.task import Task
 
     def make_task() -> Task:
         network = Tower()

@@ -10,9 +10,9 @@ from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
 from graphsplit.errors import CaptureError
+from graphsplit.planning.task import Task
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train.task import Task
 
 AVERAGE = torch.zeros(4)
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from graphsplit import opaque, place
 from graphsplit.errors import PlacementError, StepFailedError
+from graphsplit.planning.task import Task
 from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train.task import Task
 
 Function = Callable[[Any, torch.Tensor], torch.Tensor]
 BATCHES = batches_of(4, 8)

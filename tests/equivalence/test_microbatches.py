@@ -12,12 +12,12 @@ from test_lenet import LeNet, images
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlanMismatchError
+from graphsplit.planning.task import Task
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.microbatches import Divider
-from graphsplit.train.task import Task
 
 _lenet = Captures()
 

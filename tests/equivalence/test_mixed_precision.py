@@ -22,8 +22,8 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.errors import CaptureError, ConfigurationError
-from graphsplit.runtime import region_modes
-from graphsplit.runtime.clip import GlobalNorm, Value
+from graphsplit.optimizers.clip import GlobalNorm, Value
+from graphsplit.runtime.segments import region_modes
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphsplit.errors import ConfigurationError, OwnershipError
-from graphsplit.runtime.clip import GlobalNorm
-from graphsplit.runtime.ownership import is_elsewhere
-from graphsplit.runtime.per_parameter import PER_PARAMETER, is_listed
+from graphsplit.optimizers.clip import GlobalNorm
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.optimizers.per_parameter import PER_PARAMETER, is_listed
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
 from graphsplit.train.model import Model

@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
+from graphsplit.planning.task import Task
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.task import Task
 
 BATCHES = batches_of(4, 8, num=6)
 MAKE: dict[str, Callable[[Any], Optimizer]] = {

@@ -18,8 +18,8 @@ from torch.nn.utils import (
 )
 
 from graphsplit.errors import OwnershipError
-from graphsplit.runtime.clip import GlobalNorm
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.optimizers.clip import GlobalNorm
+from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
 

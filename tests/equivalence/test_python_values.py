@@ -203,7 +203,7 @@ def test_a_loss_keeps_state_in_attributes_lists_and_dictionaries(microbatches: i
 
 
 def num_captures(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> int:
-    from graphsplit.train import planner
+    from graphsplit.planning import planner
 
     made: list[Any] = []
     original = planner.capture_graph

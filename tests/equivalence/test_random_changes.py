@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
 from graphsplit.errors import GraphsplitError, StaleGraphError
+from graphsplit.planning import passes, planner
 from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
 from graphsplit.testing.reference import EagerLoop
-from graphsplit.train import passes, planner
 
 assert threads_as_workers
 capture_graph = passes.capture_graph

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from graphsplit.batches.microbatches import split_microbatches
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
-from graphsplit.train.microbatches import split_microbatches
 
 WIDTH = 6
 LONG_MINUTES = float(os.environ.get("GS_TEST_LONG") or 0)

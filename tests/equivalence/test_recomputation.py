@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import CaptureError, PlacementError, StepFailedError
+from graphsplit.planning.task import Task
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.task import Task
 
 
 @pytest.fixture(autouse=True)

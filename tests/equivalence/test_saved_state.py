@@ -12,15 +12,15 @@ from checkpoint_helpers import ThreadHolder, all_well, groups_of, together
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
-from graphsplit.runtime.deferred_init import deferred_init
-from graphsplit.runtime.ownership import is_elsewhere
+from graphsplit.batches.batch import split_batch
+from graphsplit.checkpoint.group import Group
+from graphsplit.checkpoint.states import States
+from graphsplit.deferred.construction import deferred_init
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.task import Task, named_state
 from graphsplit.testing.compare import difference
 from graphsplit.testing.reference import EagerLoop
 from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker
-from graphsplit.train.batch import split_batch
-from graphsplit.train.checkpoint.group import Group
-from graphsplit.train.checkpoint.states import States
-from graphsplit.train.task import Task, named_state
 
 BATCHES = batches_of(4, 8, num=6)
 LAYERS = ("first", "norm", "second", "third")

@@ -22,9 +22,11 @@ from test_microbatches import Everything, Tied, num_tokens, placed, tokens
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.step_state import StepState
 from graphsplit.schedule.named import ZERO_BUBBLE
@@ -32,8 +34,6 @@ from graphsplit.schedule.play import play
 from graphsplit.schedule.policies import POLICIES
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
-from graphsplit.train.microbatches import Divider
-from graphsplit.train.task import Task
 
 _lenet = Captures()
 

@@ -9,14 +9,14 @@ import torch
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
+from graphsplit.batches.batch import Arguments
 from graphsplit.errors import OwnershipError
+from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.testing import simulate
 from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster, SimulationError
-from graphsplit.train.batch import Arguments
-from graphsplit.train.task import Task
 
 
 class Two(nn.Module):

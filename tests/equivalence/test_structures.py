@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphsplit.errors import CaptureError, ConfigurationError
+from graphsplit.planning.task import Task
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.scattered import Scattered
 from graphsplit.testing.simulate import Captures, SimulatedCluster
 from graphsplit.train.model import Model
-from graphsplit.train.task import Task
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
-from graphsplit.runtime.clip import GlobalNorm
+from graphsplit.optimizers.clip import GlobalNorm
 from graphsplit.testing.equivalence import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads")

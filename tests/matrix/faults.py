@@ -19,6 +19,7 @@ from typing import Any
 
 from moments import after_snapshots, before, before_instructions
 
+from graphsplit.checkpoint.disk.files import TensorFileWriter
 from graphsplit.cluster.member.connection import Connection
 from graphsplit.cluster.member.member import Member
 from graphsplit.cluster.member.state_machine import MemberState
@@ -27,8 +28,7 @@ from graphsplit.cluster.scheduler.job.events import Received
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.wire.messages import Arrive, MeetingKind, Register
 from graphsplit.failure import AbortSignal
-from graphsplit.train.checkpoint.files import TensorFileWriter
-from graphsplit.train.planner import Planner
+from graphsplit.planning.planner import Planner
 
 EXCEPTION = "exception"
 INJECTED = "injected by the matrix"

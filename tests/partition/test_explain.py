@@ -15,9 +15,9 @@ import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
-from graphsplit.partition.explain import explain_plan
-from graphsplit.partition.explain_modules import module_lines
-from graphsplit.partition.folding import Row, fold_repetitions
+from graphsplit.partition.explain.folding import Row, fold_repetitions
+from graphsplit.partition.explain.modules import module_lines
+from graphsplit.partition.explain.plan import explain_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.lower import describe_programs, lower
 from graphsplit.schedule.named import gpipe

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from pass_helpers import Op, placed_graph, placed_graphs
 
 from graphsplit.partition import edges
+from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.foresight import foresee_splits
-from graphsplit.partition.verify import verify
 from graphsplit.placement.resolve import PlacedGraph
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import pytest
 
+from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
 from graphsplit.partition.spans import gradient_spans
-from graphsplit.partition.verify import verify
 from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import describe_programs, lower
-from graphsplit.schedule.depths import channel_depths
+from graphsplit.program.proof import verify_programs
 from graphsplit.schedule.named import gpipe
-from graphsplit.schedule.verify import verify_programs
 from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
 
 DEADLINE_S = 30.0  # about ten times what it takes

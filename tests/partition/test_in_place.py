@@ -11,10 +11,10 @@ from torch import nn
 
 from graphsplit import place
 from graphsplit.capture.graph import Mode
+from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
-from graphsplit.partition.in_place import keep_memory_together
-from graphsplit.partition.verify import verify
 from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.rewrite.keep_together import keep_memory_together
 
 X = torch.zeros(4, 4)
 

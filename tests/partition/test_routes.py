@@ -5,8 +5,8 @@ from __future__ import annotations
 from pass_helpers import Op, placed_graph
 
 from graphsplit.partition.edges import partition
-from graphsplit.partition.explain import explain_plan
-from graphsplit.partition.explain_traffic import route_lines
+from graphsplit.partition.explain.plan import explain_plan
+from graphsplit.partition.explain.traffic import route_lines
 
 PLAN = partition(placed_graph({"a": Op(0, ("x", "w")), "b": Op(1, ("a",))}, parameters={"w": 0}))
 

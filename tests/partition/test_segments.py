@@ -12,9 +12,9 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import PlacementError
+from graphsplit.partition.checks.sound import segment_graph, verify
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
-from graphsplit.partition.verify import segment_graph, verify
 from graphsplit.placement.resolve import PlacedGraph
 
 EXAMPLES = settings(max_examples=60, deadline=None)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from pass_helpers import Op, placed_graph
 
+from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
 from graphsplit.partition.segments import Segment
-from graphsplit.partition.verify import verify
 
 
 def sound() -> PartitionPlan:

@@ -11,7 +11,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlacementError
-from graphsplit.placement.annotations import mark_planned, module_annotation
+from graphsplit.marks.annotations import mark_planned, module_annotation
 
 
 def place_module(role: Any, rank: Any) -> None:

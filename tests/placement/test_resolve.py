@@ -12,7 +12,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph, Node, NodeKind
 from graphsplit.errors import PlacementError
-from graphsplit.placement.annotations import Annotation
+from graphsplit.marks.annotations import Annotation
 from graphsplit.placement.resolve import (
     EVERYWHERE,
     PlacedGraph,

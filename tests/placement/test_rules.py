@@ -13,7 +13,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlacementError
-from graphsplit.placement.annotations import annotations_of, mark_planned
+from graphsplit.marks.annotations import annotations_of, mark_planned
 
 
 class Layer(nn.Module):

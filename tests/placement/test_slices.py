@@ -12,7 +12,7 @@ from torch import nn
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import PlacementError
-from graphsplit.placement.annotations import annotations_of, mark_planned
+from graphsplit.marks.annotations import annotations_of, mark_planned
 
 X = torch.zeros(2, 4)
 

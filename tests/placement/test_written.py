@@ -15,11 +15,11 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph, NodeKind
+from graphsplit.marks.annotations import annotations_of
+from graphsplit.marks.rules import kept_rules
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.edges import partition
-from graphsplit.placement.annotations import annotations_of
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
-from graphsplit.placement.rules import kept_rules
 from graphsplit.placement.written import WrittenPlacement, write_placement
 
 X = torch.zeros(2, 4)

@@ -16,10 +16,10 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError, StateError
-from graphsplit.runtime import joined
+from graphsplit.job import joined
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.recovery.snapshot.disk import SnapshotFolder
 from graphsplit.testing.compare import difference
-from graphsplit.train.recovery.disk import SnapshotFolder
-from graphsplit.train.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
 pytestmark = [

@@ -13,19 +13,19 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.errors import ClusterError, ConfigurationError, FrameError, StateError
 from graphsplit.failure import AbortSignal
-from graphsplit.testing.compare import difference
-from graphsplit.train.recovery import replicator
-from graphsplit.train.recovery.agreement import START, Offer, choose
-from graphsplit.train.recovery.log import kept
-from graphsplit.train.recovery.part import FlatTensors, Part
-from graphsplit.train.recovery.results import Memory, Results, pack, unpack
-from graphsplit.train.recovery.stream import (
+from graphsplit.recovery.agreement import START, Offer, choose
+from graphsplit.recovery.log import kept
+from graphsplit.recovery.results import Memory, Results, pack, unpack
+from graphsplit.recovery.snapshot import replicator
+from graphsplit.recovery.snapshot.part import FlatTensors, Part
+from graphsplit.recovery.stream import (
     CHUNK_BYTES,
     TOGETHER_BYTES,
     Incoming,
     Outgoing,
     stream_spec,
 )
+from graphsplit.testing.compare import difference
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
 

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
 from graphsplit.errors import ClusterError, JobFailedError
-from graphsplit.runtime import joined
+from graphsplit.job import joined
+from graphsplit.recovery.script import RecoveringScript
+from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.testing.compare import difference
-from graphsplit.train.recovery.script import RecoveringScript
-from graphsplit.train.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
 # Filters of warnings belong to the process: a thread beside compute sees those of a capture.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.runtime import joined
+from graphsplit.job import joined
 from recovery_features.parts import adam, all_of, batches, feature, plain_net, put, trained
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from graphsplit.cluster.member.member import Member, failure_reports
+from graphsplit.cluster.member import failure_reports
+from graphsplit.cluster.member.member import Member
 from graphsplit.errors import JobFailedError, MembershipChangedError, TransportError
 from graphsplit.failure import AbortSignal, FailureCause
-from graphsplit.runtime.job import Job
+from graphsplit.job.job import Job
 from graphsplit.settings import ClusterSettings
 
 LOST = FailureCause("lost", "lost: nothing was heard from it for 4 s", rank=2)

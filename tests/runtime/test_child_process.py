@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphsplit.runtime.child_process import Child, ChildError, raised_where
+from graphsplit.optimizers.child_process import Child, ChildError, raised_where
 
 
 def report_of(work: Any, *, deadline_s: float = 30.0) -> Any:

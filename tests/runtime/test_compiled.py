@@ -14,9 +14,9 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.compiled import compiler_of
+from graphsplit.planning.task import Task
+from graphsplit.runtime.segments.compiled import compiler_of
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train.task import Task
 
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,

@@ -18,9 +18,9 @@ from deferred_networks import NETWORKS, LeNet, OtherGenerators, ReadsValues, Tie
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from graphsplit.deferred.calls import DeferredInitError
+from graphsplit.deferred.construction import deferred_init, is_deferred, materialize, stand_ins
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.calls import DeferredInitError
-from graphsplit.runtime.deferred_init import deferred_init, is_deferred, materialize, stand_ins
 
 
 def tensors_of(net: nn.Module) -> dict[str, torch.Tensor]:
@@ -401,7 +401,7 @@ MEMORY_SCRIPT = """
 import sys
 import torch
 from torch import nn
-from graphsplit.runtime.deferred_init import deferred_init, materialize
+from graphsplit.deferred.construction import deferred_init, materialize
 
 def peak_mb():
     for line in open("/proc/self/status"):

@@ -12,7 +12,7 @@ import torch
 
 from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.frames import is_own, line_now, line_of, users_traceback, without_own_frames
-from graphsplit.runtime.script import Call
+from graphsplit.job.script import Call
 
 
 def through_graphsplit(run: Callable[[], object]) -> object:

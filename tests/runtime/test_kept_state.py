@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphsplit.runtime.kept_state import kept_state
+from graphsplit.optimizers.kept_state import kept_state
 
 COUNTS = {"calls": 0}
 

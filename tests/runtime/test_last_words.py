@@ -14,9 +14,9 @@ import pytest
 from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import JobFailedError
 from graphsplit.failure import AbortSignal
+from graphsplit.job import endings
+from graphsplit.job.endings import LastWords
 from graphsplit.root_cause import FailureCause
-from graphsplit.runtime import endings
-from graphsplit.runtime.endings import LastWords
 
 
 def cause_of(error: BaseException, rank: int) -> FailureCause:

@@ -12,22 +12,22 @@ from pass_helpers import Op, placed_graph
 
 from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.partition.edges import partition
-from graphsplit.program.instruction import Opcode
-from graphsplit.program.lower import lower
-from graphsplit.runtime.estimate import estimate
-from graphsplit.runtime.measurements import (
+from graphsplit.profiling.estimate import estimate
+from graphsplit.profiling.measurements import (
     Measurements,
     costs_from_text,
     costs_to_text,
     timeline_from_text,
     timeline_to_text,
 )
-from graphsplit.runtime.pings import clock_offset_ns, link_of
-from graphsplit.runtime.recorder import Run
+from graphsplit.profiling.pings import clock_offset_ns, link_of
+from graphsplit.profiling.recorder import Run
+from graphsplit.program.instruction import Opcode
+from graphsplit.program.lower import lower
 from graphsplit.schedule.costs import Costs, Host, Link
 from graphsplit.schedule.named import gpipe
-from graphsplit.schedule.simulate import simulate
-from graphsplit.schedule.timeline import Span
+from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.schedule.simulation.timeline import Span
 
 MS = 1_000_000
 PLAN = partition(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.process_generators import (
+from graphsplit.job.process_generators import (
     NOTHING_DRAWN,
     GeneratorWatch,
     ProcessStates,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from graphsplit.runtime.readers import LoaderReaders, parts_of
+from graphsplit.job.readers import LoaderReaders, parts_of
 
 
 class Data(Dataset[Any]):

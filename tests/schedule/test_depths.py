@@ -5,9 +5,9 @@ from __future__ import annotations
 from pass_helpers import Op, placed_graph
 
 from graphsplit.partition.edges import partition
+from graphsplit.program.depths import channel_depths
 from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import WorkerProgram, lower
-from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.named import gpipe
 
 

@@ -12,11 +12,11 @@ from pass_helpers import Op, lenet_plan, placed_graph, placed_graphs
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.program.depths import channel_depths
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import lower
-from graphsplit.schedule.depths import channel_depths
+from graphsplit.program.proof import verify_programs
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
-from graphsplit.schedule.verify import verify_programs
 
 
 def chain(*workers: int) -> PartitionPlan:

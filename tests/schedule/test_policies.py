@@ -18,18 +18,18 @@ from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import BackwardSplit, EdgeKind, PartitionPlan, WeightUse
 from graphsplit.partition.splitting import with_splits
 from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.program.depths import channel_depths
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import late_edges, lower
+from graphsplit.program.proof import verify_programs
 from graphsplit.schedule.auto import NAMED, auto, choose, tried
 from graphsplit.schedule.costs import Costs, Link
-from graphsplit.schedule.depths import channel_depths
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.orders import check_orders, checked
 from graphsplit.schedule.play import Rule, play
 from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
-from graphsplit.schedule.simulate import simulate
-from graphsplit.schedule.verify import verify_programs
+from graphsplit.schedule.simulation.simulate import simulate
 
 _LETTERS = {
     Opcode.FORWARD: "F",

@@ -17,9 +17,9 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
 from graphsplit.schedule.costs import Costs, Host, Link
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
-from graphsplit.schedule.processors import Processors
-from graphsplit.schedule.simulate import simulate
-from graphsplit.schedule.timeline import Timeline
+from graphsplit.schedule.simulation.processors import Processors
+from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.schedule.simulation.timeline import Timeline
 
 
 def chain(length: int, *, mode: Mode = Mode.TRAIN) -> PartitionPlan:

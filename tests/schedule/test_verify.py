@@ -16,12 +16,12 @@ from graphsplit.errors import ScheduleError
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.program.depths import channel_depths
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
-from graphsplit.schedule.depths import channel_depths
+from graphsplit.program.proof import verify_programs
+from graphsplit.program.wait_grid import draw_circle
 from graphsplit.schedule.named import gpipe
-from graphsplit.schedule.verify import verify_programs
-from graphsplit.schedule.wait_grid import draw_circle
 
 
 def programs_of(*texts: Sequence[str]) -> tuple[WorkerProgram, ...]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from graphsplit.batches.batch import Signature, fingerprint, loss_of, num_samples, split_batch
 from graphsplit.errors import ConfigurationError
-from graphsplit.train.batch import Signature, fingerprint, loss_of, num_samples, split_batch
 
 X, Y = torch.arange(12.0).view(4, 3), torch.arange(4)
 

@@ -11,10 +11,10 @@ from checkpoint_helpers import ThreadHolder, all_well, groups_of, task_of, toget
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.checkpoint.by_worker import saver_of
+from graphsplit.checkpoint.group import Group
+from graphsplit.checkpoint.states import States
 from graphsplit.errors import StateError
-from graphsplit.train.checkpoint.by_worker import saver_of
-from graphsplit.train.checkpoint.group import Group
-from graphsplit.train.checkpoint.states import States
 
 
 class Means(gs.callbacks.Callback):

@@ -13,11 +13,9 @@ import safetensors.torch
 import torch
 from checkpoint_helpers import SmallDisk
 
-from graphsplit.errors import CheckpointError
-from graphsplit.testing.compare import difference
-from graphsplit.train.checkpoint import files
-from graphsplit.train.checkpoint.files import TensorFile, TensorFileWriter, write_file, write_text
-from graphsplit.train.checkpoint.layout import (
+from graphsplit.checkpoint.disk import files
+from graphsplit.checkpoint.disk.files import TensorFile, TensorFileWriter, write_file, write_text
+from graphsplit.checkpoint.layout import (
     INFO_KEY,
     FileInfo,
     FileLayout,
@@ -25,6 +23,8 @@ from graphsplit.train.checkpoint.layout import (
     octets_of,
     plain_meta,
 )
+from graphsplit.errors import CheckpointError
+from graphsplit.testing.compare import difference
 
 COMMON = {
     "conv.weight": torch.randn(4, 3, 2, 2),

@@ -14,10 +14,10 @@ import torch
 from checkpoint_helpers import SmallDisk, alone, task_of
 from torch import nn
 
+from graphsplit.checkpoint.disk import files
+from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.testing.compare import difference
-from graphsplit.train.checkpoint import files
-from graphsplit.train.checkpoint import folder as folders
 
 
 class Tied(nn.Module):

@@ -14,10 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from graphsplit.errors import CheckpointError, StateError
-from graphsplit.testing.compare import difference
-from graphsplit.train.checkpoint.generators import process_generators, set_process_generators
-from graphsplit.train.checkpoint.values import (
+from graphsplit.checkpoint.generators import process_generators, set_process_generators
+from graphsplit.checkpoint.values import (
     Encoder,
     Fixed,
     decode,
@@ -26,6 +24,8 @@ from graphsplit.train.checkpoint.values import (
     tensor_names,
     to_text,
 )
+from graphsplit.errors import CheckpointError, StateError
+from graphsplit.testing.compare import difference
 
 
 def there_and_back(value: Any) -> Any:

@@ -21,13 +21,13 @@ from checkpoint_helpers import (
 )
 from torch import nn
 
+from graphsplit.checkpoint.disk import files
+from graphsplit.checkpoint.group import ControlGroup, Group
+from graphsplit.checkpoint.states import States
+from graphsplit.deferred.construction import deferred_init, is_deferred, materialize
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.runtime.deferred_init import deferred_init, is_deferred, materialize
+from graphsplit.planning.task import named_state
 from graphsplit.testing.compare import difference
-from graphsplit.train.checkpoint import files
-from graphsplit.train.checkpoint.group import ControlGroup, Group
-from graphsplit.train.checkpoint.states import States
-from graphsplit.train.task import named_state
 
 MIB = 1024 * 1024
 

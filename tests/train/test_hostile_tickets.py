@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphsplit._proto.step_pb2 import StepTicket
+from graphsplit.batches import records
+from graphsplit.batches.batch import Signature
+from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.errors import ConfigurationError, FrameError
-from graphsplit.runtime.process_generators import STATE_BYTES
-from graphsplit.train import records
-from graphsplit.train.batch import Signature
-from graphsplit.train.signature_text import check_signature_text
-from graphsplit.train.tickets import Ticket, Tickets, message_of
+from graphsplit.feeding.tickets import Ticket, Tickets, message_of
+from graphsplit.job.process_generators import STATE_BYTES
 
 MADE: list[object] = []
 

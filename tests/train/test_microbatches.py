@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
 from graphsplit.errors import ConfigurationError
-from graphsplit.train.microbatches import Divider
 
 
 def sizes(batch: Any, number: int) -> list[int]:

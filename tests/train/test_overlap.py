@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from graphsplit.errors import PlacementError
+from graphsplit.planning.overlap import overlapping
 from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.train.overlap import overlapping
 
 BATCHES = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
 

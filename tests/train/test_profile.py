@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
-from graphsplit.runtime.recorder import Recorder
+from graphsplit.planning import passes
+from graphsplit.planning.task import Task
+from graphsplit.profiling.recorder import Recorder
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
 from graphsplit.testing.simulate import SimulatedCluster
-from graphsplit.train import passes
-from graphsplit.train.microbatches import Divider
-from graphsplit.train.task import Task
 
 BATCH = ((torch.arange(24.0).reshape(8, 3) / 24, torch.arange(8) % 2), {})
 

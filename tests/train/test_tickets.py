@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from graphsplit._proto.step_pb2 import StepTicket
+from graphsplit.batches.batch import Signature
+from graphsplit.batches.microbatches import Divider, Shape
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
-from graphsplit.runtime.process_generators import NOTHING_DRAWN, ProcessStates
-from graphsplit.runtime.readers import LoaderReaders
-from graphsplit.train.announced import NOTHING_READ
-from graphsplit.train.batch import Signature
-from graphsplit.train.feed import Feed
-from graphsplit.train.microbatches import Divider, Shape
-from graphsplit.train.tickets import Ticket, Tickets, message_of
+from graphsplit.feeding.feed import Feed
+from graphsplit.feeding.tickets import Ticket, Tickets, message_of
+from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
+from graphsplit.job.readers import LoaderReaders
+from graphsplit.planning.announced import NOTHING_READ
 
 
 class Wire:

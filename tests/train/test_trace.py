@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.train.trace import Trace
+from graphsplit.profiling.trace import Trace
 
 
 class Job:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
+from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.testing.compare import difference
-from graphsplit.train.recovery.settings import SnapshotSettings
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]

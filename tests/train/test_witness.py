@@ -15,7 +15,7 @@ from graphsplit.check.compare import compare
 from graphsplit.check.record import UNTOUCHED, Kind, Record, What, read_operations, read_records
 from graphsplit.check.request import VARIABLE, Request, operations_file, write_request
 from graphsplit.errors import EnoughSteps
-from graphsplit.train.witness.values import Generators, digest_of, plain_value, tensor_value
+from graphsplit.witness.values import Generators, digest_of, plain_value, tensor_value
 
 
 def value_of(tensor: torch.Tensor) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import lower
 from graphsplit.schedule.costs import Costs, Link
 from graphsplit.schedule.named import gpipe
-from graphsplit.schedule.simulate import simulate
+from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.viz.chrome import chrome_trace
 from graphsplit.viz.report import FILES, Report, describe_report, write_report
 from graphsplit.viz.svg import draw_timelines

@@ -12,12 +12,12 @@ from torch import nn
 from zoo_batches import batches_by
 from zoo_models import MODELS
 
+from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.guards.check import Guards
 from graphsplit.guards.values import Frozen, is_mapping, mapping_of
-from graphsplit.train.batch import Signature
-from graphsplit.train.passes import capture_graph
-from graphsplit.train.task import Task
+from graphsplit.planning.passes import capture_graph
+from graphsplit.planning.task import Task
 
 _KINDS = frozenset(
     (

@@ -26,7 +26,7 @@ from nets import Fan
 from training_state import digest, parts, place_parts, say, say_state
 
 import graphsplit as gs
-from graphsplit.runtime import joined
+from graphsplit.job import joined
 
 
 def wait_until_all_know() -> None:

@@ -1,0 +1,1 @@
+"""What a batch looks like, and how it becomes microbatches."""

@@ -1,0 +1,324 @@
+"""What a batch looks like (its signature), whether two are alike, and how a network takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphsplit.batches import records
+from graphsplit.batches.signature_text import DTYPES
+from graphsplit.capture.numbers.known_values import is_all_ones
+from graphsplit.errors import ConfigurationError
+from graphsplit.tensor_meta import TensorMeta
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_SAMPLED = 64
+_SEQUENCES: dict[type[Any], str] = {list: "l", tuple: "u"}
+_MAPPINGS: dict[type[Any], str] = {dict: "d", OrderedDict: "o"}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Structure, dtypes, shapes and strides of the arguments of one step; plain values whole.
+
+    Masks of nothing but ones are told apart from others: networks leave them out.
+
+    Attributes:
+        text: Canonical JSON. Equal texts, equal signatures.
+        digest: First 16 hexadecimal digits of the SHA-256 of ``text``.
+    """
+
+    text: str
+    digest: str
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Signature:
+        """The signature of some arguments.
+
+        Raises:
+            ConfigurationError: Something in them is neither tensor, number, string, bool, None,
+                nor a list, tuple, dictionary, named tuple or dataclass of such.
+        """
+        known = _signatures.get(key := _quick_key(arguments))
+        if known is None:
+            known = cls.read(json.dumps(_encode(arguments)))
+            if len(_signatures) >= _MAX_SIGNATURES:
+                _signatures.clear()
+            _signatures[key] = known
+        return known
+
+    @classmethod
+    def read(cls, text: str) -> Signature:
+        """The signature with a given text."""
+        return cls(text, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def example(self, device: str = "cpu") -> Arguments:
+        """Arguments with this signature, tensors filled with zeros; with ones, masks of ones."""
+        args, kwargs = _decode(json.loads(self.text), device)
+        return args, kwargs
+
+    def structure(self) -> str:
+        """What is equal for signatures that differ in the sizes of tensors alone."""
+        return _SIZES.sub(_without_sizes, self.text)
+
+
+# One encoded tensor: {"t": ["float32", [4, 8], [8, 1]]}; a mask of nothing but ones: {"ones": ...}.
+_SIZES = re.compile(r'\{"(t|ones)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]\]\}')
+
+
+def _without_sizes(found: re.Match[str]) -> str:
+    return f'{{"{found[1]}": ["{found[2]}", {len(found[3].split())}]}}'
+
+
+_MAX_SIGNATURES = 256
+_signatures: dict[tuple[Any, ...], Signature] = {}
+
+
+def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
+    """Something cheap that is equal for equal signatures alone."""
+    plain = _plain_tensors(arguments)
+    if plain is not None:
+        return tuple([(t.dtype, t.shape, t.stride(), is_all_ones(t)) for t in plain])
+    found, spec = pytree.tree_flatten(arguments)
+    return (
+        spec,
+        *(
+            (leaf.dtype, leaf.shape, leaf.stride(), is_all_ones(leaf))
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), repr(*_encode(leaf).values()))
+            for leaf in found
+        ),
+    )
+
+
+def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
+    """The leaves, where all arguments are tensors: the usual case, for which no tree is made."""
+    args, kwargs = arguments
+    return args if not kwargs and all([isinstance(arg, torch.Tensor) for arg in args]) else None
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        meta = TensorMeta.of(value)
+        kind = "ones" if is_all_ones(value) else "t"
+        return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"v": value}
+    if type(value) in _SEQUENCES:
+        return {_SEQUENCES[type(value)]: [_encode(item) for item in value]}
+    if type(value) in _MAPPINGS:  # in their order, which is that of the graph's inputs
+        pairs = [[_encode_key(key), _encode(item)] for key, item in value.items()]
+        return {_MAPPINGS[type(value)]: pairs}
+    fields = records.fields_of(value)
+    if fields is not None:
+        pairs = [[name, _encode(item)] for name, item in fields]
+        return {"r": [*records.name_of(type(value)), pairs]}
+    raise ConfigurationError(
+        f"a batch holds a {type(value).__name__}; expected tensors, numbers, strings, None, and "
+        f"lists, tuples, dictionaries, named tuples or dataclasses of them\n"
+        f"  Fix: convert it in the data set or in collate_fn."
+    )
+
+
+def _encode_key(key: Any) -> Any:
+    if isinstance(key, (str, int)):
+        return key
+    raise ConfigurationError(
+        f"a dictionary in a batch has a key of type {type(key).__name__}; expected str or int\n"
+        f"  Fix: convert it in the data set or in collate_fn."
+    )
+
+
+def _decode(node: dict[str, Any], device: str) -> Any:
+    ((kind, content),) = node.items()
+    if kind in ("t", "ones"):
+        dtype, shape, strides = content
+        made = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=device)
+        return made.fill_(kind == "ones")
+    if kind == "v":
+        return content
+    if kind == "r":
+        module, name, pairs = content
+        return records.make(module, name, {key: _decode(item, device) for key, item in pairs})
+    for container, tag in _MAPPINGS.items():
+        if kind == tag:
+            return container((key, _decode(item, device)) for key, item in content)
+    items = [_decode(item, device) for item in content]
+    return items if kind == "l" else tuple(items)
+
+
+def leaves(arguments: Arguments) -> list[Any]:
+    """All values in the order of the captured graph's inputs."""
+    plain = _plain_tensors(arguments)
+    if plain is not None:
+        return list(plain)
+    found, _ = pytree.tree_flatten(arguments)
+    return found
+
+
+def fingerprint(arguments: Arguments) -> int:
+    """A cheap checksum of a batch's values, to notice loaders that disagree.
+
+    Sums every tensor as integers, and takes 64 evenly spaced elements as they are, so that the
+    same samples in another order differ too. A guard against mistakes, not against malice.
+    """
+    checksum = 0
+    for leaf in leaves(arguments):
+        if isinstance(leaf, torch.Tensor):
+            words = _as_words(leaf)
+            step = max(1, words.size // _SAMPLED)
+            checksum = zlib.crc32(words[::step].tobytes(), checksum)
+            checksum = zlib.crc32(words.sum(dtype=np.uint64).tobytes(), checksum)
+        else:
+            checksum = zlib.crc32(repr(leaf).encode(), checksum)
+    return checksum
+
+
+def _as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor's memory as 64-bit numbers, or as bytes where it is no multiple of them."""
+    if tensor.numel() == 0:
+        return np.zeros(0, dtype=np.uint64)
+    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return octets.view(np.uint64) if octets.size % 8 == 0 else octets
+
+
+def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
+    """A loader's batch as the arguments of one step.
+
+    A mapping becomes keyword arguments of the network. With a loss function a batch is
+    ``(inputs, target)`` or ``(input, ..., target)``; without one, all are the network's.
+
+    Raises:
+        ConfigurationError: The batch does not fit.
+    """
+    if isinstance(batch, Mapping):
+        if has_loss_fn:
+            raise ConfigurationError(
+                "a batch is a mapping, but the Model has a loss_fn, and a mapping has no target\n"
+                "  Fix: yield (inputs, target), or let the network return the loss and drop "
+                "loss_fn."
+            )
+        return (), dict(batch)
+    if isinstance(batch, torch.Tensor):
+        batch = (batch,)
+    if not isinstance(batch, (list, tuple)) or (has_loss_fn and len(batch) < 2):
+        raise ConfigurationError(
+            f"a batch is a {type(batch).__name__}"
+            f"{f' of {len(batch)}' if isinstance(batch, Sequence) else ''}; expected "
+            f"(inputs, target), a tuple of inputs and a target, or a mapping"
+        )
+    if not has_loss_fn:
+        return tuple(batch), {}
+    *inputs, target = batch
+    if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
+        inputs = list(inputs[0])
+    return (*inputs, target), {}
+
+
+def num_samples(arguments: Arguments) -> int:
+    """Size of the first dimension of the first tensor that has one; else 1."""
+    for leaf in leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    return 1
+
+
+# What one step computes. The network and the loss come first, then the arguments of the step.
+
+
+def casting_to(dtype: torch.dtype | None, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run one of the functions below under ``torch.autocast``; as it is if there is no dtype."""
+    if dtype is None:
+        return run
+
+    def run_casting(
+        network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        first = next(network.parameters(), None)
+        device = "cpu" if first is None else first.device.type
+        with torch.autocast(device, dtype):
+            return run(network, loss_fn, *args, **kwargs)
+
+    return run_casting
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that a network returned: a scalar, or an object or mapping with ``loss``.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    loss = outputs
+    if not isinstance(outputs, torch.Tensor):
+        loss = (
+            outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        )
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ConfigurationError(
+            f"the network returned {_shape_of(outputs)}; without a loss_fn it must return the "
+            f"scalar loss, or an object with .loss\n  Fix: give the Model a loss_fn, or pass the "
+            f"labels so that the network computes its loss."
+        )
+    return loss
+
+
+def _shape_of(outputs: Any) -> str:
+    if isinstance(outputs, torch.Tensor):
+        return f"a tensor of shape {list(outputs.shape)}"
+    return f"a {type(outputs).__name__}"
+
+
+def run_train(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Forward and loss."""
+    if loss_fn is None:
+        return loss_of(network(*args, **kwargs))
+    *inputs, target = args
+    loss = loss_fn(network(*inputs, **kwargs), target)
+    assert isinstance(loss, torch.Tensor)
+    if loss.dim() != 0:
+        raise ConfigurationError(
+            f"loss_fn returned {_shape_of(loss)}; expected a scalar\n  Fix: reduce it, for "
+            f"example with reduction='mean'."
+        )
+    return loss
+
+
+def run_eval(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Outputs alone, as metrics need them."""
+    inputs = args if loss_fn is None else args[:-1]
+    return network(*inputs, **kwargs)
+
+
+def run_eval_with_loss(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """Loss and outputs."""
+    if loss_fn is None:
+        outputs = network(*args, **kwargs)
+        return loss_of(outputs), outputs
+    *inputs, target = args
+    outputs = network(*inputs, **kwargs)
+    return loss_fn(outputs, target), outputs
+
+
+def run_predict(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """The network alone."""
+    return network(*args, **kwargs)

@@ -1,0 +1,88 @@
+"""Take out operations that hand back the very tensor they were given.
+
+``x.contiguous()``, ``x.to(dtype)``, ``broadcast_tensors(x, y)`` and some others return ``x`` itself
+when there is nothing to do. In eager mode there is then one tensor whose gradients are summed in
+one order; two values of which one is made from the other would be summed in two.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from graphsplit.torch_ext.fakes import on_fakes, value_of
+
+_IN_PARTS = "CompositeImplicitAutograd"
+
+
+def remove_identities(graph: Graph) -> None:
+    """Let the users of a freshly exported graph's identities use the operands."""
+    for node in list(graph.nodes):
+        if not _may_be_identity(node):
+            continue
+        result, operands = _run(node)
+        had_users = bool(node.users)
+        if isinstance(result, torch.Tensor):
+            _replace(node, result, operands)
+        elif isinstance(result, (list, tuple)):
+            for user in list(node.users):
+                if user.target is operator.getitem:
+                    _replace(user, result[user.args[1]], operands)
+        if had_users and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+
+
+def _replace(node: Node, result: Any, operands: list[tuple[Node, torch.Tensor]]) -> None:
+    for operand, tensor in operands:
+        if tensor is result:
+            node.replace_all_uses_with(operand)
+            if node.target is operator.getitem:
+                node.graph.erase_node(node)
+            return
+
+
+def _may_be_identity(node: Node) -> bool:
+    """Only operations made of others can return an operand; it then looks like that operand.
+
+    Strides are not compared: export runs some operations in another way than they really run
+    (``dropout`` in eval mode is a copy there), and notes other strides.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IN_PARTS):
+        return False
+    looks = {_look(n) for n in node.all_input_nodes}
+    results = [node, *(u for u in node.users if u.target is operator.getitem)]
+    return bool(looks & {_look(n) for n in results} - {None})
+
+
+def _look(node: Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, FakeTensor):
+        return None
+    return value.dtype, str(value.shape)  # dynamic sizes are alike where their expressions are
+
+
+def _run(node: Node) -> tuple[Any, list[tuple[Node, torch.Tensor]]]:
+    """Run an operation on fake tensors; returns its result, and the operands it was given."""
+    given: dict[Node, Any] = {}
+
+    def run() -> Any:
+        with torch.no_grad():
+            for operand in node.all_input_nodes:
+                value = given[operand] = value_of(operand)
+                if isinstance(value, torch.Tensor):
+                    given[operand] = torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), given.__getitem__)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    result = on_fakes(node, run)  # what needs values is no identity
+    return result, [(n, v) for n, v in given.items() if isinstance(v, torch.Tensor)]

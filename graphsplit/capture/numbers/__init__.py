@@ -1,0 +1,1 @@
+"""Numbers beside the tensors: sizes that change, numbers that Python code reads."""

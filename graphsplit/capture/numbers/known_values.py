@@ -1,0 +1,215 @@
+"""Answer questions about values that are known while a network is captured.
+
+Capture runs a network on tensors without values, so ``if mask.all():`` has no answer there. Two
+kinds of values are known all the same, and what is computed from them alone:
+
+* masks of nothing but ones, as a tokenizer makes them for texts of one length. That an input is one
+  is part of a batch's signature, so a graph is used for such batches only.
+* what follows from shapes, such as ``torch.arange(x.shape[1])``.
+
+transformers leaves a mask out where it masks nothing, and other kernels with other bits run; but it
+does not ask a tensor that looks fake. So those whose value is known do not look fake to it.
+
+With dynamic sizes one graph serves many shapes, and an answer may hold for one alone. The values
+are those for the sizes of the example then, and what was asked is noted, to be asked again for
+other sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphsplit.capture.numbers.recipes import Question, Recipe
+from graphsplit.torch_ext.torch_calls import TorchCalls
+
+_MOST_ELEMENTS = 1 << 18
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FACTORIES = ("arange", "zeros", "ones", "full", "eye", "tensor")
+# Nothing random, nothing in place, nothing with an effect.
+_FUNCTIONS = {
+    "__getitem__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__and__",
+    "__or__", "__xor__", "__invert__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
+    "__rmul__", "__floordiv__", "__mod__", "__neg__", "eq", "ne", "lt", "le", "gt", "ge",
+    "logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_not", "add", "sub", "rsub", "mul", "neg", "abs", "clamp", "floor_divide",
+    "remainder", "where", "isin", "all", "any", "sum", "cumsum", "diff", "max", "min", "amax",
+    "amin", "argmax", "argmin", "count_nonzero", "prod", "to", "type", "bool", "int", "long",
+    "short", "byte", "type_as", "contiguous", "clone", "detach", "view", "reshape", "flatten",
+    "unflatten", "expand", "expand_as", "permute", "transpose", "t", "squeeze", "unsqueeze",
+    "narrow", "select", "index_select", "gather", "flip", "roll", "repeat", "repeat_interleave",
+    "tile", "cat", "stack", "chunk", "split", "unbind", "broadcast_to", "broadcast_tensors",
+    "pad", "tril", "triu", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
+    "new_full", "numel", "size", "dim", "masked_fill", "sort", "argsort", "unique_consecutive",
+}  # fmt: skip
+_WRITING = {
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+    "add_", "sub_", "mul_", "clamp_", "fill_", "zero_", "masked_fill_", "copy_",
+}  # fmt: skip
+_QUESTIONS = ("__bool__", "__int__", "__index__", "item", "tolist")
+
+
+def is_all_ones(value: Any) -> bool:
+    """Whether a value is a mask that masks nothing: whole numbers, two dimensions or more."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in _WHOLE or value.dim() < 2:
+        return False
+    if value.is_meta or value.numel() == 0 or int(value[(0,) * value.dim()]) != 1:
+        return False
+    return bool((value == 1).all())
+
+
+class KnownValues(TorchCalls):
+    """Follows known values through a network's code, and answers what is asked of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real: Any = WeakTensorKeyDictionary()
+        self._recipes: Any = WeakTensorKeyDictionary()
+        self.questions: list[Question] = []
+
+    def note_ones(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is nothing but ones."""
+        args, kwargs = (tuple(tensor.shape),), {"dtype": tensor.dtype}
+        self._real[tensor] = self._run_on_values(torch.ones, args, kwargs)
+        self._recipes[tensor] = Recipe.of(torch.ones, args, kwargs, recipes=self._recipes)
+
+    def knows(self, tensor: Any) -> bool:
+        """Whether the value of a tensor is known."""
+        return isinstance(tensor, torch.Tensor) and tensor in self._real
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function, and note its result if it follows from known values."""
+        name = getattr(function, "__name__", "")
+        if name in _QUESTIONS and args and self.knows(args[0]):
+            return self._answer(function, args, kwargs)
+        given = pytree.tree_leaves((args, kwargs))
+        if name in _FUNCTIONS or name in _FACTORIES:
+            if self._are_known(given, name):
+                return self._follow(function, args, kwargs)
+        elif any(self.knows(value) for value in given) and _may_write(function, name, kwargs):
+            if "out" in kwargs or not (name in _WRITING and self._may_be_run(given, name)):
+                self._forget_memory_of(given)
+            else:
+                self._run_on_values(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _answer(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        answer = self._run_on_values(function, args, kwargs)
+        recipe = self._recipes[args[0]]
+        if recipe.is_dynamic:
+            self.questions.append(Question(recipe, function, (args[1:], kwargs), answer))
+        return answer
+
+    def _may_be_run(self, given: Sequence[Any], name: str) -> bool:
+        """Whether to follow what is written into known values; recipes do not know of writes."""
+        is_dynamic = any(self._recipes[v].is_dynamic for v in given if self.knows(v))
+        return not is_dynamic and self._are_known(given, name)
+
+    def _are_known(self, given: Sequence[Any], name: str) -> bool:
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        if any(isinstance(value, (torch.SymFloat, torch.SymBool)) for value in given):
+            return False
+        if any(_hint(value) is None for value in given if isinstance(value, torch.SymInt)):
+            return False
+        if not tensors:
+            return name in _FACTORIES
+        return all(tensor in self._real for tensor in tensors)
+
+    def _follow(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        found = function(*args, **kwargs)
+        results = [r for r in pytree.tree_leaves(found) if isinstance(r, torch.Tensor)]
+        if not results or not all(_is_small(result) for result in results):
+            return found
+        real = self._run_on_values(function, args, kwargs)
+        reals = [r for r in pytree.tree_leaves(real) if isinstance(r, torch.Tensor)]
+        for index, (result, value) in enumerate(zip(results, reals, strict=True)):
+            self._real[result] = value
+            self._recipes[result] = Recipe.of(
+                function, args, kwargs, recipes=self._recipes, index=index
+            )
+        return found
+
+    def _run_on_values(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        real_args, real_kwargs = map_aggregate((args, kwargs), self._value)
+        with _disable_current_modes():
+            return function(*real_args, **real_kwargs)
+
+    def _value(self, given: Any) -> Any:
+        if isinstance(given, torch.SymInt):
+            return _hint(given)
+        return self._real[given] if isinstance(given, torch.Tensor) else given
+
+    def _forget_memory_of(self, given: Sequence[Any]) -> None:
+        """What was written to is no longer known, nor what shares its memory."""
+        touched = {self._real[v].untyped_storage()._cdata for v in given if self.knows(v)}
+        for tensor, value in list(self._real.items()):
+            if value.untyped_storage()._cdata in touched:
+                del self._real[tensor], self._recipes[tensor]
+
+
+def _may_write(function: Any, name: str, kwargs: dict[str, Any]) -> bool:
+    schema = getattr(function, "_schema", None)
+    if isinstance(schema, torch.FunctionSchema):
+        return schema.is_mutable
+    return "out" in kwargs or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _hint(size: torch.SymInt) -> int | None:
+    """The size in the example; None if it depends on values."""
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
+def _is_small(result: torch.Tensor) -> bool:
+    sizes: list[Any] = list(result.shape)
+    numbers: list[Any] = [_hint(s) if isinstance(s, torch.SymInt) else s for s in sizes]
+    return None not in numbers and math.prod(numbers) <= _MOST_ELEMENTS
+
+
+@contextmanager
+def answers_known_values(ones: Sequence[torch.Tensor]) -> Iterator[list[Question]]:
+    """Answer questions about known values inside.
+
+    Args:
+        ones: The inputs of the capture that stand for masks of nothing but ones.
+
+    Yields:
+        The questions whose answers other sizes may change, as they are asked.
+    """
+    known = KnownValues()
+    for tensor in ones:
+        known.note_ones(tensor)
+    with known, _looks_real_to_transformers(known):
+        yield known.questions
+
+
+@contextmanager
+def _looks_real_to_transformers(known: KnownValues) -> Iterator[None]:
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    original = module.is_fake_tensor
+    module.is_fake_tensor = lambda value: not known.knows(value) and original(value)
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original

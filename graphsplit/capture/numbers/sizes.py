@@ -1,0 +1,214 @@
+"""Graphs for batches of many sizes: which sizes one holds for, and the numbers it computes of them.
+
+With dynamic dimensions ``torch.export`` gives every size that may change a symbol, and notes every
+condition on them that the code it ran depends on: ``if x.shape[1] > 10`` leaves ``s0 > 10``. A
+graph holds for a batch if the conditions do. Numbers made of sizes (``x.shape[0] * 2``, ``1 / t``)
+are computed by every worker for itself: all of them know the shapes of each batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+from torch.fx import Node as FxNode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+from graphsplit.capture.numbers.lifted import NUMBER, Lifted
+from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evaluate, expression_of
+from graphsplit.errors import CaptureError, ConfigurationError
+from graphsplit.users_line import users_line_of_trace
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_number(node: FxNode) -> bool:
+    """Whether a node of an exported graph is a number made of sizes."""
+    return isinstance(node.meta.get("val"), _SYMBOLIC)
+
+
+def check_known(node: FxNode) -> None:
+    """Refuse what only the values of a tensor decide: ``x.item()``, the size of ``x.nonzero()``.
+
+    Raises:
+        CaptureError: Names the user's line.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, (*_SYMBOLIC, torch.Tensor)) and free_unbacked_symbols(value):
+        what = "has a shape that depends" if isinstance(value, torch.Tensor) else "depends"
+        raise CaptureError(
+            f"the result of {node.target} {what} on the values of a tensor, not only on shapes\n"
+            f"  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
+            f"  Fix: keep the number in a tensor of no dimensions, use torch.where instead of "
+            f"indexing by a mask, or keep this part whole with gs.opaque."
+        )
+
+
+def dynamic_shapes(arguments: Any, largest: Mapping[int, int]) -> Any:
+    """What ``torch.export`` is told of the arguments: which dimensions of each tensor may change.
+
+    Args:
+        arguments: Example arguments.
+        largest: By dimension, the largest size that it may have in any tensor.
+
+    Raises:
+        ConfigurationError: The example is larger than that.
+    """
+
+    def of(leaf: Any) -> dict[int, Any] | None:
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        # Sizes of 0 and 1 are planned for apart: PyTorch treats them in other ways.
+        dynamic = (d for d in largest if d < leaf.dim() and leaf.shape[d] > 1)
+        return {d: Dim.AUTO(max=largest[d]) for d in dynamic}
+
+    check_sizes(pytree.tree_leaves(arguments), largest)
+    return pytree.tree_map(of, arguments)
+
+
+def check_sizes(leaves: Sequence[Any], largest: Mapping[int, int]) -> None:
+    """Raise ``ConfigurationError`` if a tensor is larger than a dynamic dimension may be."""
+    for position, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        for dimension, bound in largest.items():
+            if dimension < leaf.dim() and leaf.shape[dimension] > bound:
+                raise ConfigurationError(
+                    f"tensor {position} of the batch has shape {list(leaf.shape)}, but "
+                    f"dynamic_dims says that dimension {dimension} is at most {bound}\n"
+                    f"  Fix: raise that number, or shorten the batch."
+                )
+
+
+@dataclass(frozen=True)
+class DynamicSizes:
+    """For which batches a graph holds, and how to compute its numbers.
+
+    Attributes:
+        inputs: For each flattened input, its sizes and strides as numbers or expressions; None for
+            what is no tensor.
+        ranges: The smallest and the largest value of every symbol.
+        conditions: Expressions that must be true.
+        questions: What was asked of known values; the answers must be the same.
+        lifted: The symbols of the numbers that Python holds, in their order.
+        numbers: Names of the number nodes in program order, each with its expression, or with the
+            function and the arguments that give it.
+    """
+
+    inputs: tuple[tuple[Any, ...] | None, ...]
+    ranges: Mapping[Any, tuple[int, int]]
+    conditions: tuple[Any, ...]
+    questions: tuple[Question, ...]
+    lifted: tuple[Any, ...]
+    numbers: tuple[tuple[str, Any, tuple[Any, ...], dict[str, Any]], ...]
+
+    @classmethod
+    def of(
+        cls, program: ExportedProgram, questions: Sequence[Question], lifted: Lifted
+    ) -> DynamicSizes | None:
+        """The numbers of a freshly exported program; None if it has none that may change."""
+        nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+        user_inputs = set(program.graph_signature.user_inputs)
+        values = [n.meta.get("val") for n in nodes if n.name in user_inputs or _is_plain(n)]
+        sizes: list[Any] = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
+        symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
+        if not symbolic and not lifted.symbols:
+            return None
+        inputs = tuple(
+            (*map(expression_of, value.shape), *map(expression_of, value.stride()))
+            if isinstance(value, torch.Tensor)
+            else None
+            for value in values
+        )
+        conditions, ranges = dict.fromkeys(lifted.conditions), {}
+        if symbolic:
+            environment: Any = symbolic[0].node.shape_env
+            conditions.update(
+                dict.fromkeys(environment.replace(g.expr) for g in environment.guards)
+            )
+            known = {symbol for leaf in inputs for size in leaf or () for symbol in _symbols(size)}
+            bounds = ((symbol, environment.var_to_range[symbol]) for symbol in known)
+            ranges = {symbol: (int(found.lower), int(found.upper)) for symbol, found in bounds}
+        numbers = tuple(_number(n) for n in program.graph.nodes if is_number(n))
+        made_of = tuple(lifted.symbols)
+        return cls(inputs, ranges, tuple(conditions), tuple(questions), made_of, numbers)
+
+    def bind(self, leaves: Sequence[Any], lifted: Sequence[Any] = ()) -> Symbols | None:
+        """The symbols' values for a batch; None if the graph does not hold for it.
+
+        Args:
+            leaves: The flattened arguments; only shapes and strides of tensors are looked at.
+            lifted: The values of the lifted numbers.
+        """
+        if not all(map(math.isfinite, lifted)):
+            return None  # x - x is 0 for a symbol, and no number for infinity
+        symbols: Symbols = dict(zip(self.lifted, lifted, strict=True))
+        compound: list[tuple[Any, int]] = []
+        for leaf, expected in zip(leaves, self.inputs, strict=True):
+            if expected is None:
+                continue
+            for want, size in zip(expected, (*leaf.shape, *leaf.stride()), strict=True):
+                if getattr(want, "is_Symbol", False) and want not in symbols:
+                    symbols[want] = size
+                else:
+                    compound.append((want, size))
+        for symbol, (low, high) in self.ranges.items():
+            if symbol in symbols and not low <= symbols[symbol] <= high:
+                return None
+        if any(evaluate(want, symbols) != size for want, size in compound):
+            return None
+        if not all(evaluate(condition, symbols) for condition in self.conditions):
+            return None
+        made: dict[Recipe, torch.Tensor] = {}
+        if not all(question.holds(symbols, made) for question in self.questions):
+            return None
+        return symbols
+
+    def compute(self, symbols: Symbols) -> dict[str, Any]:
+        """Every number of the graph, by the name of its node."""
+        found: dict[str, Any] = {}
+        for name, how, args, kwargs in self.numbers:
+            if callable(how):
+                given = pytree.tree_map_only(_Of, lambda ref: found[ref.name], (args, kwargs))
+                found[name] = how(*given[0], **given[1])
+            else:
+                found[name] = evaluate(how, symbols)
+        return found
+
+
+@dataclass(frozen=True)
+class _Of:
+    """Stands for another number among the arguments of one."""
+
+    name: str
+
+
+def _is_plain(node: FxNode) -> bool:
+    return not isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _symbols(size: Any) -> Any:
+    return getattr(size, "free_symbols", ())
+
+
+def _number(node: FxNode) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
+    """Sizes of tensors are known as expressions; what Python made of them is done again.
+
+    sympy may write 0.1 * t * 0.3 as 0.03 * t, which is another number.
+    """
+    operands = node.all_input_nodes
+    if node.target is NUMBER:
+        return node.name, node.meta["val"].node.expr, (), {}
+    if all(is_number(n) for n in operands):
+        given: Any = torch.fx.map_arg((node.args, node.kwargs), _reference)
+        return node.name, node.target, *given
+    return node.name, node.meta["val"].node.expr, (), {}
+
+
+def _reference(node: FxNode) -> Any:
+    return _Of(node.name)

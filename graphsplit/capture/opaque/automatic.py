@@ -1,0 +1,117 @@
+"""What is kept whole though nobody asked for it: export would record something else than it does.
+
+torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
+torch.jit.script functions           run, once warm, with a backward of their own
+modules with backward hooks          the hooks sit on nodes of autograd, and would be lost
+torch.cov, corrcoef                  ask for values, to warn; there are none
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.replaced import replaced
+from graphsplit.users_line import users_line_now
+
+# What runs a transform, where torch looks it up, and the transform's name.
+_TRANSFORMS = (
+    ("torch._functorch.apis", "vmap_impl", "torch.vmap"),
+    ("torch._functorch.eager_transforms", "grad_impl", "torch.func.grad"),
+    ("torch._functorch.eager_transforms", "grad_and_value_impl", "torch.func.grad_and_value"),
+    ("torch._functorch.eager_transforms", "_jvp_with_argnums", "torch.func.jvp"),
+)
+
+_ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("cov", "corrcoef"))
+
+
+@contextmanager
+def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
+    """Record transforms and scripted functions as one node each."""
+    with ExitStack() as stack:
+        for module, name, label in _TRANSFORMS:
+            stack.enter_context(_recorded(recorder, importlib.import_module(module), name, label))
+        for owner, name in _ASKING:
+            label = f"torch.{name}"
+            stack.enter_context(_recorded(recorder, owner, name, label, is_random=False))
+        stack.enter_context(_vjp_refused(recorder))
+        stack.enter_context(_scripted_recorded(recorder))
+        yield
+
+
+def _recorded(
+    recorder: Recorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
+) -> Any:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_recording:
+            return original(*args, **kwargs)
+        return recorder.record(Whole(original, label, is_random=is_random), args, kwargs)
+
+    return replaced(owner, name, call)
+
+
+def _vjp_refused(recorder: Recorder) -> Any:
+    owner: Any = importlib.import_module("torch._functorch.eager_transforms")
+    original = owner._vjp_with_argnums
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_recording:
+            return original(*args, **kwargs)
+        raise CaptureError(
+            f"torch.func.vjp or jacrev cannot be captured: it returns a function that remembers "
+            f"what was computed\n  {users_line_now()}\n"
+            f"  Fix: keep the function around it whole, with gs.opaque."
+        )
+
+    return replaced(owner, "_vjp_with_argnums", refuse)
+
+
+@contextmanager
+def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
+    kinds: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(replaced(kind, "__call__", _scripted(recorder, kind.__call__)))
+        yield
+
+
+def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    unoptimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # What runs here must not count as one of the runs after which it is optimized.
+        with unoptimized(False):
+            if not recorder.is_recording:
+                return original(self, *args, **kwargs)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return self(*args, **kwargs)
+
+            return recorder.record(Whole(run, f"{self.name} (scripted)"), args, kwargs)
+
+    return call
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks on a module wait for its backward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def refuse_global_backward_hooks() -> None:
+    """Refuse hooks on every module: there would be nothing left to place."""
+    modules: Any = torch.nn.modules.module
+    if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+        raise CaptureError(
+            "a backward hook is registered for all modules (register_module_full_backward_hook); "
+            "the captured graph would lose it\n"
+            "  Fix: register it on the modules that need it; each of them is then kept whole."
+        )

@@ -1,0 +1,116 @@
+"""Keep custom ``torch.autograd.Function``s whole: export traces through them.
+
+What it records is their forward; their own backward would be lost without a word. Where autograd
+asks nothing of a function (in eval mode, under ``no_grad``, or if no argument asks for a gradient)
+there is nothing to lose, and its operations are recorded one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from graphsplit.capture.checkpoints import run_reentrant_checkpoint
+from graphsplit.capture.observe import Observer, unrecorded
+from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.reach.state import Reached
+from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.replaced import replaced
+from graphsplit.users_line import users_line_now
+
+Apply = Callable[..., Any]
+_SINGLE_LEVEL: Any = torch.autograd.function._SingleLevelFunction
+
+
+@contextmanager
+def custom_functions_whole(recorder: Recorder) -> Iterator[None]:
+    """Record every custom autograd function that autograd asks something of as one node.
+
+    Where torch itself goes on from ``Function.apply``: scripts keep that one, ``f = STE.apply``.
+    """
+    function_class: Any = torch.autograd.Function
+    with (
+        replaced(function_class, "apply", classmethod(_refusing_transforms(recorder))),
+        replaced(_SINGLE_LEVEL, "apply", classmethod(_recording(recorder))),
+    ):
+        yield
+
+
+def _refusing_transforms(recorder: Recorder) -> Apply:
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if recorder.is_recording and torch._C._are_functorch_transforms_active():
+            raise CaptureError(
+                f"{cls.__qualname__}.apply is a custom torch.autograd.Function inside torch.func "
+                f"or torch.vmap; its own backward would be lost\n  {users_line_now()}\n"
+                f"  Fix: keep the function that calls torch.func whole, with gs.opaque."
+            )
+        return original(cls, *args, **kwargs)
+
+    return apply
+
+
+def _recording(recorder: Recorder) -> Apply:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def apply_it(*args: Any, **kwargs: Any) -> Any:
+            return super(_SINGLE_LEVEL, cls).apply(*args, **kwargs)
+
+        if not recorder.is_recording:
+            return apply_it(*args, **kwargs)
+        return _record(recorder, cls, apply_it, args, kwargs)
+
+    return apply
+
+
+def _record(
+    recorder: Recorder, cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    label = f"{cls.__qualname__}.apply"
+    if not torch.is_grad_enabled():
+        return apply(*args, **kwargs)
+    if cls is CheckpointFunction:
+        return run_reentrant_checkpoint(*args)
+    given = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+    if not any(tensor.requires_grad for tensor in given):
+        with torch.no_grad():  # forward runs so, and its results carry no gradient
+            return apply(*args, **kwargs)
+    results = recorder.record(Whole(cls.apply, label, in_parts=False), args, kwargs)
+    with Reached().leaving_no_trace((cls, *recorder.hooks, *args)):
+        _refuse_random_backward(label, given, results)
+    return results
+
+
+def _refuse_random_backward(label: str, given: list[torch.Tensor], results: Any) -> None:
+    """Refuse a function whose backward draws: backward runs in no fixed order over workers."""
+    outputs = [
+        leaf
+        for leaf in pytree.tree_leaves(results)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    inputs = [tensor for tensor in given if tensor.requires_grad]
+    if not outputs:
+        return
+    observer = Observer(lambda tensor: False)
+    try:
+        with unrecorded(observer):
+            torch.autograd.grad(
+                outputs,
+                inputs,
+                [torch.zeros_like(output) for output in outputs],
+                retain_graph=True,
+                allow_unused=True,
+            )
+    except Exception:  # what cannot run on fake tensors cannot be looked at; it runs as it is
+        return
+    if observer.is_random:
+        raise CaptureError(
+            f"{label} draws random numbers in its backward; over workers they would be other "
+            f"numbers than in one process\n  {users_line_now()}\n"
+            f"  Fix: draw in forward, and keep what was drawn with ctx.save_for_backward."
+        )

@@ -1,0 +1,428 @@
+"""Record a call as one node while ``torch.export`` records everything around it.
+
+The call is run once, unrecorded, on the fake tensors that stand for its operands. What it returns
+are the node's outputs; what it was seen to do are the node's traits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from graphsplit.capture.observe import (
+    Observer,
+    alias_of,
+    like,
+    reachable_values,
+    storage_of,
+    unrecorded,
+)
+from graphsplit.capture.opaque.answers import run_with_answers
+from graphsplit.capture.opaque.run import Arguments, Place, Runnable
+from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, Pair, Traits
+from graphsplit.capture.reach.state import Reached
+from graphsplit.capture.structure import take_apart
+from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
+from graphsplit.users_line import users_line_now
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Something to be kept whole.
+
+    Attributes:
+        function: What is called.
+        label: What it is, for people: ``STE.apply``.
+        modules: Modules whose parameters and buffers it may use, whichever way it goes.
+        outputs: Makes tensors like the outputs from the same arguments; None: found by running it.
+        is_random: Whether it draws; None: found by running it.
+        in_parts: Whether autograd sees what it does inside, not one function.
+    """
+
+    function: Callable[..., Any]
+    label: str
+    modules: tuple[nn.Module, ...] = ()
+    outputs: Callable[..., Any] | None = None
+    is_random: bool | None = None
+    in_parts: bool = True
+
+
+@dataclass
+class _Run:
+    """What one run on fake tensors gave.
+
+    Attributes:
+        result: What the call returned.
+        observer: What was seen.
+        arguments: Its arguments afterwards.
+        reached: The Python state that the call can reach.
+        guessed: Whether code that asks for values was told made-up ones, or did not run at all.
+    """
+
+    result: Any
+    observer: Observer
+    arguments: Arguments
+    reached: Reached
+    guessed: bool = False
+
+
+class Recorder:
+    """Records calls kept whole while one network is captured.
+
+    Attributes:
+        calls: What was recorded; nodes name them by position.
+        modules: The modules whose parameters and buffers these calls may use, by identity.
+        hooks: What the network's code has put on gradients of values.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.calls: list[OpaqueCall] = []
+        self.modules: dict[int, nn.Module] = {}
+        self.hooks: list[Callable[..., Any]] = []
+        self._root = root
+        self._depth = 0
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what is called now is being recorded, and not inside what is kept whole."""
+        return self._depth == 0 and get_proxy_mode() is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what is called now runs inside something that is kept whole."""
+        return self._depth > 0
+
+    def record(self, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call on fake tensors, as one node of the graph.
+
+        Raises:
+            CaptureError: It does something that one node cannot stand for.
+        """
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer, source = mode.tracer, users_line_now()
+        arguments, operands = Arguments.of(args, kwargs)
+        modules = whole.modules
+        if whole.outputs is not None:  # it does not run: what it reads cannot be seen
+            modules += _modules_seen(whole.function, arguments)
+        state = self._state_of(modules, operands)
+        run = self._run(whole, args, kwargs, [*operands, *state], source)
+        state += [t for t in self._lifted(whole, run, source) if not _is_in(t, [*operands, *state])]
+        _check_arguments(whole, arguments, run.arguments, source)
+        _check_placements(whole, run.observer, source)
+        found, structure = take_apart(run.result)
+        _check_results(whole, found, source)
+        given = [*operands, *state]
+        returned = found
+        found = _apart(whole, returned, given, run.observer.written)
+        if run.guessed and whole.outputs is None and _asks(given):
+            _ask_gradients(found, given)
+        recorded = [i for i, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
+        outputs = [found[i] for i in recorded]
+        runnable = Runnable(
+            whole.function,
+            arguments,
+            tuple(self._places(t) for t in state),
+            tuple(recorded),
+            {i: leaf for i, leaf in enumerate(found) if not isinstance(leaf, torch.Tensor)},
+            whole.label,
+            modes_of_others(TRACERS),
+            outside=run.reached.tensors(),
+            checks_graph=run.guessed or (whole.in_parts and not modules),
+            pretended=tuple(outputs) if run.guessed else None,
+            assigned=_assigned(whole, run, state),
+        )
+        same = _same(given, [returned[i] for i in recorded], outputs)
+        traits = replace(_traits(whole, run, given, outputs, len(operands)), same=same)
+        call = OpaqueCall(whole.label, arguments.text(), runnable, traits, source, run.reached)
+        self._add_node(call, given, outputs, tracer)
+        self.modules.update((id(m), m) for top in modules for m in top.modules())
+        self.modules.update((id(p.module), p.module) for t in state for p in self._places(t))
+        return structure.rebuild(found)
+
+    def num_constants(self) -> int:
+        """How many tensors the tracer took for constants, since it did not know them."""
+        mode = get_proxy_mode()
+        nodes = mode.tracer.graph.nodes if mode is not None else ()
+        return sum(node.op == "get_attr" for node in nodes)
+
+    def replace(self, tensor: torch.Tensor, whole: Whole) -> None:
+        """Let all later uses of a tensor be uses of what a call makes of it."""
+        made = self.record(whole, (tensor,), {})
+        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        track_tensor_tree(tensor, get_proxy_slot(made, tracer).proxy, constant=None, tracer=tracer)
+
+    def _add_node(
+        self, call: OpaqueCall, operands: Sequence[Any], outputs: list[torch.Tensor], tracer: Any
+    ) -> None:
+        proxies = [_proxy_of(operand, tracer) for operand in operands]
+        proxy = tracer.create_proxy(
+            "call_function", PLACEHOLDER, (len(self.calls), *proxies), {}, name=call.__name__
+        )
+        self.calls.append(call)
+        if not outputs:
+            proxy.node.meta["val"] = None
+            return
+        made = outputs[0] if len(outputs) == 1 else tuple(outputs)
+        track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+
+    @contextmanager
+    def not_recording(self) -> Iterator[None]:
+        """Let what would be recorded run as it is."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _run(
+        self,
+        whole: Whole,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        operands: list[Any],
+        source: str,
+    ) -> _Run:
+        tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+        known = {id(t) for t in operands}
+
+        def is_foreign(tensor: torch.Tensor) -> bool:
+            return id(tensor) not in known and get_proxy_slot(tensor, tracer, None) is not None
+
+        roots = (whole.function, *whole.modules, args, tuple(kwargs.values()))
+        reached = Reached()
+
+        def attempt(function: Callable[..., Any], answer: int | None) -> _Run:
+            observer = Observer(is_foreign, answer=answer)
+            with reached.leaving_no_trace((*roots, function)):
+                with self.not_recording(), unrecorded(observer):
+                    result = function(*args, **kwargs)
+                after = Arguments.of(args, kwargs)[0]
+            reached.note_changed(observer.drawn_from)
+            return _Run(result, observer, after, reached, guessed=answer is not None)
+
+        if whole.outputs is not None:
+            example, output = whole.outputs, _like_output(_asks(operands))
+            run = attempt(lambda *a, **k: pytree.tree_map(output, example(*a, **k)), None)
+            run.guessed = True
+            return run
+        return run_with_answers(lambda answer: attempt(whole.function, answer), whole.label, source)
+
+    def _state_of(
+        self, modules: Sequence[nn.Module], operands: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        found = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}
+        return [t for key, t in found.items() if not any(t is o for o in operands)]
+
+    def _lifted(self, whole: Whole, run: _Run, source: str) -> list[torch.Tensor]:
+        """Tensors that the code reads without being given them: parameters and buffers only."""
+        found = list(run.observer.foreign.values())
+        for tensor in found:
+            if not self._places(tensor):
+                raise CaptureError(
+                    f"{whole.label} is kept whole, but reads a {list(tensor.shape)} tensor of the "
+                    f"surrounding code that is no argument of it\n  {source}\n"
+                    f"  Fix: pass the tensor as an argument, or keep the function around it whole "
+                    f"with gs.opaque."
+                )
+        return found
+
+    def _places(self, tensor: torch.Tensor) -> tuple[Place, ...]:
+        return tuple(
+            Place(module, kind, name)
+            for module in self._root.modules()
+            for kind in ("_parameters", "_buffers")
+            for name, held in getattr(module, kind).items()
+            if held is tensor
+        )
+
+
+def _assigned(whole: Whole, run: _Run, state: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    if whole.outputs is not None:  # it did not run: any buffer may be replaced
+        return tuple(i for i, t in enumerate(state) if not isinstance(t, nn.Parameter))
+    return tuple(i for i, t in enumerate(state) if id(t) in run.observer.assigned)
+
+
+def _modules_seen(function: Callable[..., Any], arguments: Arguments) -> tuple[nn.Module, ...]:
+    """Modules that a call is given, or that its function refers to."""
+    seen = [v for v in (*arguments.leaves, *reachable_values(function)) if isinstance(v, nn.Module)]
+    return tuple(dict.fromkeys(seen))
+
+
+def _is_in(tensor: torch.Tensor, tensors: Sequence[Any]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _proxy_of(operand: Any, tracer: Any) -> Any:
+    if isinstance(operand, torch.Tensor):
+        slot = get_proxy_slot(operand, tracer, None)
+        return operand if slot is None else slot.proxy
+    return get_proxy_slot(operand, tracer).force()
+
+
+def _like_output(asks_grad: bool) -> Callable[[Any], Any]:
+    """What a tensor that the user gave as an example of an output stands for."""
+
+    def output(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_like(leaf, requires_grad=asks_grad and _is_differentiable(leaf))
+
+    return output
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _check_arguments(whole: Whole, before: Arguments, after: Arguments, source: str) -> None:
+    same = len(before.leaves) == len(after.leaves) and before.spec == after.spec
+    if not same or any(a is not b for a, b in zip(before.leaves, after.leaves, strict=True)):
+        raise CaptureError(
+            f"{whole.label} is kept whole, but puts something into a list or dictionary that it "
+            f"was given, which would be lost\n  {source}\n  Fix: return what it adds."
+        )
+
+
+def _check_placements(whole: Whole, observer: Observer, source: str) -> None:
+    if observer.placements:
+        raise CaptureError(
+            f"{whole.label} is kept whole on one worker, but there is a gs.place inside it\n"
+            f"  {observer.placements[0]}\n  {source}\n"
+            f"  Fix: place the call itself, and nothing inside it."
+        )
+
+
+def _check_results(whole: Whole, found: Sequence[Any], source: str) -> None:
+    for leaf in found:
+        sizes = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
+        if any(_depends_on_values(size) for size in sizes):
+            raise CaptureError(
+                f"{whole.label} is kept whole, but returns a "
+                f"{'tensor whose shape' if isinstance(leaf, torch.Tensor) else 'number that'} "
+                f"depends on the values of tensors\n  {source}\n"
+                f"  Fix: return tensors of a fixed shape, for example padded, or with a mask."
+            )
+
+
+def _depends_on_values(size: Any) -> bool:
+    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(size))
+
+
+def _apart(
+    whole: Whole, found: Sequence[Any], operands: Sequence[Any], written: set[int]
+) -> list[Any]:
+    """The results, each a tensor of its own, for the next run may return something else.
+
+    An operand that was written to is still itself: what reads it later must run after the call.
+    """
+    unchanged = [o for o in operands if isinstance(o, torch.Tensor)]
+    unchanged = [o for o in unchanged if storage_of(o) not in written]
+    results: list[Any] = []
+    for index, leaf in enumerate(found):
+        if not isinstance(leaf, torch.Tensor):
+            results.append(leaf)
+            continue
+        known = [*unchanged, *(t for t in found[:index] if isinstance(t, torch.Tensor))]
+        if whole.in_parts and storage_of(leaf) in map(storage_of, known):
+            results.append(like(leaf))
+        else:
+            results.append(alias_of(leaf) if _is_in(leaf, known) else leaf)
+    return results
+
+
+def _ask_gradients(found: Sequence[Any], operands: Sequence[Any]) -> None:
+    """Expect gradients of all results: in a branch that was not taken one may flow."""
+    for leaf in found:
+        if _is_differentiable(leaf) and not _is_in(leaf, operands):
+            leaf.requires_grad_(True)
+
+
+def _asks(operands: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        t.requires_grad for t in operands if isinstance(t, torch.Tensor)
+    )
+
+
+def _traits(
+    whole: Whole,
+    run: _Run,
+    operands: Sequence[Any],
+    outputs: Sequence[torch.Tensor],
+    num_arguments: int,
+) -> Traits:
+    tensors = {i: o for i, o in enumerate(operands) if isinstance(o, torch.Tensor)}
+    written = {i for i, o in tensors.items() if storage_of(o) in run.observer.written}
+    if run.guessed:  # whatever it does, it may do: buffers may change, and random numbers be drawn
+        written |= {
+            i for i, o in tensors.items() if i >= num_arguments and not isinstance(o, nn.Parameter)
+        }
+    storages = {storage_of(o) for o in outputs}
+    is_random = run.observer.is_random or run.guessed
+    is_random = is_random if whole.is_random is None else whole.is_random
+    may_draw = run.reached.may_draw_from_process() and whole.is_random is not False
+    draws = may_draw or run.reached.drew_from_process()
+    return Traits(
+        in_parts=whole.in_parts,
+        is_random=is_random or draws,
+        draws_from_process=draws,
+        written=tuple(sorted(written)),
+        aliased=tuple(i for i, o in tensors.items() if storage_of(o) in storages),
+        sharing=_sharing(operands, outputs),
+        carries_grad=tuple(o.requires_grad for o in outputs),
+        repeated=_repeated(whole, tensors),
+        outputs=tuple((o.dtype, tuple(map(_size, o.shape))) for o in outputs),
+        strides=tuple(tuple(map(_size, _strides(o))) for o in outputs),
+    )
+
+
+def _strides(tensor: torch.Tensor) -> Sequence[Any]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _size(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _repeated(whole: Whole, operands: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+    """Operands that the call may use more than once, if not every time: it is ordinary code."""
+    return tuple(i for i, o in operands.items() if o.requires_grad) if whole.in_parts else ()
+
+
+def _same(
+    operands: Sequence[Any], returned: Sequence[Any], outputs: Sequence[Any]
+) -> frozenset[Pair]:
+    """Which results were operands or earlier results, and are now tensors of their own."""
+    tensors, first = [*operands, *returned], len(operands)
+    return frozenset(
+        (i, first + index)
+        for index, (leaf, output) in enumerate(zip(returned, outputs, strict=True))
+        if leaf is not output
+        for i in range(first + index)
+        if tensors[i] is leaf
+    )
+
+
+def _sharing(operands: Sequence[Any], outputs: Sequence[torch.Tensor]) -> frozenset[Pair]:
+    tensors = [*operands, *outputs]
+    memories = [storage_of(t) if isinstance(t, torch.Tensor) else None for t in tensors]
+    return frozenset(
+        (i, j)
+        for j in range(len(operands), len(tensors))
+        for i in range(j)
+        if memories[i] == memories[j]
+    )

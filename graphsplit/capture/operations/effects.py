@@ -1,0 +1,215 @@
+"""What an operation does besides returning a value: randomness, mutation, aliasing.
+
+All questions are answered from the operator's own schema and tags; higher-order operations are
+answered by their subgraphs.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from graphsplit.capture.operations.memory_calls import KeepVersion, MemoryCall
+from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call, operands_at
+
+# Operators whose schema does not say that they write to their running statistics:
+# name -> (position of the flag that turns it on, positions of what is written).
+HIDDEN_WRITES: dict[str, tuple[int, tuple[int, ...]]] = {
+    "aten::batch_norm": (5, (3, 4)),
+    "aten::native_batch_norm": (5, (3, 4)),
+    "aten::cudnn_batch_norm": (5, (3, 4)),
+    "aten::miopen_batch_norm": (5, (3, 4)),
+    "aten::instance_norm": (5, (3, 4)),
+}
+# In ``Node.meta``: set where an in-place operation has become one that makes memory of its own. Its
+# fake tensor, and those of views of it, still lie where the operand lies.
+OWN_MEMORY = "graphsplit_own_memory"
+# Operators that draw only if an argument says so: name -> test of (arguments by name).
+_DROPOUTS = (
+    "aten::dropout",
+    "aten::feature_dropout",
+    "aten::alpha_dropout",
+    "aten::feature_alpha_dropout",
+    "aten::native_dropout",
+)
+
+
+def _schema(node: Node) -> torch.FunctionSchema | None:
+    schema = getattr(node.target, "_schema", None)
+    return schema if isinstance(schema, torch.FunctionSchema) else None
+
+
+def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    if position < len(node.args):
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def subgraphs(node: Node) -> Iterator[tuple[torch.fx.GraphModule, tuple[Node, ...]]]:
+    """Subgraphs of a higher-order operation, each with the operands that feed its inputs."""
+    operands = tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+    owner = node.graph.owning_module
+    for found in node.all_input_nodes:
+        if found.op == "get_attr" and isinstance(owner, nn.Module):
+            module = getattr(owner, str(found.target), None)
+            if isinstance(module, torch.fx.GraphModule):
+                yield module, operands
+
+
+def is_random(node: Node) -> bool:
+    """Whether an operation draws from the default generator."""
+    if node.op != "call_function":
+        return False
+    call = opaque_call(node)
+    if call is not None:
+        return call.traits.is_random
+    if isinstance(node.target, MemoryCall):
+        return node.target.is_random
+    for module, _ in subgraphs(node):
+        if any(is_random(inner) for inner in module.graph.nodes):
+            return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.kwargs.get("generator") is not None:
+        return False
+    schema = _schema(node)
+    name = schema.name if schema is not None else ""
+    if name in _DROPOUTS:
+        probability, train = _argument(node, 1, "p"), _argument(node, 2, "train")
+        return bool(train) and probability != 0
+    if name == "aten::scaled_dot_product_attention":
+        return bool(_argument(node, 4, "dropout_p", 0.0) != 0)
+    return True
+
+
+def draws_from_process(node: Node) -> bool:
+    """Whether an operation may draw from Python's or NumPy's generator of the process."""
+    made_of = node.target.target if hasattr(node.target, "target") else node.target
+    return isinstance(made_of, OpaqueCall) and made_of.traits.draws_from_process
+
+
+def written_operands(node: Node) -> tuple[Node, ...]:
+    """The operands that an operation modifies in place."""
+    if node.op != "call_function":
+        return ()
+    call = opaque_call(node)
+    if call is not None:
+        return tuple(dict.fromkeys(operands_at(node, call.traits.written)))
+    if isinstance(node.target, MemoryCall):
+        return tuple(node.all_input_nodes[:1]) if isinstance(node.target, KeepVersion) else ()
+    written: list[Node] = []
+    for module, operands in subgraphs(node):
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        feeds = dict(zip(placeholders, operands[-len(placeholders) :], strict=False))
+        inner_roots = alias_roots(module.graph)
+        for inner in module.graph.nodes:
+            for operand in written_operands(inner):
+                written += [feeds[root] for root in inner_roots[operand] if root in feeds]
+    schema = _schema(node)
+    if schema is None:
+        return tuple(dict.fromkeys(written))
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = _argument(node, position, argument.name)
+            written += [
+                v
+                for v in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(v, Node)
+            ]
+    if schema.name in HIDDEN_WRITES:
+        flag, positions = HIDDEN_WRITES[schema.name]
+        if _argument(node, flag, schema.arguments[flag].name):
+            values = (_argument(node, p, schema.arguments[p].name) for p in positions)
+            written += [v for v in values if isinstance(v, Node)]
+    return tuple(dict.fromkeys(written))
+
+
+def aliased_operands(node: Node) -> tuple[Node, ...]:
+    """Operands whose memory the result may share."""
+    if node.op != "call_function" or node.meta.get(OWN_MEMORY):
+        return ()
+    call = opaque_call(node)
+    if call is not None:
+        return operands_at(node, call.traits.aliased)
+    if isinstance(node.target, MemoryCall):
+        return tuple(node.target.aliased(node.args))
+    schema = _schema(node)
+    if schema is None:  # getitem and other Python functions; higher-order operations
+        return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
+    may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
+    may_alias = may_alias and schema.name not in HIDDEN_WRITES  # these have the tag for mutating
+    found: list[Node] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is None and not (may_alias and position == 0):
+            continue
+        value = _argument(node, position, argument.name)
+        found += [
+            v
+            for v in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(v, Node)
+        ]
+    return tuple(found)
+
+
+def alias_roots(graph: torch.fx.Graph) -> dict[Node, frozenset[Node]]:
+    """For every node, the nodes whose memory it may share: itself where it made its own."""
+    roots: dict[Node, frozenset[Node]] = {}
+    for node in graph.nodes:
+        roots[node] = roots_of(node, roots)
+    return roots
+
+
+def roots_of(node: Node, roots: Mapping[Node, frozenset[Node]]) -> frozenset[Node]:
+    """The nodes whose memory a node may share, from those of the nodes before it.
+
+    What the schema leaves open (``reshape`` may copy) is known from the fake tensors of capture.
+    """
+    found: set[Node] = set()
+    for operand in aliased_operands(node):
+        found |= roots[operand]
+    found = {root for root in found if _may_share(node, root)}
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return frozenset(found or {node})
+    # What an operation makes several of has memory of its own for each.
+    producer = node.args[0]
+    if found - {producer}:
+        return frozenset(found - {producer})
+    first = next(u for u in producer.users if u is node or _is_element_like(u, node))
+    return roots[first] if first in roots else frozenset({node})
+
+
+def _is_element_like(other: Node, node: Node) -> bool:
+    """Whether two elements of one tuple share memory."""
+    if other.target is not operator.getitem:
+        return False
+    if other.args[1] == node.args[1]:
+        return True
+    ours = _storages(node)
+    return bool(ours) and not _storages(other).isdisjoint(ours)
+
+
+def _may_share(node: Node, root: Node) -> bool:
+    ours, its = _storages(node), _storages(root)
+    return not ours or not its or not ours.isdisjoint(its)
+
+
+def shares_memory(node: Node, other: Node) -> bool:
+    """Whether two values of a captured graph are known to lie in the same memory."""
+    return not _storages(node).isdisjoint(_storages(other))
+
+
+def _storages(node: Node) -> frozenset[int]:
+    """The memories of a node's fake tensors; none where that is not known of all of them."""
+    found: set[int] = set()
+    for leaf in pytree.tree_leaves(node.meta.get("val")):
+        if not isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided:
+            return frozenset()
+        found.add(leaf.untyped_storage()._cdata)
+    return frozenset(found)

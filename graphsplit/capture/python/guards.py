@@ -1,0 +1,260 @@
+"""The Python values around a captured step: what it read, what it left, which were lifted."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch._higher_order_ops.utils as higher_order_ops
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from graphsplit.capture.checkpoints import checkpoints_watched
+from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
+from graphsplit.capture.python.run_again import RunAgain
+from graphsplit.capture.python.trained_marks import TrainedMarks
+from graphsplit.errors import CaptureError
+from graphsplit.guards.changes import Change, changes_of
+from graphsplit.guards.check import Guards, Watched
+from graphsplit.guards.meeting import Noted
+from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.guards.recorder import ReadRecorder
+from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
+from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
+from graphsplit.marks.ignored import is_ignored
+from graphsplit.torch_ext.replaced import replaced
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, eq=False)
+class PythonState:
+    """What a captured step depends on, and what it leaves.
+
+    Attributes:
+        guards: All that it read.
+        changes: All that it changed.
+        lifted: The numbers that are operands of the graph.
+    """
+
+    guards: Guards
+    changes: tuple[Change, ...] = ()
+    lifted: Lifted = field(default_factory=Lifted)
+
+    def for_copy(self, root: nn.Module) -> PythonState:
+        """The same of another copy of what was captured.
+
+        Args:
+            root: Holds network and loss under the names that they had.
+        """
+        places = self.lifted.places
+        guards = self.guards.moved(lambda place: _in_copy(place, root))
+        lifted = replace(self.lifted, places=tuple(_in_copy(place, root) for place in places))
+        changes = tuple(replace(c, place=_in_copy(c.place, root)) for c in self.changes)
+        return PythonState(guards, changes, lifted)
+
+
+def _in_copy(place: Place, root: nn.Module) -> Place:
+    if place.module is None:
+        return place
+    return replace(place, holder=vars(root.get_submodule(place.module)))
+
+
+NO_STATE = PythonState(Guards(()))
+
+
+class StateWatch:
+    """Watches the Python code of a step each time that it is recorded.
+
+    Args:
+        lift: Places whose numbers are to be lifted.
+    """
+
+    def __init__(self, lift: Sequence[Place] = ()) -> None:
+        self._lift = tuple(lift)
+        self._recorder: ReadRecorder | None = None
+        self._changes: tuple[Change, ...] = ()
+        self._lifted = Lifted()
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._parameters: dict[int, dict[str, Any]] = {}
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+
+    def begin(self, root: nn.Module, is_paused: Callable[[], bool]) -> None:
+        """Note what all modules hold: while the step is recorded, other things stand there.
+
+        Args:
+            root: The module that holds the network and the loss.
+            is_paused: Whether what runs now is no part of the graph.
+        """
+        self._root, self._is_paused = root, is_paused
+        self._recorder = ReadRecorder(root, label_of_path, is_paused)
+        self._before = [(module, dict(vars(module))) for module in root.modules()]
+        self._parameters = {id(m): dict(m._parameters) for m in root.modules()}
+        self._tensors = tensors_of(root.modules())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside; ends with everything as it was."""
+        recorder = self._recorder
+        assert recorder is not None
+        marks = TrainedMarks(self._root, label_of_path, self._is_paused)
+        with lifted_in_place(self._lift) as lifted:
+            try:
+                for place in lifted.places:
+                    recorder.note_lifted(place)
+                run_again = RunAgain(recorder)
+                with (
+                    recorder.recording(),
+                    _compiler_let_in(recorder),
+                    marks.seen(),
+                    self._attributes_seen(recorder),
+                    checkpoints_watched(run_again.checkpoint),
+                ):
+                    yield
+                run_again.check()
+            finally:
+                self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
+        self._lifted = lifted
+
+    def _attributes_seen(self, recorder: ReadRecorder) -> AbstractContextManager[None]:
+        labels = {id(m): label_of_path(path) for path, m in self._root.named_modules()}
+        standing = tensors_of(self._root.modules())
+        return tensor_attributes_seen(
+            standing, self._tensors, labels.__getitem__, recorder.note_tensors
+        )
+
+    def put_back(self) -> None:
+        """Put back what torch has replaced by copies: the containers in attributes of modules."""
+        for module, before in self._before:
+            held = vars(module)
+            for name, value in before.items():
+                if isinstance(value, CONTAINERS) and held.get(name) is not value:
+                    held[name] = value
+
+    def state(self, of_calls: Iterable[nn.Module] = ()) -> PythonState:
+        """What was found, once the recording is over.
+
+        Args:
+            of_calls: Modules that calls kept whole use: their code runs at each step, but on the
+                parameters that were found when it was captured.
+
+        Raises:
+            CaptureError: Forward has replaced a parameter.
+        """
+        recorder = self._recorder
+        assert recorder is not None
+        free = {place.identity for place in self._lifted.places}
+        watched = [
+            Watched(noted.place, _value(noted, has_symbols=bool(free)))
+            for identity, noted in recorder.noted.items()
+            if noted.is_read and identity not in free and not is_ignored(noted.place)
+        ]
+        for module in of_calls:
+            recorder.touch(module)
+        for module in recorder.touched.values():
+            self._check_parameters(module, recorder.label(module))
+            watched += _structure(module, recorder.label(module), recorder.path(module))
+        guards = Guards(
+            watched,
+            tensors=tuple(recorder.tensors.values()),
+            types=recorder.touched,
+            lifted=self._lifted.places,
+            switches=switches,
+        )
+        return PythonState(guards, self._changes, self._lifted)
+
+    def _check_parameters(self, module: nn.Module, label: str) -> None:
+        before = self._parameters.get(id(module), module._parameters)
+        for name, now in module._parameters.items():
+            if name not in before or before[name] is not now:
+                raise CaptureError(
+                    f"forward puts another parameter into {label}.{name}; nobody would train it\n"
+                    f"  Fix: change the parameter in place under torch.no_grad(), or replace it "
+                    f"between two steps."
+                )
+
+
+@contextmanager
+def _compiler_let_in(recorder: ReadRecorder) -> Iterator[None]:
+    """``torch.cond`` and its like compile their branches: there nothing may be replaced."""
+    original = higher_order_ops.setup_compilation_env
+
+    @contextmanager
+    def setup_compilation_env() -> Iterator[Any]:
+        with recorder.suspended(), original() as backend:
+            yield backend
+
+    with replaced(higher_order_ops, "setup_compilation_env", setup_compilation_env):
+        yield
+
+
+def label_of_path(path: str) -> str:
+    """A module's name for people, from its path in what is captured."""
+    top, _, rest = path.partition(".")
+    first = {"network": "net"}.get(top, top)
+    return f"{first}.{rest}" if rest else first
+
+
+def _value(noted: Noted, *, has_symbols: bool) -> Any:
+    """The snapshot of what was at a place first."""
+    if not noted.is_whole:
+        return reference_of(noted.first)
+    return freeze(noted.place.read()) if has_symbols else noted.first
+
+
+def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watched]:
+    """What makes a module what it is, besides its attributes."""
+    held = vars(module)
+
+    def own(name: str) -> Place:
+        return entry(held, name, f"{label}.{name}", module=path)
+
+    for table in (*_TABLES, *_HOOKS):
+        if isinstance(held.get(table), dict):  # a scripted module keeps its own elsewhere
+            yield Watched(own(table), freeze(held[table]), is_structure=True)
+    if "training" in held:
+        yield Watched(own("training"), module.training)
+    yield Watched(own("forward"), held.get("forward", MISSING))
+    for kind in type(module).__mro__:
+        place = Place(PlaceKind.CLASS, kind, "forward", f"{kind.__qualname__}.forward")
+        yield Watched(place, place.read())
+        if "forward" in vars(kind):
+            return
+
+
+def switches() -> tuple[Any, ...]:
+    """PyTorch's own switches on which a graph depends."""
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+        *_of_decimals(),
+        *(tuple(filter(_is_users, hooks.values())) if hooks else () for hooks in _global_hooks),
+    )
+
+
+def _of_decimals() -> tuple[Any, ...]:
+    """What steers the values of ``decimal``'s numbers in this thread."""
+    held = decimal.getcontext()
+    return held.prec, held.rounding, held.Emin, held.Emax, held.clamp
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook on all modules is not graphsplit's own."""
+    return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
+
+
+_global_hooks: tuple[dict[Any, Any], ...] = tuple(
+    getattr(torch_module, name)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+)

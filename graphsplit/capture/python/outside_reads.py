@@ -1,0 +1,256 @@
+"""Refuse what forward reads from outside, and what would be something else at the next step.
+
+Clocks, files, the environment, iterators and generators of random numbers that were there before:
+a graph would keep what it read when it was captured, for ever. Calls are seen by Python's hook for
+profilers. It is off inside torch's functions, where nearly all of a capture's time goes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import dis
+import functools
+import inspect
+import io
+import os
+import random
+import sys
+import time
+from _lsprof import Profiler
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from graphsplit.capture.python.iterators import KeptIterators
+from graphsplit.errors import CaptureError
+from graphsplit.frames import is_users, line_now
+from graphsplit.torch_ext.torch_calls import TorchCalls
+
+_OPAQUE = "keep the module or function that does it whole, with gs.opaque"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Something that forward may read.
+
+    Attributes:
+        what: What it does, for people.
+        way_out: What to do instead.
+        by_libraries: Whether it is refused in installed packages, too: what those ask a clock or
+            the environment for is no value of the network.
+        outcome: What would come of it, for people.
+    """
+
+    what: str
+    way_out: str
+    by_libraries: bool = False
+    outcome: str = "the captured graph would keep what it got, at every step"
+
+
+_CLOCK = _Read("reads a clock", "hand the time in as a tensor")
+_ENVIRONMENT = _Read("reads the environment", "read it in __init__, into an attribute")
+_FILE = _Read("opens a file", "read it in __init__, or in the data set")
+_KEYS = _Read("asks for input", "ask outside of forward")
+_SYSTEM = _Read(
+    "draws from the system's random numbers",
+    "draw with torch from the default generator",
+    by_libraries=True,
+)
+_DRAW = _Read(
+    "draws from a random.Random of its own",
+    "draw with torch from the default generator",
+    by_libraries=True,
+)
+_MODULE = _Read(
+    "draws from Python's module random",
+    "draw with torch from the default generator",
+    by_libraries=True,
+)
+_NEXT = _Read(
+    "takes the next item of a generator that was there before",
+    "hand the item in with the batch",
+    by_libraries=True,
+)
+_SWITCH = _Read(
+    "switches how torch computes (sdpa_kernel, the precision of matmul, the number of threads)",
+    "switch it in the script, around the step",
+    by_libraries=True,
+    outcome="the operations of the captured graph would run without it",
+)
+_CLOCKS = (
+    *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
+    *("process_time", "process_time_ns", "thread_time", "localtime", "gmtime", "ctime"),
+)
+_FUNCTIONS: dict[Any, _Read] = {
+    **{getattr(time, name): _CLOCK for name in _CLOCKS},
+    **{function: _FILE for function in (io.open, os.open, os.listdir, os.scandir)},
+    builtins.input: _KEYS,
+    os.urandom: _SYSTEM,
+}
+_OF_DATES = frozenset(("now", "utcnow", "today"))
+_OF_GENERATORS = frozenset(("random", "getrandbits", "seed", "setstate"))
+_ENVIRON: Any = type(os.environ)
+_CODES: dict[CodeType, _Read] = {
+    getattr(_ENVIRON, name).__code__: _ENVIRONMENT for name in ("__getitem__", "__iter__")
+}
+_SWITCHES_OF_TORCH = (
+    *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+    *("cudnn_sdp_enabled", "sdp_priority_order", "float32_matmul_precision"),
+    *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+    *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
+)
+_KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (
+    *(getattr(torch._C, f"_get_{name}") for name in _SWITCHES_OF_TORCH),
+    torch.get_num_threads,
+)
+_MADE_HERE = (random.Random.__init__.__code__,)
+# Modules of Python that do it for their callers.
+_THROUGH = frozenset(
+    ("random", "secrets", "uuid", "os", "_collections_abc", "collections.abc", "pathlib")
+)
+
+# Packages that torch itself runs on, between the user's code and its own.
+_OF_TORCH = frozenset(("sympy", "mpmath", "networkx"))
+
+
+class OutsideReads(TorchCalls):
+    """Refuses, while a network's code runs, what the graph would not read again.
+
+    ``with OutsideReads(loss_fn):`` runs what is recorded; no other mode may be entered after it.
+
+    Args:
+        loss_fn: The loss, which no code of the user's calls.
+
+    Raises:
+        CaptureError: Names the user's line and the way out.
+    """
+
+    def __init__(self, loss_fn: Any) -> None:
+        super().__init__()
+        self._outer: Any = None
+        self._switches: Any = None
+        self._refusal: CaptureError | None = None
+        self._iterators = KeptIterators()
+        self._iterators.note_function(loss_fn)
+        self._new: list[Any] = []  # generators that the code itself has made; held for their ids
+        self._new_ids: set[int] = set()
+
+    def __enter__(self) -> OutsideReads:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._switches = _kernel_switches()
+        self._outer = sys.getprofile()
+        if isinstance(self._outer, Profiler):
+            self._outer.disable()
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        sys.setprofile(None)
+        if isinstance(self._outer, Profiler):
+            self._outer.enable()
+        elif self._outer is not None:
+            sys.setprofile(self._outer)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._new.clear()
+        if self._refusal is not None:
+            raise self._refusal
+        if exception[0] is None:
+            self._iterators.check()
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function of torch, unseen: none of the code that runs inside is the user's."""
+        if _kernel_switches() != self._switches:
+            self._check(_SWITCH, sys._getframe(1))
+        seen_by, traced_by = sys.getprofile(), sys.gettrace()
+        sys.setprofile(None)
+        sys.settrace(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.settrace(traced_by)
+            sys.setprofile(seen_by)
+
+    def _see(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call":
+            read = self._read_by(called)
+            if read is not None:
+                self._check(read, frame)
+        elif event == "call":
+            self._see_python(frame, frame.f_code)
+
+    def _see_python(self, frame: FrameType, code: CodeType) -> None:
+        if code in _CODES:
+            self._check(_CODES[code], frame.f_back)
+        elif code in _MADE_HERE:
+            self._see_new(frame)
+        elif code.co_flags & inspect.CO_GENERATOR:
+            self._see_generator(frame)
+        elif _is_users(frame) and get_proxy_mode() is not None:
+            self._iterators.note(frame)
+
+    def _see_new(self, frame: FrameType) -> None:
+        """A ``random.Random`` that is made and seeded here draws the same at every step."""
+        if frame.f_locals.get("x") is None:
+            self._check(_SYSTEM, frame.f_back)
+        self._hold(frame.f_locals["self"])
+
+    def _see_generator(self, frame: FrameType) -> None:
+        """One that is first asked for an item here is new, or among ``KeptIterators``."""
+        if frame.f_lasti <= _start_of(frame.f_code):
+            self._hold(frame)
+        elif id(frame) not in self._new_ids:
+            try:
+                self._check(_NEXT, frame.f_back)
+            except CaptureError as refusal:  # raised here, it would end the generator
+                self._refusal = self._refusal or refusal
+
+    def _hold(self, made: Any) -> None:
+        self._new.append(made)
+        self._new_ids.add(id(made))
+
+    def _read_by(self, called: Any) -> _Read | None:
+        name = called.__name__
+        if name in _OF_GENERATORS:
+            owner = called.__self__
+            if isinstance(owner, random.Random) and id(owner) not in self._new_ids:
+                return _MODULE if owner is random._inst else _DRAW
+        if name in _OF_DATES:
+            owner = called.__self__
+            return _CLOCK if inspect.isclass(owner) and issubclass(owner, datetime.date) else None
+        return _FUNCTIONS.get(called) if called.__module__ is not None else None
+
+    def _check(self, read: _Read, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_globals.get("__name__") in _THROUGH:
+            frame = frame.f_back
+        if frame is None or get_proxy_mode() is None:  # what is kept whole runs at every step
+            return
+        in_library = "site-packages" in frame.f_code.co_filename
+        if _is_users(frame) and (read.by_libraries or not in_library):
+            raise CaptureError(
+                f"forward or the loss {read.what}; {read.outcome}\n"
+                f"  {line_now(frame)}\n  Fix: {read.way_out}, or {_OPAQUE}."
+            )
+
+
+def _kernel_switches() -> tuple[Any, ...]:
+    """Torch's switches that steer which bits an operation gives, when it runs."""
+    return tuple([get() for get in _KERNEL_SWITCHES])
+
+
+def _is_users(frame: FrameType) -> bool:
+    package, _, _ = str(frame.f_globals.get("__name__")).partition(".")
+    return is_users(frame.f_code.co_filename) and package not in _OF_TORCH
+
+
+@functools.cache
+def _start_of(code: CodeType) -> int:
+    """Where a generator stands when it is asked for its first item."""
+    names = ((found.opname, found.offset) for found in dis.get_instructions(code))
+    return next((offset for name, offset in names if name == "RESUME"), -1)

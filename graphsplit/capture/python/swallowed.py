@@ -1,0 +1,128 @@
+"""Find out that the user's code has caught an error that only capture raises.
+
+There are no values while a network is recorded, so what asks for one gets an error::
+
+    try:
+        k = float(h.sum())
+    except Exception:
+        k = 5.0               what is recorded, for ever
+
+In eager mode no error comes. So every such error is noted where it is raised. Its traceback ends
+in the frame that has caught it: where that is the user's, another branch was recorded than eager
+mode takes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from graphsplit.capture.failures import comes_of_capture
+from graphsplit.capture.opaque.record import Recorder
+from graphsplit.errors import CaptureError
+from graphsplit.frames import is_users
+from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.torch_calls import TorchCalls
+
+# Raised outside of torch's functions, too: by a number that stands for a value.
+_KINDS: tuple[Any, ...] = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    CaptureError,  # no other error of ours: torch's compiler looks into them, in branches
+)
+
+
+@dataclass(frozen=True)
+class Swallowed:
+    """An error that the user's code has caught.
+
+    Attributes:
+        error: The error.
+        module: The innermost module that ran.
+    """
+
+    error: Exception
+    module: nn.Module | None
+
+
+class Signals(TorchCalls):
+    """Notes the errors that a recording raises in the user's code.
+
+    Args:
+        recorder: Knows what is recorded, and what is run as it is.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._noted: list[Swallowed] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Signals:
+        for kind in _KINDS:
+            self._stack.enter_context(replaced(kind, "__init__", self._noting(kind.__init__)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._stack.close()
+        self._noted.clear()  # tracebacks hold all that was recorded
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function, and note what it raises for want of values."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if comes_of_capture(error):
+                self._note(error)
+            raise
+
+    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
+        def init(error: Exception, *args: Any, **kwargs: Any) -> None:
+            original(error, *args, **kwargs)
+            self._note(error)
+
+        return init
+
+    def _note(self, error: Exception) -> None:
+        if self._recorder.is_recording:
+            self._noted.append(Swallowed(error, _module_now()))
+
+    def swallowed(self) -> Swallowed | None:
+        """The first error that the user's code has caught, if any."""
+        return next((noted for noted in self._noted if _was_caught(noted.error)), None)
+
+
+def _was_caught(error: Exception) -> bool:
+    trace = error.__traceback__
+    return trace is not None and is_users(trace.tb_frame.f_code.co_filename)
+
+
+def _module_now() -> nn.Module | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None

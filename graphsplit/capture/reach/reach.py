@@ -1,0 +1,464 @@
+"""All that holds Python state and that a piece of code leads to.
+
+Reached are: globals that code names, cells, defaults, what is bound, attributes of objects and of
+classes, items of containers, and what these lead to. Not reached: libraries, and what lies in
+files, in other processes or in extensions written in C.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import dis
+import functools
+import operator
+import pickle
+import random
+import re
+import sys
+import types
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
+from graphsplit.errors import CaptureError
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "graphsplit", "_pytest"}) - {
+    "__main__"
+}
+_ATOMS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    range,
+    slice,
+)
+_MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MISSING: Any = object()
+_ALL = slice(None)
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+_MAX_COPIED = 1 << 24
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter(kind())) for kind in (list, tuple, dict, set, str, bytes)),
+    type(iter(range(0))),
+    type(reversed([])),
+    enumerate,
+    zip,
+    map,
+    filter,
+    types.GeneratorType,
+)
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME")
+
+
+def holders(roots: Iterable[Any]) -> list[Holder]:
+    """All that holds state and that some values lead to."""
+    return _Walk().run(roots)
+
+
+class _Walk:
+    """Goes from value to value."""
+
+    def __init__(self) -> None:
+        self._found: list[Holder] = []
+        self._seen: dict[int, Any] = {}  # holds what it names, so that no other gets its number
+        self._waiting: list[tuple[Any, str]] = []
+
+    def run(self, roots: Iterable[Any]) -> list[Holder]:
+        for root in roots:
+            self._push(root, getattr(root, "__qualname__", type(root).__name__))
+        while self._waiting:
+            self._visit(*self._waiting.pop())
+        return self._found
+
+    def _push(self, value: Any, name: str) -> None:
+        if isinstance(value, _ATOMS) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        self._waiting.append((value, name))
+
+    def _hold(
+        self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
+    ) -> None:
+        self._found.append(Holder(thing, name, read, write))
+
+    def _hold_value(
+        self, thing: Any, name: str, read: Callable[[], Any], write: Callable[[Any], None]
+    ) -> None:
+        def look() -> ByValue:
+            found = read()
+            return ByValue(_content(found), found)
+
+        self._hold(thing, name, look, lambda noted: write(noted.kept))
+
+    def _visit(self, value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, FakeTensor):  # what is written to it on fake tensors is lost
+                self._hold(value, name, lambda: value._version, lambda _: None)
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, types.MethodType):
+            self._push(value.__self__, name)
+            self._push(value.__func__, name)
+        elif isinstance(value, types.BuiltinMethodType):
+            if not isinstance(value.__self__, types.ModuleType):
+                self._push(value.__self__, name)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._push(part, name)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._push(value.__func__, name)
+        elif isinstance(value, property):
+            for function in (value.fget, value.fset):
+                self._push(function, name)
+        elif isinstance(value, types.CellType):
+            self._visit_cell(value, name)
+        elif isinstance(value, type):
+            self._visit_class(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            clear = value.cache_clear
+            holder = Holder(value, name, value.cache_info, lambda _: clear(), decides=False)
+            self._found.append(holder)
+            self._push(value.__wrapped__, name)
+        elif not self._visit_generator(value, name) and not self._visit_container(value, name):
+            self._visit_object(value, name)
+
+    def _visit_function(self, function: types.FunctionType) -> None:
+        if _is_of_library(function.__module__):
+            # Of a library: only what the user has handed it.
+            cells: Iterable[Any] = function.__closure__ or ()
+            for cell in cells:
+                self._push(cell, function.__qualname__)
+            return
+        for value in function.__defaults__ or ():
+            self._push(value, f"a default of {function.__qualname__}")
+        for value in (function.__kwdefaults__ or {}).values():
+            self._push(value, f"a default of {function.__qualname__}")
+        code = function.__code__
+        for cell, cell_name in zip(function.__closure__ or (), code.co_freevars, strict=False):
+            self._push(cell, cell_name)
+        if vars(function):
+            self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
+        self._visit_names(function.__globals__, *_names(code))
+
+    def _visit_names(
+        self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
+    ) -> None:
+        own = [name for name in names if name in held or not hasattr(_builtins(held), name)]
+        for name in own:
+            self._hold_global(held, name)
+        for name in own:
+            value = held.get(name)
+            if isinstance(value, types.ModuleType):
+                self._visit_module(value, inner)
+            else:
+                self._push(value, name)
+
+    def _hold_global(self, held: dict[str, Any], name: str) -> None:
+        def write(noted: tuple[Any]) -> None:
+            if noted[0] is _MISSING:
+                held.pop(name, None)
+            else:
+                held[name] = noted[0]
+
+        label = f"the global {name!r} of {held.get('__name__', 'a module')}"
+        decides = not isinstance(held.get(name), _CODE)
+        key = ("global", id(held), name)
+        self._found.append(
+            Holder(key, label, lambda: (held.get(name, _MISSING),), write, decides=decides)
+        )
+
+    def _visit_module(self, module: types.ModuleType, names: frozenset[str]) -> None:
+        if module is random:
+            self._push(PYTHONS, "Python's module random")
+        elif module is np.random or (module is np and "random" in names):
+            self._push(NUMPYS, "numpy.random")
+        if not _is_of_library(module.__name__) and id(module) not in self._seen:
+            self._seen[id(module)] = module
+            self._visit_names(vars(module), names & vars(module).keys(), names)
+
+    def _visit_cell(self, cell: types.CellType, name: str) -> None:
+        def read() -> Any:
+            try:
+                return (cell.cell_contents, None)
+            except ValueError:
+                return (_MISSING, None)
+
+        def write(noted: tuple[Any, None]) -> None:
+            if noted[0] is _MISSING:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = noted[0]
+
+        self._hold(cell, name, read, write)
+        content = read()[0]
+        if content is not _MISSING:
+            self._push(content, name)
+
+    def _visit_class(self, kind: type) -> None:
+        if _is_of_library(kind.__module__):
+            return
+
+        def read() -> dict[str, Any]:
+            return {n: v for n, v in vars(kind).items() if not n.startswith("__")}
+
+        def write(noted: dict[str, Any]) -> None:
+            for name in read().keys() - noted.keys():
+                delattr(kind, name)
+            for name, value in noted.items():
+                if vars(kind).get(name, _MISSING) is not value:
+                    setattr(kind, name, value)
+
+        self._hold(kind, f"class {kind.__qualname__}", read, write)
+        for name, value in vars(kind).items():
+            if not name.startswith("__") or isinstance(value, types.FunctionType):
+                self._push(value, f"{kind.__qualname__}.{name}")
+        for base in kind.__bases__:
+            self._push(base, base.__qualname__)
+
+    def _visit_generator(self, value: Any, name: str) -> bool:
+        """Generators of random numbers, and iterators."""
+        if isinstance(value, random.Random):
+            name = "Python's module random" if value is PYTHONS else name
+            self._hold_value(value, name, value.getstate, value.setstate)
+        elif isinstance(value, torch.Generator):
+            self._hold_value(value, name, value.get_state, lambda s: _set_state(value, s))
+        elif isinstance(value, np.random.RandomState):
+            name = "numpy.random" if value is NUMPYS else name
+            read = functools.partial(value.get_state, legacy=False)
+            self._hold_value(value, name, read, value.set_state)
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._hold_value(value, name, lambda: bits.state, lambda s: setattr(bits, "state", s))
+        elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
+            self._hold(value, name, lambda: _position_of(value), lambda s: _refuse_used(name))
+        else:
+            return False
+        return True
+
+    def _visit_container(self, value: Any, name: str) -> bool:
+        if isinstance(value, dict):
+            self._visit_dict(value, name)
+        elif isinstance(value, list):
+            self._hold(value, name, lambda: list(value), lambda s: operator.setitem(value, _ALL, s))
+        elif isinstance(value, (bytearray, array.array)):
+            self._hold_value(
+                value, name, lambda: value[:], lambda s: operator.setitem(value, _ALL, s)
+            )
+        elif isinstance(value, collections.deque):
+            self._hold(value, name, lambda: list(value), lambda s: _set_queue(value, s))
+        elif isinstance(value, set):
+            self._hold(value, name, lambda: frozenset(value), lambda s: _set_members(value, s))
+        elif isinstance(value, np.ndarray):
+            self._visit_array(value, name)
+        elif not isinstance(value, (tuple, frozenset)):
+            return False
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            for item in value:
+                self._push(item, name)
+        self._visit_attributes(value, name)
+        return True
+
+    def _visit_array(self, value: np.ndarray[Any, Any], name: str) -> None:
+        if value.dtype == object:
+            for item in value.flat:
+                self._push(item, name)
+            self._hold(value, name, lambda: list(value.flat), lambda s: _set_items(value, s))
+        elif value.nbytes <= _MAX_COPIED:
+            self._hold_value(value, name, value.copy, lambda s: np.copyto(value, s))
+        else:
+            self._hold(
+                value, name, lambda: zlib.crc32(value.tobytes()), lambda _: _refuse_large(name)
+            )
+
+    def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
+        def write(noted: dict[Any, Any]) -> None:
+            value.clear()
+            value.update(noted)
+
+        self._hold(value, name, lambda: dict(value), write)
+        for key, item in list(value.items()):
+            self._push(key, name)
+            self._push(item, f"{name}[{key!r}]" if isinstance(key, (str, int)) else name)
+
+    def _visit_object(self, value: Any, name: str) -> None:
+        kind = type(value)
+        if isinstance(value, torch.jit.ScriptModule):
+            self._visit_scripted(value._c, name)
+        elif isinstance(value, (torch._C.ScriptMethod, torch._C.ScriptModule)):
+            self._visit_scripted(getattr(value, "owner", value), name)
+        if isinstance(value, nn.Module):
+            self._visit_nn_module(value, name)
+        elif not _is_of_library(kind.__module__) or kind is types.SimpleNamespace:
+            self._visit_attributes(value, name)
+        self._push(kind, kind.__qualname__)
+
+    def _visit_nn_module(self, module: nn.Module, name: str) -> None:
+        label = type(module).__name__
+        held = vars(module)
+        self._hold_dict(held, f"an attribute of {label}")
+        for kind in ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS):
+            if isinstance(held.get(kind), dict):  # a scripted module has others, of its own
+                self._hold_dict(held[kind], f"{label}.{kind}")
+        for attribute, value in list(held.items()):
+            if attribute not in _MODULE_OWN:
+                self._push(value, f"{label}.{attribute}")
+        for kind in ("_modules", *_MODULE_HOOKS):
+            for inner in list((held.get(kind) or {}).values()):
+                self._push(inner, f"{label}.{kind}")
+
+    def _hold_dict(self, value: dict[Any, Any], name: str) -> None:
+        def write(noted: dict[Any, Any]) -> None:
+            value.clear()
+            value.update(noted)
+
+        self._hold(value, name, lambda: dict(value), write)
+
+    def _visit_attributes(self, value: Any, name: str) -> None:
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict):  # an empty one may get entries
+            self._visit_dict(held, f"an attribute of {type(value).__name__}")
+        slots = [s for k in type(value).__mro__ for s in _slots(k) if not s.startswith("__")]
+        if slots:
+            self._hold(
+                value,
+                f"an attribute of {type(value).__name__}",
+                lambda: {slot: getattr(value, slot, _MISSING) for slot in slots},
+                lambda noted: _set_slots(value, noted),
+            )
+            for slot in slots:
+                self._push(getattr(value, slot, None), f"{type(value).__name__}.{slot}")
+
+    def _visit_scripted(self, module: Any, name: str) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
+        code = "".join(module._get_method(method).code for method in module._method_names())
+        names = [n for n in dict.fromkeys(re.findall(r"\b\w+\.(\w+)", code)) if module.hasattr(n)]
+        values = {n: module.getattr(n) for n in names}
+        for value in values.values():
+            if isinstance(value, torch._C.ScriptModule):
+                self._visit_scripted(value, name)
+        kept = [n for n, value in values.items() if isinstance(value, _SCRIPTED)]
+        if kept:
+
+            def write(values: dict[str, Any]) -> None:
+                for attribute, value in values.items():
+                    module.setattr(attribute, value)
+
+            self._hold_value(
+                module,
+                f"an attribute of {name} (scripted)",
+                lambda: {n: copy.deepcopy(module.getattr(n)) for n in kept},
+                write,
+            )
+
+
+_SCRIPTED = (bool, int, float, str, list, dict, tuple)
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.tobytes()
+    return pickle.dumps(value)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ()) if not _is_of_library(kind.__module__) else ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _set_slots(value: Any, noted: dict[str, Any]) -> None:
+    for slot, held in noted.items():
+        if held is not _MISSING:
+            object.__setattr__(value, slot, held)
+        elif hasattr(value, slot):
+            object.__delattr__(value, slot)
+
+
+def _set_items(value: np.ndarray[Any, Any], items: list[Any]) -> None:
+    for index, item in enumerate(items):
+        value.flat[index] = item
+
+
+def _set_queue(value: collections.deque[Any], items: list[Any]) -> None:
+    value.clear()
+    value.extend(items)
+
+
+def _set_members(value: set[Any], members: frozenset[Any]) -> None:
+    value.clear()
+    value.update(members)
+
+
+def _position_of(iterator: Any) -> Any:
+    """What changes when an iterator is used, as far as that can be seen."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"
+    try:
+        return repr(iterator.__reduce__())
+    except (TypeError, AttributeError):
+        return None
+
+
+def _refuse_large(name: str) -> None:
+    raise CaptureError(
+        f"what is kept whole writes to a large array, {name}; making a plan has to run it, and "
+        f"keeps no copies of arrays above {_MAX_COPIED >> 20} MiB\n"
+        f"  Fix: keep it in a buffer, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
+    )
+
+
+def _refuse_used(name: str) -> None:
+    raise CaptureError(
+        f"what is kept whole takes items from an iterator, {name}; making a plan has to run it, "
+        f"and cannot give them back\n"
+        f"  Fix: keep an index instead, or say what it returns, with gs.opaque(..., outputs=f): it "
+        f"is then not run when a plan is made."
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The globals that code uses, in functions inside it as well; and all names in it."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _names(constant)
+            found |= inner[0]
+            names |= inner[1]
+    return frozenset(found), frozenset(names)
+
+
+def _builtins(held: dict[str, Any]) -> Any:
+    found = held.get("__builtins__", {})
+    return types.SimpleNamespace(**found) if isinstance(found, dict) else found
+
+
+def _is_of_library(module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in _LIBRARIES

@@ -1,0 +1,104 @@
+"""Tensors in plain attributes that forward changes: they become buffers, which have one owner.
+
+A tensor that is neither parameter nor buffer is a constant of the graph, and every worker has a
+copy of it. So one that forward changes::
+
+    self.h = h.detach()           a hidden state, assigned anew
+    self.mean.mul_(0.9)           modified in place
+
+is registered as a buffer that is not persistent: ``state_dict()`` stays as it was. What is in no
+attribute of a module (a global, an item of a list) cannot be registered, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from graphsplit.capture.observe import storage_of
+from graphsplit.capture.operations.effects import alias_roots, written_operands
+from graphsplit.capture.state.attributes import Key
+from graphsplit.errors import CaptureError
+from graphsplit.users_line import users_line_of_trace
+
+
+def make_buffers(modules: Mapping[str, nn.Module], keys: Collection[Key]) -> None:
+    """Register tensors in attributes as buffers; those that are buffers stay as they are.
+
+    A graph that was captured before may read such a tensor as a constant.
+
+    Args:
+        modules: The network and the loss, by the names that begin the paths of keys.
+        keys: The attributes.
+    """
+    for path, name in keys:
+        top, _, inner = path.partition(".")
+        module = modules[top].get_submodule(inner)
+        tensor = vars(module).pop(name, None)
+        if tensor is not None:
+            module.register_buffer(name, tensor, persistent=False)
+
+
+def written_attributes(program: ExportedProgram, root: nn.Module) -> list[Key]:
+    """The attributes of modules in whose tensors a graph writes, though they are no state.
+
+    Args:
+        program: A freshly exported program.
+        root: What was exported.
+
+    Raises:
+        CaptureError: A tensor that is written to is in no attribute of a module, or in several.
+    """
+    found: list[Key] = []
+    for write, constant in _writes_to_constants(program):
+        holders = _holders(root, constant)
+        if len(holders) != 1:
+            raise _refusal(write, constant, holders)
+        found += holders
+    return list(dict.fromkeys(found))
+
+
+def _writes_to_constants(program: ExportedProgram) -> Iterator[tuple[Node, torch.Tensor]]:
+    constants = {
+        spec.arg.name: program.constants[str(spec.target)]
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR
+    }
+    if not constants:
+        return
+    roots = alias_roots(program.graph)
+    for node in program.graph.nodes:
+        for root in {root for operand in written_operands(node) for root in roots[operand]}:
+            constant = constants.get(root.name)
+            if isinstance(constant, torch.Tensor):
+                yield node, constant
+
+
+def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
+    """The attributes, parameters and buffers that share a tensor's memory."""
+    storage = storage_of(tensor)
+    return [
+        (path, name)
+        for path, module in root.named_modules()
+        for held_by in (vars(module), module._parameters, module._buffers)
+        for name, held in held_by.items()
+        if isinstance(held, torch.Tensor) and storage_of(held) == storage
+    ]
+
+
+def _refusal(write: Node, tensor: torch.Tensor, holders: Collection[Key]) -> CaptureError:
+    where = "in no attribute of the network or of a loss that is a module"
+    if holders:
+        where = f"in several places ({', '.join(name for _, name in holders)})"
+    return CaptureError(
+        f"forward modifies a {list(tensor.shape)} tensor that is neither parameter nor buffer, and "
+        f"is {where}: every worker would modify a copy of its own ({write.target})\n"
+        f"  {users_line_of_trace(write.meta.get('stack_trace') or '')}\n"
+        f"  Fix: register it once with register_buffer, in the network or in a loss that is a "
+        f"module."
+    )

@@ -1,0 +1,218 @@
+"""Refuse, or keep, what export would leave out of the graph without a word.
+
+Each of these does its work beside the operations that export records: a hook waits in autograd, a
+seed goes to the generator, a gradient is put into ``.grad``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import checkpoint
+
+from graphsplit.capture.observe import is_tracked, reachable_values
+from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.replaced import replaced
+from graphsplit.users_line import users_line_now, users_line_of_trace
+
+_OPAQUE = "keep the module or function that does it whole, with gs.opaque"
+# (where torch has it, its name, what it does that would be lost, the way out)
+_REFUSED: tuple[tuple[Any, str, str, str], ...] = (
+    (
+        torch.Tensor,
+        "backward",
+        "runs backward inside forward, which would add to .grad only while it is captured",
+        "leave backward to the training loop",
+    ),
+    (
+        torch.autograd,
+        "backward",
+        "runs backward inside forward, which would add to .grad only while it is captured",
+        "leave backward to the training loop",
+    ),
+    (
+        torch.Tensor,
+        "register_post_accumulate_grad_hook",
+        "registers a hook on a gradient inside forward, which would be lost",
+        "register it on the parameter, outside of forward",
+    ),
+    (
+        torch.autograd.graph,
+        "register_multi_grad_hook",
+        "registers a hook on several gradients inside forward, which would be lost",
+        _OPAQUE,
+    ),
+    *(
+        (owner, name, "sets the random generator inside forward, which would be lost", _OPAQUE)
+        for owner in (torch, torch.random)
+        for name in ("manual_seed", "seed", "set_rng_state")
+    ),
+)
+
+
+@contextmanager
+def silent_losses_refused(recorder: Recorder) -> Iterator[None]:
+    """Let the network's code stumble where it would do something that is not recorded."""
+    with ExitStack() as stack:
+        for owner, name, what, way_out in _REFUSED:
+            original = getattr(owner, name)
+            stack.enter_context(replaced(owner, name, _refusing(recorder, original, what, way_out)))
+        autograd: Any = torch.autograd
+        stack.enter_context(replaced(autograd, "grad", _differentiating(recorder, autograd.grad)))
+        hooks: Any = torch.autograd.graph.saved_tensors_hooks
+        stack.enter_context(replaced(hooks, "__enter__", _entering(recorder, hooks.__enter__)))
+        tensor: Any = torch.Tensor
+        stack.enter_context(
+            replaced(tensor, "register_hook", _hooking(recorder, tensor.register_hook))
+        )
+        yield
+
+
+def _refusing(
+    recorder: Recorder, original: Callable[..., Any], what: str, way_out: str
+) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_recording:
+            return original(*args, **kwargs)
+        raise CaptureError(f"forward {what}\n  {users_line_now()}\n  Fix: {way_out}.")
+
+    return refuse
+
+
+def _differentiating(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What backward computes is recorded like the rest, but not all of it can be."""
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_recording:
+            return original(*args, **kwargs)
+        known = recorder.num_constants()
+        found = original(*args, **kwargs)
+        lost = any(isinstance(t, torch.Tensor) and not is_tracked(t) for t in found)
+        if lost or recorder.num_constants() > known:
+            raise CaptureError(
+                f"forward calls torch.autograd.grad, and what it computes cannot be recorded\n"
+                f"  {users_line_now()}\n  Fix: {_OPAQUE}."
+            )
+        return found
+
+    return grad
+
+
+def _entering(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors saved for backward are not changed by checkpoints, nor by moving them to the CPU."""
+    harmless = (torch.autograd.graph.save_on_cpu, checkpoint._checkpoint_hook)
+
+    def enter(self: Any) -> Any:
+        if recorder.is_recording and not isinstance(self, harmless):
+            raise CaptureError(
+                f"forward uses torch.autograd.graph.saved_tensors_hooks, which would be lost\n"
+                f"  {users_line_now()}\n  Fix: {_OPAQUE}."
+            )
+        return original(self)
+
+    return enter
+
+
+def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Record a hook on a value as an alias that carries it; later uses are the alias's."""
+
+    def register_hook(self: torch.Tensor, hook: Any) -> Any:
+        if not recorder.is_recording or not is_tracked(self):
+            return original(self, hook)
+        with recorder.not_recording():  # torch calls this very function again, once per mode
+            handle = original(self, hook)
+        _check_hook(self, hook)
+
+        def with_hook(value: torch.Tensor) -> torch.Tensor:
+            hooked = value.view_as(value)
+            if hooked.requires_grad:
+                original(hooked, hook)
+            return hooked
+
+        recorder.hooks.append(hook)
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        recorder.replace(self, Whole(with_hook, f"register_hook({name})", in_parts=False))
+        return handle
+
+    return register_hook
+
+
+def _check_hook(tensor: torch.Tensor, hook: Any) -> None:
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    node = get_proxy_slot(tensor, tracer).proxy.node
+    reason = ""
+    if node.op == "placeholder":
+        reason = "is registered on a parameter or input at every step"
+    elif node.users:
+        reason = "is registered after the value was used"
+    elif any(isinstance(v, torch.Tensor) and is_tracked(v) for v in reachable_values(hook)):
+        reason = "reads a tensor of forward, which has no value when the hook runs"
+    if reason:
+        raise CaptureError(
+            f"a hook on the gradient of a value {reason}; it cannot be captured\n"
+            f"  {users_line_now()}\n  Fix: register it right after the value is made, or "
+            f"{_OPAQUE}."
+        )
+
+
+def refuse_own_generators(program: ExportedProgram) -> None:
+    """Refuse operations that draw from a generator other than the default one.
+
+    Each worker has a copy of such a generator; only one worker's would advance.
+    """
+    for module in program.graph_module.modules():
+        nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
+        for node in nodes:
+            values: Sequence[Any] = (*node.args, *node.kwargs.values())
+            if any(isinstance(value, torch.Generator) for value in values):
+                raise _own_generator(node)
+    # One that is held somewhere comes in as an input.
+    generators = {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if isinstance(program.constants.get(str(spec.target)), torch.Generator)
+    }
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in generators and node.users:
+            raise _own_generator(next(iter(node.users)))
+
+
+def _own_generator(node: Node) -> CaptureError:
+    return CaptureError(
+        f"{node.target} draws from a generator of its own, of which every worker has a copy\n"
+        f"  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
+        f"  Fix: leave generator= out, or {_OPAQUE}."
+    )
+
+
+def check_drawn_nothing(generator: torch.Tensor, python: Any, numpy: Any) -> None:
+    """Refuse code that has drawn, or set a generator, in some way that was not recorded.
+
+    Args:
+        generator: State of the default generator before.
+        python: State of Python's ``random`` before; put back.
+        numpy: State of ``numpy.random`` before; put back.
+    """
+    whose = ""
+    if not torch.equal(torch.default_generator.get_state(), generator):
+        whose = "sets torch's random generator"
+    if random.getstate() != python:
+        whose = "draws from Python's module random"
+        random.setstate(python)
+    if repr(np.random.get_state()) != repr(numpy):
+        whose = "draws from numpy.random"
+        np.random.set_state(numpy)
+    if whose:
+        raise CaptureError(
+            f"forward {whose}; the captured graph would not\n  Fix: draw with torch from the "
+            f"default generator, or {_OPAQUE}."
+        )

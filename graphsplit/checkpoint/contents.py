@@ -1,0 +1,262 @@
+"""What there is to save: the network's tensors, its optimizers' state, and whose job it is.
+
+Everything has one worker that saves it: its owner once there is a plan. Before that every worker
+has everything, and worker 0 saves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.checkpoint.values import encode
+from graphsplit.errors import StateError
+from graphsplit.planning.task import Task, named_state
+
+GRADIENTS = "gradients/"
+OTHERS = "others/"
+METADATA = "_metadata"  # versions of modules, where the network's own code may look at them
+_EXTRA = "_extra_state"  # the key under which PyTorch keeps what `get_extra_state` returns
+
+
+@dataclass(frozen=True)
+class NetworkState:
+    """A network's state dictionary, sorted by what it holds.
+
+    Attributes:
+        tensors: Parameters and buffers, each under its first key.
+        aliases: Further keys of a tied tensor: the key it is stored under.
+        values: What modules return from ``get_extra_state``; tensors and anything else.
+        others: Parameters and buffers that the state dictionary leaves out: those of the loss, and
+            buffers that are not persistent. A run that goes on needs them; a plain network does
+            not.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    values: Mapping[str, Any]
+    others: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, task: Task) -> NetworkState:
+        """The state of a task's network, as it is now.
+
+        Raises:
+            StateError: A hook makes entries that could not be loaded again.
+        """
+        named = named_state(task.network, task.loss_fn)
+        known = {id(tensor) for tensor in named.values()}
+        first: dict[int, str] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        aliases: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        made: list[str] = []
+        for key, value in task.network.state_dict(keep_vars=True).items():
+            if id(value) in first:
+                aliases[key] = first[id(value)]
+            elif id(value) in known:
+                first[id(value)], tensors[key] = key, value
+            elif key.rpartition(".")[2] == _EXTRA:
+                values[key] = value
+            else:
+                made.append(key)
+        if made:
+            raise StateError(
+                f"the network's state_dict() holds {', '.join(made)}, which are neither parameters "
+                f"nor buffers\n  Fix: do without the hook that makes them, or register them."
+            )
+        others = {}
+        for name, tensor in named.items():
+            if first.setdefault(id(tensor), name) == name and name not in tensors:
+                others[name] = tensor
+        return cls(tensors, aliases, values, others)
+
+
+def module_of_extra(network: nn.Module, key: str) -> nn.Module:
+    """The module that an entry of extra state belongs to."""
+    return network.get_submodule(key.removesuffix(_EXTRA).removesuffix("."))
+
+
+class Ownership:
+    """Who saves, and who loads, each tensor.
+
+    Args:
+        task: What is trained.
+        owners: The owner of every parameter and buffer that has one, by name.
+
+    Attributes:
+        tensors: Every parameter and buffer, once.
+        is_settled: Whether all have an owner.
+    """
+
+    def __init__(self, task: Task, owners: Mapping[str, int]) -> None:
+        named = named_state(task.network, task.loss_fn)
+        self.tensors = tuple({id(t): t for t in named.values()}.values())
+        self._owners = {id(t): owners[name] for name, t in named.items() if name in owners}
+        self.is_settled = all(id(tensor) in self._owners for tensor in self.tensors)
+        self._names: dict[int, str] = {}
+        for name, tensor in named.items():
+            self._names.setdefault(id(tensor), name)
+
+    def saver(self, tensor: torch.Tensor) -> int:
+        """The worker that saves a tensor."""
+        return self._owners.get(id(tensor), 0)
+
+    def loaders(self, tensor: torch.Tensor, num_workers: int) -> list[int]:
+        """The workers that hold a tensor."""
+        owner = self._owners.get(id(tensor))
+        return list(range(num_workers)) if owner is None else [owner]
+
+    def name(self, tensor: torch.Tensor) -> str | None:
+        """A tensor's first name; None if it is of no module."""
+        return self._names.get(id(tensor))
+
+
+def optimizers_of(task: Task) -> dict[str, torch.optim.Optimizer]:
+    """All optimizers of a task, by their numbers."""
+    return {str(number): optimizer for number, optimizer in enumerate(task.optimizers)}
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """An optimizer's parameters, in the order in which PyTorch numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@dataclass
+class Contents:
+    """What one worker saves.
+
+    Attributes:
+        weights: Tensors of the network's state dictionary.
+        aliases: Other names of tied ones.
+        tensors: All other tensors.
+        sections: Encoded values by section; all workers' are put together by ``merge``.
+        encoder: What encodes them.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    sections: dict[str, Any] = field(default_factory=dict)
+    encoder: Callable[..., Any] = encode
+
+    def add_network(self, state: NetworkState, ownership: Ownership, rank: int) -> None:
+        """Add what this worker saves of the network.
+
+        Raises:
+            StateError: Some extra state cannot be written.
+        """
+        for key, tensor in state.tensors.items():
+            if ownership.saver(tensor) == rank:
+                self.weights[key] = tensor
+        self.aliases = {a: key for a, key in state.aliases.items() if key in self.weights}
+        if rank == 0:
+            self._add_values(state.values)
+
+    def add_whole(self, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> None:
+        """Add a state dictionary as the network's own code has made it.
+
+        Raises:
+            StateError: Something in it cannot be written.
+        """
+        self._add_values(state)
+        if metadata is not None:
+            self.sections["network"][METADATA] = encode(dict(metadata), {}, path=METADATA)
+
+    def _add_values(self, found: Mapping[str, Any]) -> None:
+        values: dict[str, Any] = {}
+        for key, value in found.items():
+            if isinstance(value, torch.Tensor):
+                self.weights[key] = value
+            else:
+                nested: dict[str, torch.Tensor] = {}
+                values[key] = encode(value, nested, path=key)
+                if nested:
+                    raise StateError(
+                        f"{next(iter(nested))} is a tensor inside {key!r}, which a module's own "
+                        f"code has put into the state, and cannot be saved\n  Fix: let "
+                        f"get_extra_state, or the hook, give one tensor, or plain values."
+                    )
+        self.sections["network"] = values
+
+    def add_others(self, state: NetworkState, ownership: Ownership, rank: int) -> None:
+        """Add what a state dictionary leaves out."""
+        for name, tensor in state.others.items():
+            if ownership.saver(tensor) == rank:
+                self.tensors[f"{OTHERS}{name}"] = tensor
+
+    def add_gradients(
+        self, task: Task, ownership: Ownership, rank: int, *, between_updates: bool
+    ) -> None:
+        """Add the gradients that the next step adds to, or sees.
+
+        The next step makes None of those that an optimizer has, unless they are still added up, or
+        become zeros. Nobody resets those that no optimizer has, and clipping looks at them.
+
+        Raises:
+            StateError: One is sparse; names it.
+        """
+        reset: set[int] = set()
+        if task.set_to_none and not between_updates:
+            reset = {id(p) for optimizer in task.optimizers for p in parameters_of(optimizer)}
+        for tensor in ownership.tensors:
+            if ownership.saver(tensor) != rank or id(tensor) in reset:
+                continue
+            if tensor.grad is not None:
+                path = f"{GRADIENTS}{ownership.name(tensor)}"
+                encode(tensor.grad, self.tensors, path=path)
+
+    def add_optimizer(
+        self, name: str, optimizer: torch.optim.Optimizer, ownership: Ownership, rank: int
+    ) -> None:
+        """Add what this worker saves of an optimizer.
+
+        Raises:
+            StateError: The optimizer keeps something that cannot be written; names it.
+        """
+        packed = optimizer.state_dict()
+        parameters = parameters_of(optimizer)
+        path = f"optimizers/{name}"
+        state, others = {}, {}
+        for key, entry in packed.pop("state").items():
+            if not isinstance(key, int):
+                others[str(key)] = entry
+            elif ownership.saver(parameters[key]) == rank:
+                state[str(key)] = self.encoder(entry, self.tensors, path=f"{path}/{key}")
+        found: dict[str, Any] = {"state": state}
+        if rank == 0:
+            found["class"] = type(optimizer).__qualname__
+            found["parameters"] = [ownership.name(p) for p in parameters]
+            found["group_sizes"] = [len(group["params"]) for group in optimizer.param_groups]
+            found["settings"] = self.encoder(packed, self.tensors, path=path)
+            found["others"] = self.encoder(others, self.tensors, path=f"{path}/others")
+        self.sections.setdefault("optimizers", {})[name] = found
+
+    def add_section(self, name: str, value: Any) -> None:
+        """Add a value that this worker saves for all.
+
+        Raises:
+            StateError: Something in it cannot be written; names it.
+        """
+        self.sections[name] = self.encoder(value, self.tensors, path=name)
+
+
+def merge(fragments: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """All workers' sections, put together."""
+    whole: dict[str, Any] = {}
+    for fragment in fragments:
+        for section, value in fragment.items():
+            if section != "optimizers":
+                whole[section] = value
+                continue
+            for name, optimizer in value.items():
+                known = whole.setdefault("optimizers", {}).setdefault(name, {"state": {}})
+                known["state"].update(optimizer["state"])
+                known.update({k: v for k, v in optimizer.items() if k != "state"})
+    for optimizer in whole.get("optimizers", {}).values():
+        optimizer["state"] = dict(sorted(optimizer["state"].items(), key=lambda item: int(item[0])))
+    return whole

@@ -1,0 +1,1 @@
+"""One save on one machine's disk."""

@@ -1,0 +1,123 @@
+"""What belongs to one save: the text of ``manifest.json``, which is written last.
+
+A save is complete when its manifest is there, and never before. Two sets of names for the files
+take turns, so that a save into a folder that holds one already never touches the files of the one
+before: the new manifest replaces the old one, and only then the old files go::
+
+    first save     weights.safetensors    training.safetensors    manifest.json
+    second save    weights-b.safetensors  training-b.safetensors  manifest.json (replaced)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphsplit.checkpoint.disk.files import PART, FileRecord
+from graphsplit.checkpoint.layout import FORMAT_VERSION, check_version
+from graphsplit.checkpoint.values import from_text
+from graphsplit.errors import CheckpointError
+
+FORMAT = "graphsplit training state"
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 256 * 1024 * 1024
+HOLDS = ("weights", "training")
+_SLOTS = ("", "-b")
+_MAX_SHARDS = 100_000
+_FILE_NAME = re.compile(r"(weights|training)(-b)?(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def file_name(holds: str, *, slot: int, shard: int, num_shards: int) -> str:
+    """For example ``weights-00003-of-00005.safetensors``; ``weights.safetensors`` if alone."""
+    number = "" if num_shards == 1 else f"-{shard:05d}-of-{num_shards:05d}"
+    return f"{holds}{_SLOTS[slot]}{number}.safetensors"
+
+
+def is_file_of_a_save(name: str) -> bool:
+    """Whether a file's name is one that saves use, finished or not."""
+    return _FILE_NAME.fullmatch(name.removesuffix(PART)) is not None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What belongs to one save.
+
+    Attributes:
+        slot: Which of the two sets of names the files have.
+        num_shards: How many workers wrote files of their own; 1 if all is in one.
+        files: Weights and training state of every shard.
+        training: Encoded values by section: progress, optimizers, generator, loader and so on.
+            Sections that a reader does not know are left alone.
+        written_by: Versions of what wrote it, for people.
+        saved_at_s: When, in seconds since 1970 by worker 0's clock: tells which save is the latest.
+    """
+
+    slot: int
+    num_shards: int
+    files: tuple[FileRecord, ...]
+    training: Mapping[str, Any]
+    written_by: Mapping[str, str]
+    saved_at_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The text of the file, as an object."""
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "written_by": dict(self.written_by),
+            "saved_at_s": self.saved_at_s,
+            "slot": self.slot,
+            "num_shards": self.num_shards,
+            "files": [
+                {"name": f.name, "size_bytes": f.size_bytes, "header_sha256": f.header_sha256}
+                for f in self.files
+            ],
+            "training": dict(self.training),
+        }
+
+    @classmethod
+    def read(cls, text: str, *, what: str) -> Manifest:
+        """Read a manifest that a file or another worker gave.
+
+        No name is believed: which names a save's files have follows from two numbers.
+
+        Raises:
+            CheckpointError: It is none, or of another version.
+        """
+        found = from_text(text, what=what)
+        if found.get("format") != FORMAT:
+            raise CheckpointError(f"{what} is no manifest of a graphsplit training state")
+        check_version(found.get("version"), what=what)
+        match found:
+            case {
+                "slot": (0 | 1) as slot,
+                "num_shards": int(num_shards),
+                "files": list(files),
+                "training": dict(training),
+                "written_by": dict(written_by),
+                "saved_at_s": (int() | float()) as saved_at_s,
+            } if 1 <= num_shards <= _MAX_SHARDS:
+                names = expected_names(slot, num_shards)
+                records = tuple(_record(node, what=what) for node in files)
+                if [record.name for record in records] == names:
+                    saved_at_s = float(saved_at_s)
+                    return cls(slot, num_shards, records, training, written_by, saved_at_s)
+        raise CheckpointError(f"{what} lacks an entry, or lists files that no save has")
+
+
+def expected_names(slot: int, num_shards: int) -> list[str]:
+    """The names of all files of a save, in the order of the manifest."""
+    return [
+        file_name(holds, slot=slot, shard=shard, num_shards=num_shards)
+        for holds in HOLDS
+        for shard in range(num_shards)
+    ]
+
+
+def _record(node: Any, *, what: str) -> FileRecord:
+    match node:
+        case {"name": str(name), "size_bytes": int(size), "header_sha256": str(digest)}:
+            return FileRecord(name, size, digest)
+    raise CheckpointError(f"{what} describes a file as {str(node)[:100]}")

@@ -1,0 +1,172 @@
+"""Gather a Model's state on every worker, and load what a worker owns out of it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphsplit.checkpoint.contents import parameters_of
+from graphsplit.checkpoint.group import ControlGroup, share_value
+from graphsplit.checkpoint.own_state_code import own_loading, own_saving
+from graphsplit.errors import ConfigurationError, StateError
+from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import plain_classes
+from graphsplit.planning.task import Task, named_state
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+class StateGatherer:
+    """Moves whole states, tensor by tensor, in an order that all workers share."""
+
+    def __init__(self, task: Task, job: Job, owners: Mapping[str, int]) -> None:
+        self._task = task
+        self._job = job
+        self._group = ControlGroup(job.control, _no_tick)
+        self._owner_of = {
+            id(tensor): owners[name]
+            for name, tensor in named_state(task.network, task.loss_fn).items()
+            if name in owners
+        }
+
+    def gather_network(self) -> dict[str, Any]:
+        """What the network's own ``state_dict`` gives: hooks have run, values are copied."""
+        network = self._task.network
+        with plain_classes(network), torch.no_grad():
+            if own_saving(network, with_extra=True):  # it may look at every value
+                self._bring_values(network)
+                return _copied(network.state_dict())
+            found: dict[str, Any] = network.state_dict(keep_vars=True)
+            copies: dict[int, torch.Tensor] = {}
+            for key, value in found.items():
+                if isinstance(value, torch.Tensor):
+                    if id(value) not in copies:  # tied tensors travel once
+                        copies[id(value)] = self._gather_tensor(value)
+                    found[key] = copies[id(value)]
+        return found
+
+    def _bring_values(self, network: nn.Module) -> None:
+        """Give every stand-in the value it stands for; its memory is there."""
+        for tensor in (*network.parameters(), *network.buffers()):
+            if id(tensor) in self._owner_of:
+                tensor.data.copy_(self._gather_tensor(tensor))
+
+    def _gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = self._owner_of.get(id(tensor))
+        if owner is None:  # not planned yet: every worker has it
+            return tensor.detach().clone()
+        meta = TensorMeta(tensor.dtype, tuple(tensor.shape), contiguous_strides(tensor.shape))
+        found = self._job.control.broadcast(tensor.detach(), meta, source=owner)
+        return found.clone() if owner == self._job.rank else found
+
+    def load_network(self, state: Mapping[str, Any]) -> None:
+        """Let the network's own ``load_state_dict`` load a full state on every worker.
+
+        Each keeps what it owns. Hooks and overridden methods see what they would in one process.
+
+        Raises:
+            StateError: It does not fit, or the network's code refuses it; the same on all workers.
+        """
+        network = self._task.network
+        named = named_state(network, None)
+        with plain_classes(network):
+            if own_loading(network, with_extra=True):
+                with torch.no_grad():
+                    self._bring_values(network)
+            error = _error_of(lambda: network.load_state_dict(state))
+        now = named_state(network, None)
+        replaced = [name for name, tensor in named.items() if now.get(name) is not tensor]
+        if replaced and self._owner_of:
+            error = StateError(
+                f"loading has put another tensor in the place of {', '.join(replaced)}, whose "
+                f"owner is fixed\n  Fix: copy values into it (assign=False), or load before the "
+                f"optimizer is made and the Model first runs."
+            )
+        self._agree(error, "the network")
+
+    def _agree(self, error: Exception | None, what: str) -> None:
+        """Raise the same on all workers, so that a script may catch it on all alike."""
+        mine = "" if error is None else f"{type(error).__name__}: {error}"
+        told = self._group.exchange(_ADDRESS.sub("0x", mine))
+        if len(set(told)) > 1:
+            by_rank = "\n  ".join(f"worker {rank}: {t or 'fine'}" for rank, t in enumerate(told))
+            raise ConfigurationError(
+                f"loading a state into {what} ended otherwise on some workers\n  {by_rank}\n"
+                f"  Fix: pass the same state on every worker."
+            ) from error
+        if error is not None:
+            raise StateError(f"the state does not fit {what}\n  {mine}") from error
+
+    def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What the optimizer's own ``state_dict`` gives, with the entries of all workers."""
+        own, whole = optimizer.state, defaultdict(dict, optimizer.state)
+        for parameter in parameters_of(optimizer):
+            owner = self._owner_of.get(id(parameter), -1)
+            entries: Any = whole.pop(parameter, None) or {}
+            if owner >= 0:
+                mine = dict(entries) if owner == self._job.rank else None
+                what = "the state of a parameter"
+                entries = share_value(self._group, mine, source=owner, what=what)
+            if entries:
+                whole[parameter] = entries
+        optimizer.state = whole
+        try:
+            return optimizer.state_dict()
+        finally:
+            optimizer.state = own
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Let the optimizer's own ``load_state_dict`` load a full state; keep what is owned.
+
+        Raises:
+            StateError: It does not fit, or the optimizer's code refuses it; the same on all
+                workers.
+        """
+        error = _error_of(lambda: optimizer.load_state_dict(dict(state)))
+        for parameter in parameters_of(optimizer):
+            if self._owner_of.get(id(parameter), self._job.rank) != self._job.rank:
+                optimizer.state.pop(parameter, None)
+        self._agree(error, "the optimizer")
+
+
+def _error_of(load: Callable[[], object]) -> Exception | None:
+    """What the user's code raised, if anything: all workers must have raised the same."""
+    try:
+        load()
+    except Exception as error:
+        return error
+    return None
+
+
+def _copied(value: dict[str, Any]) -> dict[str, Any]:
+    """A state dictionary with copies of its tensors; those of one memory stay of one memory."""
+    copies: dict[Any, torch.Tensor] = {}
+
+    def copy(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        return copies[key]
+
+    found: Any = pytree.tree_map(copy, value)
+    if hasattr(value, "_metadata"):
+        found._metadata = value._metadata
+    return cast(dict[str, Any], found)
+
+
+def _no_tick() -> None:
+    """Nothing here waits for a disk."""

@@ -1,0 +1,155 @@
+"""Generators of random numbers beside PyTorch's default one, and counters that loaders keep.
+
+Data sets draw from Python's and NumPy's generators, samplers from their own; some samplers count
+epochs. All of it decides which batch comes next, so all of it belongs to the place in a loader.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphsplit.checkpoint.values import Fixed
+
+_PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
+_COUNTERS_OF_DATA = frozenset(("epoch", "_epoch"))
+
+
+def process_generators() -> Fixed:
+    """The states of Python's and NumPy's own generators: tensors, numbers and strings.
+
+    As long as nothing is drawn, the same object is returned.
+    """
+    global _last
+    python: Any = random.getstate()
+    numpy: Any = np.random.get_state()
+    name, words, *rest = numpy
+    seen = python, name, words.tobytes(), rest
+    if _last is None or _last[0] != seen:
+        _last = seen, Fixed(python=_python_state(python), numpy=_numpy_state(numpy))
+    return _last[1]
+
+
+_last: tuple[Any, Fixed] | None = None
+
+
+def set_process_generators(states: Mapping[str, Any]) -> None:
+    """Set what ``process_generators`` gave."""
+    random.setstate(_python_tuple(states["python"]))
+    np.random.set_state(_numpy_tuple(states["numpy"]))
+
+
+def _python_state(state: tuple[Any, ...]) -> list[Any]:
+    version, words, gauss = state
+    # By NumPy: torch takes ten times as long for a tuple of numbers.
+    return [version, torch.from_numpy(np.array(words, dtype=np.int64)), gauss]
+
+
+def _python_tuple(state: Any) -> tuple[Any, ...]:
+    version, words, gauss = state
+    return version, tuple(words.tolist()), gauss
+
+
+def _numpy_state(state: Any) -> list[Any]:
+    name, words, position, has_gauss, gauss = state
+    return [name, torch.from_numpy(words.astype(np.int64)), int(position), int(has_gauss), gauss]
+
+
+def _numpy_tuple(state: Any) -> tuple[Any, ...]:
+    name, words, position, has_gauss, gauss = state
+    return name, words.numpy().astype(np.uint32), position, has_gauss, gauss
+
+
+def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
+    """What decides the next batches of a loader beside generators that it was given by name.
+
+    The process's generators; generators of any library in the attributes of its sampler and data
+    set; and whole numbers that a sampler keeps, such as the epoch.
+
+    Args:
+        loader: The loader.
+        process: What ``process_generators`` gave just now, if the caller knows.
+    """
+    found: dict[str, Any] = {"": process_generators() if process is None else process}
+    for path, part in _parts_of(loader):
+        for name, value in vars(part).items():
+            state = _state_of(path, name, value)
+            if state is not None:
+                found[f"{path}:{name}"] = state
+    return found
+
+
+def put_remembered(loader: Any, states: Mapping[str, Any]) -> None:
+    """Let a loader remember what ``remembered_by`` gave; what it does not have is left out."""
+    if "" in states:
+        set_process_generators(states[""])
+    for path, part in _parts_of(loader):
+        for name, value in list(vars(part).items()):
+            state = states.get(f"{path}:{name}")
+            if state is not None:
+                _put_state(part, name, value, state)
+
+
+def _parts_of(loader: Any) -> Iterator[tuple[str, Any]]:
+    """The objects that a loader is made of, each by the first way to it."""
+    seen: list[Any] = []
+    for path in _PARTS:
+        part = loader
+        for name in path.split("."):
+            part = getattr(part, name, None)
+        if hasattr(part, "__dict__") and all(part is not other for other in seen):
+            seen.append(part)
+            yield path, part
+
+
+def _state_of(path: str, name: str, value: Any) -> Any:
+    if type(value) is int:
+        return value if path != "dataset" or name in _COUNTERS_OF_DATA else None
+    if isinstance(value, torch.Generator):
+        return None if name == "generator" and path != "dataset" else value.get_state()
+    if isinstance(value, random.Random):
+        return _python_state(value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return _numpy_state(value.get_state())
+    if isinstance(value, np.random.Generator):
+        return _nested(value.bit_generator.state, torch.from_numpy)
+    return None
+
+
+def _put_state(part: Any, name: str, value: Any, state: Any) -> None:
+    if type(value) is int and type(state) is int:
+        vars(part)[name] = state
+    elif isinstance(value, torch.Generator):
+        value.set_state(state)
+    elif isinstance(value, random.Random):
+        value.setstate(_python_tuple(state))
+    elif isinstance(value, np.random.RandomState):
+        value.set_state(_numpy_tuple(state))
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = _nested(state, None)
+
+
+def _nested(value: Any, from_array: Any) -> Any:
+    """A bit generator's state with tensors for arrays, or arrays for tensors."""
+    if isinstance(value, Mapping):
+        return {key: _nested(item, from_array) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return from_array(value.astype(np.int64))
+    if isinstance(value, torch.Tensor):
+        return value.numpy().astype(np.uint64)
+    return value
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal, tensors by their values."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,46 @@
+"""What saving and loading must know of whoever holds the state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from graphsplit.checkpoint.group import Group
+from graphsplit.planning.step_plan import Progress
+
+
+class Holder(ABC):
+    """Holds the state that is saved and loaded: in this process, or on all workers.
+
+    Attributes:
+        progress: Training steps so far, and the seed that microbatches' random numbers follow from.
+        loader_rank: The worker whose loader counts.
+    """
+
+    progress: Progress
+    loader_rank: int = 0
+
+    @abstractmethod
+    def group(self) -> Group:
+        """All workers."""
+
+    @abstractmethod
+    def owners(self) -> Mapping[str, int]:
+        """The owner of every parameter and buffer that has one: of all after the first plan."""
+
+    @abstractmethod
+    def when_settled(self, what: str, action: Callable[[], None]) -> None:
+        """Do something as soon as owners are fixed; replaces what waits under the same name."""
+
+    @abstractmethod
+    def settle_now(self) -> None:
+        """Do what waits for owners as if every worker owned everything. Collective."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The network's full state, by its own ``state_dict``. Collective."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the network's full state, by its own ``load_state_dict``. Collective."""

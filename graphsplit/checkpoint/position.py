@@ -1,0 +1,257 @@
+"""How far training has come, and how it goes on from there in the middle of an epoch.
+
+What a resumed epoch does, so that it goes on as if nothing had been in between::
+
+    generator := as it was when the epoch began
+    iterate over the loader anew, and drop as many batches as were trained on
+    generator := as it was when the state was saved
+
+A loader with ``state_dict`` and ``load_state_dict`` is put into its saved state instead, and drops
+nothing. Only workers that read the loader do any of this; all others only set the generator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphsplit.checkpoint.generators import put_remembered, remembered_by
+from graphsplit.checkpoint.values import Fixed
+from graphsplit.errors import CheckpointError, ConfigurationError
+
+_GENERATORS = (
+    "generator",
+    "sampler.generator",
+    "batch_sampler.generator",
+    "batch_sampler.sampler.generator",
+)
+
+
+@dataclass
+class Position:
+    """How far training has come.
+
+    Attributes:
+        num_steps: Training steps so far, of all calls of ``train`` and ``train_step``, those before
+            a state was loaded included.
+        num_epochs: Whole epochs so far, counted likewise.
+        epoch: Epoch that the running ``train`` is in, from 1, as callbacks see it; 0 outside of
+            ``train``. At the end of an epoch it is the next one.
+        step: Steps done in that epoch.
+    """
+
+    num_steps: int = 0
+    num_epochs: int = 0
+    epoch: int = 0
+    step: int = 0
+
+    @classmethod
+    def read(cls, node: Any) -> Position:
+        """Read what ``vars`` gave, from a save.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        counts = vars(cls())
+        if not isinstance(node, Mapping) or not all(
+            type(node.get(name)) is int and node[name] >= 0 for name in counts
+        ):
+            raise CheckpointError(f"the save stands at {str(node)[:100]}; expected four counts")
+        return cls(**{name: node[name] for name in counts})
+
+
+@dataclass(frozen=True)
+class EpochStart:
+    """How the iteration over a loader begins.
+
+    Attributes:
+        step: Batches that were trained on before the state was saved; 0 for a new epoch.
+        generator: State of the default generator when the epoch began; None: as it is.
+        now: State of the default generator to go on with; None: as it is.
+        loader: What ``LoaderWatch.state`` gave; None for a loader that starts anew.
+    """
+
+    step: int = 0
+    generator: torch.Tensor | None = None
+    now: torch.Tensor | None = None
+    loader: Mapping[str, Any] | None = None
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over a loader from where this says, and bring the generator there as well.
+
+        Raises:
+            ConfigurationError: as ``open``.
+        """
+        if self.generator is not None:
+            torch.default_generator.set_state(self.generator)
+        iterator = self.open(loader)
+        self._set_default_generator()
+        return iterator
+
+    def open(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate over a loader from where this says.
+
+        The default generator is left wherever that brings it; ``go_on`` sets it.
+
+        Raises:
+            ConfigurationError: The loader ends before that, or cannot take its saved state.
+        """
+        saved = self.loader or {}
+        own = saved.get("own")
+        states: Mapping[str, Any] = saved.get("generators", {})
+        generators = generators_of(loader)
+        self._check(loader, own, generators)
+        before, after = saved.get("remembered") or ({}, {})
+        if own is not None:
+            put_remembered(loader, after)
+            return self._open_stateful(loader, own, generators, states)
+        for path, (start, now) in states.items():
+            generators[path].set_state(start if self.step else now)
+        put_remembered(loader, before if self.step else after)
+        iterator = iter(loader)
+        for index in range(self.step):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise ConfigurationError(
+                    f"the saved state has trained on {self.step} batches of the epoch, but the "
+                    f"loader has only {index}\n  Fix: pass the loader that was saved, or "
+                    f"train(..., resume=False)."
+                ) from None
+        if self.step:
+            _set_now(generators, states)
+            put_remembered(loader, after)
+        return iterator
+
+    def _open_stateful(
+        self,
+        loader: Any,
+        own: Any,
+        generators: Mapping[str, torch.Generator],
+        states: Mapping[str, Any],
+    ) -> Iterator[Any]:
+        """Let a loader with a state of its own take it.
+
+        A StatefulDataLoader takes it in ``iter``, draws from its generators there, and puts some of
+        them back to where the saved epoch began: those are set afterwards.
+        """
+        loader.load_state_dict(own)
+        if self.step or not generators:
+            iterator: Iterator[Any] = iter(loader)
+            _set_now(generators, states)
+            return iterator
+        before = torch.default_generator.get_state()
+        iter(loader)  # ends the saved epoch; the next one starts from the generators
+        torch.default_generator.set_state(before)
+        _set_now(generators, states)
+        iterator = iter(loader)
+        return iterator
+
+    def go_on(self, loader: Iterable[Any]) -> None:
+        """Set the generators to the states that training goes on with.
+
+        Those of the loader too: a worker that has no batch left to read in this epoch does not
+        open it before the next one.
+        """
+        self._set_default_generator()
+        saved = self.loader or {}
+        _set_now(generators_of(loader), saved.get("generators", {}))
+        put_remembered(loader, (saved.get("remembered") or ({}, {}))[1])
+
+    def _set_default_generator(self) -> None:
+        if self.now is not None:
+            torch.default_generator.set_state(self.now)
+
+    def _check(self, loader: Any, own: Any, generators: Mapping[str, torch.Generator]) -> None:
+        expected = set((self.loader or {}).get("generators", {}))
+        if own is not None and not hasattr(loader, "load_state_dict"):
+            problem = "its state was saved, but it has no load_state_dict"
+        elif own is None and self.loader is not None and expected != set(generators):
+            problem = f"it has generators {sorted(generators)}; {sorted(expected)} were saved"
+        else:
+            return
+        raise ConfigurationError(
+            f"the loader cannot go on where it was saved: {problem}\n  Fix: pass the loader that "
+            f"was saved, or train(..., resume=False)."
+        )
+
+
+FROM_THE_START = EpochStart()
+
+
+@dataclass
+class LoaderWatch:
+    """Remembers what is needed to resume the epoch that runs now.
+
+    Attributes:
+        loader: The loader of the running ``train``; None outside.
+        epoch_generator: State of the default generator when the epoch began.
+        generator_starts: States of the loader's own generators when the epoch began.
+        remembered: What else decided the loader's batches when the epoch began.
+    """
+
+    loader: Any = None
+    epoch_generator: torch.Tensor | None = None
+    generator_starts: dict[str, torch.Tensor] = field(default_factory=dict)
+    remembered: dict[str, Any] | None = None
+
+    def begin_epoch(self, loader: Any, start: EpochStart) -> None:
+        """An epoch begins, or goes on from where it was saved."""
+        self.loader = loader
+        self.epoch_generator = start.generator
+        if start.generator is None:
+            self.epoch_generator = torch.default_generator.get_state()
+        resumed = (start.loader or {}).get("generators", {})
+        which = 0 if start.step else 1
+        self.generator_starts = {
+            path: resumed[path][which] if path in resumed else generator.get_state()
+            for path, generator in generators_of(loader).items()
+        }
+        saved = (start.loader or {}).get("remembered")
+        self.remembered = remembered_by(loader) if saved is None else saved[which]
+
+    def end_epoch(self) -> None:
+        """The epoch is over; another one starts from the states of that moment."""
+        self.epoch_generator = None
+        self.generator_starts = {}
+        self.remembered = None
+
+    def state(self, process: Fixed | None = None) -> dict[str, Any] | None:
+        """What to save of the loader: its own state if it has one, else its generators'.
+
+        Args:
+            process: What ``process_generators`` gave just now, if the caller knows.
+        """
+        loader = self.loader
+        if loader is None:
+            return None
+        has_own = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        own = loader.state_dict() if has_own else None
+        found = {}
+        for path, generator in generators_of(loader).items():
+            state = generator.get_state()
+            found[path] = [self.generator_starts.get(path, state), state]
+        now = remembered_by(loader, process)
+        began = now if self.remembered is None else self.remembered
+        return {"own": own, "generators": found, "remembered": [began, now]}
+
+
+def _set_now(generators: Mapping[str, torch.Generator], states: Mapping[str, Any]) -> None:
+    for path, (_, now) in states.items():
+        if path in generators:
+            generators[path].set_state(now)
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """The generators that a loader was given, each by the first way to it."""
+    found: dict[str, torch.Generator] = {}
+    for path in _GENERATORS:
+        value = loader
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        if isinstance(value, torch.Generator) and all(value is not g for g in found.values()):
+            found[path] = value
+    return found

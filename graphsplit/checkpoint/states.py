@@ -1,0 +1,497 @@
+"""What a Model calls to save and to load; also the place to add what else belongs to its state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from graphsplit.checkpoint import by_worker
+from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION
+from graphsplit.checkpoint.contents import (
+    METADATA,
+    Contents,
+    NetworkState,
+    Ownership,
+    optimizers_of,
+)
+from graphsplit.checkpoint.disk.source import Request, Source
+from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.other_loaders import OtherLoaders
+from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
+from graphsplit.checkpoint.position import EpochStart, LoaderWatch, Position
+from graphsplit.checkpoint.restore import (
+    NetworkLoader,
+    OptimizerLoader,
+    check_present,
+    optimizer_loaders,
+    shown,
+)
+from graphsplit.checkpoint.save import save_file, save_folder
+from graphsplit.checkpoint.values import Fixed, decode, tensor_names
+from graphsplit.deferred.construction import is_deferred
+from graphsplit.errors import CheckpointError, StateError
+from graphsplit.planning.task import Task
+
+PathLike = str | os.PathLike[str]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state of its own: a scheduler, a scaler, a sampler, a module."""
+
+    def state_dict(self) -> Any:
+        """Its state: tensors, numbers, strings, None, and lists, tuples or mappings of them."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take a state."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What ``Model.load`` has found.
+
+    Attributes:
+        position: How far training had come.
+        extra: The entries of ``extra`` as they were saved, those of objects by ``state_dict``.
+    """
+
+    position: Position
+    extra: Mapping[str, Any]
+
+
+@dataclass
+class Resumption:
+    """What the next ``train`` does first after a state was loaded.
+
+    Attributes:
+        position: Where it goes on.
+        start: How its first epoch begins.
+        loss: Loss of the last step; None before.
+        callbacks: Class and state of every callback that has one.
+        is_rollback: Whether this process has been beyond it before: callbacks know already that
+            training has begun.
+    """
+
+    position: Position
+    start: EpochStart
+    loss: torch.Tensor | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    is_rollback: bool = False
+
+    def to_values(self) -> dict[str, Any]:
+        """What it takes to make it again."""
+        start = {k: v for k, v in vars(self.start).items() if k != "step"}
+        return {
+            "position": vars(self.position),
+            "start": start,
+            "loss": self.loss,
+            "callbacks": self.callbacks,
+        }
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Resumption:
+        """Make it again.
+
+        Raises:
+            CheckpointError: The values are not what ``to_values`` gives.
+        """
+        position = Position.read(values.get("position"))
+        start = values["start"]
+        return cls(
+            position,
+            EpochStart(
+                step=position.step,
+                generator=_generator_state(start.get("generator"), "epoch_generator"),
+                now=_generator_state(start.get("now"), "generator"),
+                loader=start.get("loader"),
+            ),
+            values.get("loss"),
+            list(values.get("callbacks") or []),
+        )
+
+
+class States:
+    """Saves and loads the state of one Model.
+
+    Args:
+        task: What is trained.
+        holder: Where its state is.
+
+    Attributes:
+        more: Further objects whose state belongs to the training state, by name. Each is saved by
+            worker 0 and loaded on all; one that is missing in a save is an error.
+        num_epochs: Whole epochs so far.
+        epoch: Epoch that the running ``train`` is in; 0 outside.
+        step: Steps done in it.
+        loss: Loss of the last step; None before.
+        callbacks: The callbacks of the running ``train``.
+        watch: Remembers what is needed to resume the epoch that runs now.
+        others: Remembers the loaders that ``eval`` was given.
+        resumption: Set by ``load``, for the next ``train``.
+    """
+
+    def __init__(self, task: Task, holder: Holder) -> None:
+        self._task = task
+        self._holder = holder
+        self.more: dict[str, Stateful] = {}
+        if task.scaler is not None:
+            self.more["scaler"] = task.scaler
+        self.num_epochs = self.epoch = self.step = 0
+        self.loss: torch.Tensor | None = None
+        self.callbacks: Sequence[Stateful] = ()
+        self.watch = LoaderWatch()
+        self.others = OtherLoaders()
+        self.resumption: Resumption | None = None
+
+    @property
+    def position(self) -> Position:
+        """How far training has come."""
+        steps = self._holder.progress.num_steps
+        return Position(steps, self.num_epochs, self.epoch, self.step)
+
+    # One file.
+
+    def save_weights(self, path: PathLike) -> None:
+        """Stream the network's state dictionary into one file. Collective.
+
+        A network with code of its own for this makes all of the dictionary on every worker.
+        """
+        self._holder.settle_now()
+        group, ownership = self._holder.group(), self._ownership()
+        has_own_code = own_saving(self._task.network, with_extra=False)
+        whole: Any = self._holder.state_dict() if has_own_code else None
+
+        def make() -> Contents:
+            contents = Contents()
+            if whole is None:
+                contents.add_network(NetworkState.of(self._task), ownership, group.rank)
+            elif group.rank == 0:
+                contents.add_whole(whole, getattr(whole, METADATA, None))
+            return contents
+
+        save_file(Path(path), make, group, holds="weights")
+
+    def save_optimizers(self, path: PathLike) -> None:
+        """Stream the optimizers' state into one file. Collective."""
+        refuse_own_code(self._task.optimizers)
+        self._holder.settle_now()
+        group, ownership = self._holder.group(), self._ownership()
+
+        def make() -> Contents:
+            contents = Contents()
+            for name, optimizer in optimizers_of(self._task).items():
+                contents.add_optimizer(name, optimizer, ownership, group.rank)
+            return contents
+
+        save_file(Path(path), make, group, holds="tensors")
+
+    def load_weights(self, path: PathLike) -> None:
+        """Load a file of weights, ours or another's. Collective."""
+        source = Source.open_file(Path(path), self._holder.group(), holds="weights")
+        load = self._holder.load_state_dict
+        network = NetworkLoader(self._task, source, with_others=False, load_whole=load)
+        self._agree_none(network.problems, path, "the network")
+        source.verify(self._requests(network, []))
+        self._load_network(network)
+
+    def load_optimizers(self, path: PathLike) -> None:
+        """Load a file that ``save_optimizers`` made. Collective."""
+        source = Source.open_file(Path(path), self._holder.group(), holds="training")
+        problems: list[str] = []
+        loaders = optimizer_loaders(
+            self._task, source, self._ownership(), holds="training", problems=problems
+        )
+        self._agree_none(problems, path, "the optimizer")
+        source.verify(self._requests(None, loaders))
+        self._load_optimizers(loaders)
+
+    # A folder.
+
+    def save(
+        self,
+        folder: PathLike,
+        *,
+        gather: bool,
+        extra: Mapping[str, Any],
+    ) -> None:
+        """Save the whole training state. Collective.
+
+        Args:
+            folder: Where to.
+            gather: Whether worker 0 writes all of it.
+            extra: What else to save, by name: objects with ``state_dict``, or plain values.
+
+        Raises:
+            CheckpointError: Some worker could not save its part; the same on all workers.
+            StateError: An optimizer's own code expects to see all of its state.
+        """
+        refuse_own_code(self._task.optimizers)
+        self._holder.settle_now()
+        group, ownership = self._holder.group(), self._ownership()
+
+        def make() -> Contents:
+            contents, state = Contents(), NetworkState.of(self._task)
+            contents.add_network(state, ownership, group.rank)
+            contents.add_others(state, ownership, group.rank)
+            if self._task.optimizers:
+                between = not self._holder.progress.opens
+                contents.add_gradients(self._task, ownership, group.rank, between_updates=between)
+            for name, optimizer in optimizers_of(self._task).items():
+                contents.add_optimizer(name, optimizer, ownership, group.rank)
+            if group.rank == self._holder.loader_rank:
+                contents.add_section("loader", self._loader_section())
+            if group.rank == 0:
+                for section, value in self._sections(extra).items():
+                    contents.add_section(section, value)
+            contents.add_section(by_worker.name_of(CALLBACKS, group.rank), self._callbacks())
+            return contents
+
+        save_folder(Path(folder), make, group, gather=gather)
+
+    def _loader_section(self, process: Fixed | None = None) -> dict[str, Any]:
+        return {
+            "state": self.watch.state(process),
+            "epoch_generator": self.watch.epoch_generator,
+            "others": self.others.state(),
+        }
+
+    def _sections(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "position": vars(self.position),
+            "seed": self._holder.progress.seed,
+            "generator": torch.default_generator.get_state(),
+            "loss": self.loss,
+            "more": {name: value.state_dict() for name, value in self.more.items()},
+            "extra": {
+                name: value.state_dict() if isinstance(value, Stateful) else value
+                for name, value in extra.items()
+            },
+        }
+
+    def _callbacks(self) -> list[list[Any]]:
+        """Class and state of every callback that has one, as it is on this worker."""
+        found = [[type(c).__qualname__, c.state_dict()] for c in self.callbacks]
+        return [entry for entry in found if entry[1]]
+
+    def load(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Loaded:
+        """Load a whole training state. Collective.
+
+        Args:
+            folder: Where from.
+            extra: Objects with ``load_state_dict``, by the names they were saved under.
+
+        Raises:
+            CheckpointError: There is no complete save there, or it is damaged.
+            StateError: It does not fit; nothing was loaded.
+        """
+        values = self.load_all(folder, extra=extra)
+        return Loaded(Position.read(values["position"]), values.get("extra") or {})
+
+    def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As ``load``; returns every section that was saved for all, and for this worker."""
+        group, ownership = self._holder.group(), self._ownership()
+        source = Source.open_folder(Path(folder), group)
+        load = self._holder.load_state_dict
+        network = NetworkLoader(self._task, source, with_others=True, load_whole=load)
+        problems = list(network.problems)
+        optimizers = optimizer_loaders(
+            self._task, source, ownership, holds="training", problems=problems
+        )
+        for kind, own in (("extra", extra), ("more", self.more)):
+            saved = source.values.get(kind)
+            saved = saved if isinstance(saved, dict) else {}
+            problems += [f"missing: {kind} entry {name!r}" for name in own if name not in saved]
+        self._agree_none(problems, folder, "this Model")
+        sections = self._shared_requests(source)
+        source.verify([*self._requests(network, optimizers), *sections])
+        values = self._read_sections(source, sections)
+        found = _Training.read(values)
+        self._load_network(network)
+        self._load_optimizers(optimizers)
+        saved = values.get("extra") or {}
+        for name, value in extra.items():
+            if isinstance(value, Stateful):
+                value.load_state_dict(saved[name])
+        for name, value in self.more.items():
+            value.load_state_dict(values["more"][name])
+        self._take_over(found, values)
+        return values
+
+    def _shared_requests(self, source: Source) -> list[Request]:
+        """What every worker needs beside the network and the optimizers."""
+        num_workers = self._holder.group().num_workers
+        found = [
+            Request(name, "training", by_worker.takers(section, source.values, num_workers))
+            for section, value in source.values.items()
+            if section not in ("optimizers", "network")
+            for name in tensor_names(value)
+        ]
+        check_present(found, source)
+        return found
+
+    def _read_sections(self, source: Source, requests: list[Request]) -> dict[str, Any]:
+        group, sections = self._holder.group(), source.values
+        tensors = source.fetch(requests)
+        values = {
+            section: decode(value, tensors.__getitem__)
+            for section, value in sections.items()
+            if section not in ("optimizers", "network")
+            and group.rank in by_worker.takers(section, sections, group.num_workers)
+        }
+        is_same_number = by_worker.is_same_number(sections, group.num_workers)
+        return by_worker.own(values, group.rank, is_same_number=is_same_number)
+
+    def _take_over(self, found: _Training, values: Mapping[str, Any]) -> None:
+        """Go on from where the save stood."""
+        position, progress = found.position, self._holder.progress
+        self.others.put_back((values.get("loader") or {}).get("others") or ())
+        if found.start.now is not None:
+            torch.default_generator.set_state(found.start.now)
+        progress.num_steps, progress.seed = position.num_steps, found.seed
+        self.num_epochs, self.epoch, self.step = position.num_epochs, 0, 0
+        self.resumption = None
+        if position.epoch:
+            callbacks = values.get(CALLBACKS) or []
+            self.resumption = Resumption(position, found.start, values.get("loss"), callbacks)
+
+    # A snapshot.
+
+    def sections(self, process: Fixed | None = None) -> dict[str, Any]:
+        """All that belongs to the training state beside network and optimizers.
+
+        Args:
+            process: What ``process_generators`` gave just now, if the caller knows.
+        """
+        rank = self._holder.group().rank
+        resumption = None if self.resumption is None else self.resumption.to_values()
+        return {
+            **self._sections({}),
+            "loader": self._loader_section(process),
+            by_worker.name_of(CALLBACKS, rank): self._callbacks(),
+            by_worker.name_of(RESUMPTION, rank): resumption,
+        }
+
+    def go_back(self, values: Mapping[str, Any], *, inside: bool) -> None:
+        """Go on from where ``sections`` was called.
+
+        Args:
+            values: What it gave.
+            inside: Whether that was inside ``train``, which then goes on from there.
+        """
+        values = by_worker.own(values, self._holder.group().rank, is_same_number=True)
+        found = _Training.read(values)
+        for name, value in self.more.items():
+            value.load_state_dict(values["more"][name])
+        if self._task.scaler is not None:
+            self._task.scaler._per_optimizer_states.clear()  # of a step that was broken off
+        self._take_over(found, values)
+        self.loss = values.get("loss")
+        if not inside:
+            kept = values.get(RESUMPTION)
+            self.resumption = None if kept is None else Resumption.from_values(kept)
+
+    # Both.
+
+    def _ownership(self) -> Ownership:
+        return Ownership(self._task, self._holder.owners())
+
+    def _agree_none(self, problems: list[str], path: PathLike, what: str) -> None:
+        """Raise the same error everywhere if a save does not fit on some worker."""
+        told = self._holder.group().exchange("\n".join(problems))
+        found = list(dict.fromkeys(line for text in told for line in text.splitlines()))
+        if found:
+            raise StateError(
+                f"{os.fspath(path)} does not fit {what}; nothing was loaded\n  {shown(found)}"
+            )
+
+    def _requests(
+        self, network: NetworkLoader | None, optimizers: list[OptimizerLoader]
+    ) -> list[Request]:
+        """What to verify. What nobody owns yet is shared out, so that all is read once."""
+        group, ownership = self._holder.group(), self._ownership()
+        found = network.requests(ownership, group.num_workers) if network is not None else []
+        for optimizer in optimizers:
+            found += optimizer.requests(ownership, group.num_workers)
+        if ownership.is_settled:
+            return found
+        return [
+            Request(request.name, request.holds, [index % group.num_workers])
+            for index, request in enumerate(found)
+        ]
+
+    def _load_network(self, network: NetworkLoader) -> None:
+        num_workers = self._holder.group().num_workers
+
+        def load() -> None:
+            network.load(self._ownership(), num_workers)
+
+        modules = [m for m in (self._task.network, self._task.loss_fn) if _is_deferred(m)]
+        if modules:  # loading now would take the memory that deferring is to save
+            self._holder.when_settled("network", load)
+        else:
+            load()
+
+    def _load_optimizers(self, optimizers: list[OptimizerLoader]) -> None:
+        group = self._holder.group()
+        for optimizer in optimizers:
+            optimizer.load_settings(group.num_workers)
+
+        def load() -> None:
+            for optimizer in optimizers:
+                optimizer.load_state(self._ownership(), group.num_workers, group.rank)
+
+        if optimizers:
+            self._holder.when_settled("optimizers", load)
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Where training stood, read and checked before anything is loaded.
+
+    Attributes:
+        position: How far it had come.
+        seed: What microbatches' random numbers follow from; None before the first step.
+        start: How the epoch goes on.
+    """
+
+    position: Position
+    seed: int | None
+    start: EpochStart
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> _Training:
+        """Read it from the sections of a save.
+
+        Raises:
+            CheckpointError: They are not what ``States.save`` writes.
+        """
+        position = Position.read(values.get("position"))
+        seed = values.get("seed")
+        if not (seed is None or type(seed) is int):
+            raise CheckpointError(f"the save's seed is {str(seed)[:50]!r}; expected a number")
+        loader = values.get("loader") or {}
+        start = EpochStart(
+            step=position.step,
+            generator=_generator_state(loader.get("epoch_generator"), "epoch_generator"),
+            now=_generator_state(values.get("generator"), "generator"),
+            loader=loader.get("state"),
+        )
+        return cls(position, seed, start)
+
+
+def _is_deferred(module: Any) -> bool:
+    return isinstance(module, torch.nn.Module) and is_deferred(module)
+
+
+def _generator_state(value: Any, name: str) -> torch.Tensor | None:
+    if value is None:
+        return None
+    size = torch.default_generator.get_state().numel()
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.numel() != size:
+        raise CheckpointError(f"the save's {name} is no state of a generator")
+    return value

@@ -1,0 +1,1 @@
+"""Networks built without memory: each worker makes only what it owns."""

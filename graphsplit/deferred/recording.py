@@ -1,0 +1,294 @@
+"""The record of a construction, from which any part of it can be computed later.
+
+Each tensor built under `deferred_init` lies on a *hollow* storage: an ordinary CPU storage of the
+right size with no memory behind it. Shapes, strides, aliases and views are thus those of plain
+construction, and torch itself keeps them. What would have written into it is kept as a list of
+calls. To *fill* some storages:
+
+1. backwards through the calls, find those that the wanted contents depend on;
+2. forwards, execute them on memory of their own, dropping each content after its last use;
+3. swap that memory into the hollow storages, in place.
+
+In step 3 nothing is replaced but the memory: a `Parameter` stays the object that the optimizer
+holds, and every view, tie and saved tensor sees the values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphsplit.deferred.calls import (
+    Call,
+    TensorSpec,
+    hollow_storage,
+    new_storage,
+    user_line,
+)
+from graphsplit.deferred.draws import DrawChain, DrawReplay
+from graphsplit.errors import DeferredInitError
+from graphsplit.optimizers.freed_memory import note_dropped
+
+WARN_FROM_BYTES = 1 << 20
+"""Smaller contents are filled on demand without a word."""
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Everything inside runs as outside of any mode, autocast or gradient recording."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def warn_if_large(size_bytes: int, because: str) -> None:
+    """Says that memory is taken before the plan is known, why, and at which line of the user's."""
+    if size_bytes >= WARN_FROM_BYTES:
+        warnings.warn(
+            f"gs.deferred_init: {size_bytes / 2**20:.1f} MB take memory already now, because "
+            f"{because}\n  {user_line()}",
+            stacklevel=3,
+        )
+
+
+class Recording:
+    """Hollow storages and the calls that tell their contents. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.on_filled: Callable[[set[int]], None] = lambda _: None
+        self._calls: list[Call] = []
+        self._chains: list[DrawChain] = []
+        self._hollow: dict[int, torch.UntypedStorage] = {}
+        self._by_address: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self._unset: set[int] = set()
+        # Contents as of the call at this position, kept from one read to the next.
+        self._recent: tuple[int, dict[int, torch.UntypedStorage]] = (0, {})
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Returns the number of the hollow storage that the tensor lies on, None if it is real."""
+        if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+            return None
+        try:
+            return self._by_address.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None  # A wrapper of another library's: none of ours.
+
+    def new_storage(self, size_bytes: int) -> int:
+        """Adds a hollow storage and returns its number."""
+        number = len(self._sizes)
+        storage = hollow_storage(size_bytes)
+        self._sizes.append(size_bytes)
+        self._hollow[number] = storage
+        self._by_address[storage._cdata] = number
+        return number
+
+    def new_tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Returns a tensor on the hollow storage that the spec names."""
+        return spec.on(self._hollow[spec.storage])
+
+    def size_bytes(self, number: int) -> int:
+        """Returns the size of a storage."""
+        return self._sizes[number]
+
+    def leave_unset(self, number: int) -> None:
+        """Says that the storage has no content of its own: it comes from ``torch.empty``."""
+        self._unset.add(number)
+
+    def append(self, call: Call) -> None:
+        """Adds an operation that was not executed, or whose result was dropped."""
+        self._calls.append(call)
+
+    def chain_of(self, generator: torch.Generator) -> DrawChain:
+        """Returns the chain of the random calls of this generator."""
+        for chain in self._chains:
+            if chain.generator is generator:
+                return chain
+        self._chains.append(DrawChain(generator))
+        return self._chains[-1]
+
+    def alive(self) -> set[int]:
+        """Returns the hollow storages on which some tensor outside of the recording lies."""
+        return self._alive_among(self._hollow)
+
+    def _alive_among(self, numbers: Iterable[int]) -> set[int]:
+        # One count is that of the recording's own reference.
+        count = torch._C._storage_Use_Count
+        hollow = self._hollow
+        return {n for n in numbers if n in hollow and count(hollow[n]._cdata) > 1}
+
+    def close(self) -> None:
+        """Ends the recording; forgets what nothing alive depends on."""
+        self.is_open = False
+        self._forget()
+
+    def fill(self, numbers: Iterable[int], *, because: str | None = None) -> None:
+        """Gives the storages their memory and contents, in place.
+
+        With ``because`` a warning says why memory is taken before the plan is known.
+        """
+        wanted = {number for number in numbers if number in self._hollow}
+        if not wanted:
+            return
+        size_bytes = sum(self._sizes[number] for number in wanted)
+        if because is not None:
+            warn_if_large(size_bytes, because)
+        with plain_torch():
+            contents = self._compute(wanted)
+            for number in wanted:
+                self._swap_in(number, contents.pop(number))
+        self.on_filled(wanted)
+        if not self.is_open:
+            self._forget()
+
+    def _swap_in(self, number: int, content: torch.UntypedStorage) -> None:
+        storage = self._hollow.pop(number)
+        del self._by_address[storage._cdata]
+        if content.nbytes() != storage.nbytes():
+            raise DeferredInitError(
+                f"a replayed tensor takes {content.nbytes()} bytes, recorded were "
+                f"{storage.nbytes()}\n  Fix: build this network without gs.deferred_init()."
+            )
+        storage._swap_data_ptr_(content)  # type: ignore[attr-defined]
+
+    def _forget(self) -> None:
+        """Drops hollow storages that nobody holds, and the calls that no other needs."""
+        alive = self.alive()
+        for number in set(self._hollow) - alive:
+            del self._by_address[self._hollow.pop(number)._cdata]
+        self._recent = (0, {})
+        self._calls, _ = _needed_for(self._calls, alive)
+
+    def _compute(self, wanted: set[int]) -> dict[int, torch.UntypedStorage]:
+        """Returns the wanted contents on new memory.
+
+        A construction that reads in a loop (rejection sampling in ``trunc_normal_``) would start
+        from nothing each time: contents that are still alive are kept for the next read.
+        """
+        position, known = self._recent
+        self._recent = (0, {})
+        since = self._calls[position:]
+        newer, needed = _needed_for(since, wanted)
+        known = {number: known[number] for number in needed if number in known}
+        older, _ = _needed_for(self._calls[:position], needed - set(known))
+        contents: dict[int, torch.UntypedStorage] = {}
+        replay = DrawReplay(self._chains)
+        try:
+            self._run(older, contents, replay, keep=needed - set(known))
+            contents.update(known)
+            known.clear()
+            keep = set(wanted)
+            if self.is_open:
+                keep |= self._alive_among(_up_to_date(since, newer, contents))
+            self._run(newer, contents, replay, keep=keep)
+        finally:
+            replay.restore()
+        for number in wanted - set(contents):
+            contents[number] = self._unset_content(number, ())
+        if self.is_open:
+            self._recent = (len(self._calls), self._worth_keeping(contents, keep - wanted))
+        return contents
+
+    def _worth_keeping(
+        self, contents: dict[int, torch.UntypedStorage], alive: set[int]
+    ) -> dict[int, torch.UntypedStorage]:
+        """Returns the latest contents, bounded by what one initialiser works on at a time."""
+        candidates = [number for number in reversed(contents) if number in alive]
+        room = 4 * max((self._sizes[number] for number in candidates), default=0)
+        kept = {}
+        for number in candidates:
+            room -= self._sizes[number]
+            if room >= 0:
+                kept[number] = contents[number]
+        return kept
+
+    def _resolve(
+        self,
+        contents: dict[int, torch.UntypedStorage],
+        overwritten: Collection[int],
+        spec: TensorSpec,
+    ) -> torch.Tensor:
+        """Returns an operand of a call that is about to be executed."""
+        if spec.storage < 0:
+            return spec.like_nothing()
+        if spec.storage not in contents:
+            contents[spec.storage] = self._unset_content(spec.storage, overwritten)
+        return spec.on(contents[spec.storage])
+
+    def _unset_content(self, number: int, allowed: Collection[int]) -> torch.UntypedStorage:
+        """Returns new memory for what plain construction, too, would not have set yet."""
+        assert number in self._unset or number in allowed, f"no content for storage {number}"
+        return new_storage(self._sizes[number])
+
+    def _run(
+        self,
+        calls: Sequence[Call],
+        contents: dict[int, torch.UntypedStorage],
+        replay: DrawReplay,
+        *,
+        keep: Collection[int],
+    ) -> None:
+        """Executes calls in order, each content dropped when no later call reads it."""
+        for call, dead in zip(calls, _dead_after(calls, keep), strict=True):
+            chain = replay.prepare(call) if call.is_draw else None
+            outputs = call.run(partial(self._resolve, contents, call.overwrites))
+            if chain is not None:
+                chain.check(chain.position_of(call))
+            for spec, output in zip(call.created, outputs, strict=True):
+                contents[spec.storage] = output.untyped_storage()
+            del outputs
+            for number in dead & set(contents):
+                del contents[number]
+                note_dropped(self._sizes[number])
+
+
+def _needed_for(calls: Sequence[Call], wanted: Iterable[int]) -> tuple[list[Call], set[int]]:
+    """Returns the calls on which the wanted contents depend, and what must exist before them."""
+    needed = set(wanted)
+    found: list[Call] = []
+    for call in reversed(calls):
+        if not needed:
+            break
+        if call.writes.isdisjoint(needed):
+            continue
+        found.append(call)
+        needed -= call.overwrites
+        needed |= call.reads
+    found.reverse()
+    return found, needed
+
+
+def _up_to_date(
+    calls: Sequence[Call], executed: Sequence[Call], before: Collection[int]
+) -> set[int]:
+    """Returns the storages whose content is that of after all calls, though not all are executed.
+
+    Of those that no call writes to, the ones that were ``before``.
+    """
+    last_writer = {number: call for call in calls for number in call.writes}
+    done = set(executed)
+    written = {number for number, call in last_writer.items() if call in done}
+    return written | {number for number in before if number not in last_writer}
+
+
+def _dead_after(calls: Sequence[Call], keep: Collection[int]) -> list[set[int]]:
+    """Returns for each call the storages whose content no later call, nor the caller, reads."""
+    live = set(keep)
+    dead: list[set[int]] = []
+    for call in reversed(calls):
+        dead.append(set(call.reads | call.writes) - live)
+        live -= call.overwrites
+        live |= call.reads
+    dead.reverse()
+    return dead

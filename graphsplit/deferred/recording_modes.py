@@ -1,0 +1,331 @@
+"""The two modes that watch a construction: operations, and readings that are not operations.
+
+What happens to an operation on CPU tensors under `OperationMode`:
+
+    takes random numbers into a hollow tensor   executed on scratch memory, recorded
+    makes a tensor from no tensor               recorded (nothing is recorded for ``empty``)
+    gives a view of a hollow tensor             executed: views touch no memory
+    computes from, or writes to, hollow ones    recorded; shapes and errors come from meta tensors
+    anything else that meets a hollow tensor    the hollow ones are filled, then it is executed
+    meets real tensors only                     executed
+
+The last line but one is the fallback, per tensor: it holds for values that Python needs
+(``item``, a branch), shapes that depend on values, custom operators, other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from graphsplit.deferred.calls import SHAPE_ONLY, Call, TensorSpec, user_line
+from graphsplit.deferred.recording import Recording, plain_torch, warn_if_large
+
+_EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+_LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
+_DRAW_LIKE = frozenset({"rand_like", "randn_like", "randint_like"})
+_DRAW_NEW = frozenset({"rand", "randn", "randint", "randperm"})
+_DRAW_INTO = frozenset(
+    {"uniform_", "normal_", "random_", "bernoulli_", "exponential_"}
+    | {"cauchy_", "log_normal_", "geometric_"}
+)
+_FILLS = frozenset({"zero_", "fill_", "copy_"}) | _DRAW_INTO
+_SHAPE_ONLY = (_EMPTY | _LIKE | _DRAW_LIKE) - {"empty", "empty_strided"}
+_MAKES_ALIAS = frozenset({"_unsafe_view", "_reshape_alias", "lift", "set_"})
+_CHANGES_STORAGE = frozenset({"resize_", "resize_as_"})
+# These write to the running statistics, and their schemas do not say so.
+_HIDES_WRITES = frozenset(
+    {"native_batch_norm", "batch_norm_update_stats", "cudnn_batch_norm", "miopen_batch_norm"}
+)
+_KNOWN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _name(func: Any) -> str:
+    return str(func.overloadpacket.__name__)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_plain_cpu(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Tells whether the operation stays among ordinary dense CPU tensors."""
+    device = kwargs.get("device")
+    return (
+        (device is None or torch.device(device).type == "cpu")
+        and kwargs.get("layout") in (None, torch.strided)
+        and kwargs.get("names") is None
+        and not kwargs.get("pin_memory")
+        and all(_is_ordinary(tensor) for tensor in tensors)
+    )
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in _KNOWN_TYPES
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the arguments that the operation's schema says it writes to."""
+    written: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written
+
+
+def _returns_views(func: Any) -> bool:
+    aliases = [ret.alias_info for ret in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _is_recordable(func: Any) -> bool:
+    """Tells whether nothing but tensors come out, and none of them may be resized on the way."""
+    kinds = [str(ret.type) for ret in func._schema.returns]
+    return all(kind in ("Tensor", "List[Tensor]") for kind in kinds) and not any(
+        argument.is_out for argument in func._schema.arguments
+    )
+
+
+class OperationMode(TorchDispatchMode):
+    """Records operations instead of executing them, as the module's table says."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording = recording
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The guard that torch would add imports all of torch._dynamo at the first operation.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Handles one operation, below autograd."""
+        with torch._C.DisableTorchFunction():
+            return self._handle(func, args, kwargs or {})
+
+    def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = _tensors((args, kwargs))
+        name = _name(func)
+        hollow = [t for t in tensors if self._recording.number_of(t) is not None]
+        makes = func.namespace == "aten" and (not tensors or name in _SHAPE_ONLY)
+        if not hollow and not makes:
+            return func(*args, **kwargs)
+        if func.namespace != "aten" or not _is_plain_cpu(tensors, kwargs):
+            return self._execute(func, hollow, args, kwargs)
+        if name in _CHANGES_STORAGE | _HIDES_WRITES or not _is_recordable(func):
+            return self._execute(func, hollow, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, name, hollow, args, kwargs)
+        if name in _MAKES_ALIAS or torch.Tag.inplace_view in func.tags or _returns_views(func):
+            return func(*args, **kwargs)
+        return self._record(func, name, hollow, args, kwargs)
+
+    def _execute(
+        self, func: Any, hollow: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        numbers = {self._recording.number_of(tensor) for tensor in hollow} - {None}
+        self._recording.fill((n for n in numbers if n is not None), because=f"{func} needs a value")
+        return func(*args, **kwargs)
+
+    def _draw(
+        self,
+        func: Any,
+        name: str,
+        hollow: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Executes a random call, so that the generator moves on, drops the result, records."""
+        into = name in _DRAW_INTO and len(_tensors((args, kwargs))) == 1
+        if not into and name not in _DRAW_NEW | _DRAW_LIKE:
+            return self._execute(func, hollow, args, kwargs)
+        generator = kwargs.get("generator")
+        chain = self._recording.chain_of(generator or torch.default_generator)
+        if into:
+            target: torch.Tensor = args[0]
+            scratch = self._spec(target).scratch()
+            chain.before_draw(target.numel())
+            func(scratch, *args[1:], **kwargs)
+            del scratch
+            call = self._call(func, name, args, kwargs, [], is_draw=True)
+            result = target
+        else:
+            chain.before_draw(_num_elements(args[0]))
+            drawn = func(*args, **kwargs)
+            result, spec = self._new_like(drawn)
+            del drawn
+            call = self._call(func, name, args, kwargs, [spec], is_draw=True)
+        chain.after_draw(call, result.nbytes)
+        self._recording.append(call)
+        return result
+
+    def _record(
+        self,
+        func: Any,
+        name: str,
+        hollow: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        written = _written(func, args, kwargs)
+        operands = _tensors((args, kwargs))
+        real = [t for t in operands if self._recording.number_of(t) is None]
+        if any(t is w for t in real for w in written) or not all(_clones_exactly(t) for t in real):
+            return self._execute(func, hollow, args, kwargs)
+        try:
+            shaped = self._on_meta(func, args, kwargs)
+        except Exception:
+            # Either torch knows no shape without the values, or the call is wrong: executing it
+            # gives the result, or the error of plain construction.
+            return self._execute(func, hollow, args, kwargs)
+        created: list[TensorSpec] = []
+        if written:
+            result = _written_result(func, args, kwargs, written)
+        else:
+
+            def make(meta: torch.Tensor) -> torch.Tensor:
+                tensor, spec = self._new_like(meta)
+                created.append(spec)
+                return tensor
+
+            result = tree_map_only(torch.Tensor, make, shaped)
+        if name in _EMPTY and not torch.are_deterministic_algorithms_enabled():
+            self._recording.leave_unset(created[0].storage)
+        else:
+            self._recording.append(self._call(func, name, args, kwargs, created))
+        return result
+
+    def _on_meta(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+            size, stride = tensor.size(), tensor.stride()
+            return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+
+        meta_args, meta_kwargs = tree_map_only(torch.Tensor, shape_of, (args, kwargs))
+        if any(argument.name == "device" for argument in func._schema.arguments):
+            meta_kwargs["device"] = torch.device("meta")
+        return func(*meta_args, **meta_kwargs)
+
+    def _new_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, TensorSpec]:
+        number = self._recording.new_storage(tensor.untyped_storage().nbytes())
+        spec = TensorSpec.of(tensor, number)
+        return self._recording.new_tensor(spec), spec
+
+    def _spec(self, tensor: torch.Tensor) -> TensorSpec:
+        number = self._recording.number_of(tensor)
+        assert number is not None
+        return TensorSpec.of(tensor, number)
+
+    def _call(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        created: list[TensorSpec],
+        *,
+        is_draw: bool = False,
+    ) -> Call:
+        def describe(tensor: torch.Tensor) -> Any:
+            if name in _SHAPE_ONLY:
+                return TensorSpec.of(tensor, SHAPE_ONLY)
+            if self._recording.number_of(tensor) is not None:
+                return self._spec(tensor)
+            # A real operand may be changed by anyone later: the recording needs its own copy.
+            warn_if_large(tensor.nbytes, f"{func} takes in a tensor that is not deferred")
+            return tensor.clone()
+
+        written = {self._spec(t) for t in _written(func, args, kwargs)}
+        described = tree_map_only(torch.Tensor, describe, (args, kwargs))
+        specs = [leaf for leaf in tree_leaves(described) if isinstance(leaf, TensorSpec)]
+        reads = {spec.storage for spec in specs if spec.storage >= 0}
+        overwrites = {spec.storage for spec in created}
+        if name in _FILLS and self._covers(args[0]):
+            target = self._spec(args[0]).storage
+            sources = tree_leaves((described[0][1:], described[1]))
+            if all(not isinstance(s, TensorSpec) or s.storage != target for s in sources):
+                reads.discard(target)
+                overwrites.add(target)
+        return Call(
+            func=func,
+            args=described[0],
+            kwargs=described[1],
+            reads=frozenset(reads),
+            writes=frozenset(overwrites | {spec.storage for spec in written}),
+            overwrites=frozenset(overwrites),
+            created=tuple(created),
+            default_dtype=torch.get_default_dtype(),
+            where=user_line(),
+            is_draw=is_draw,
+        )
+
+    def _covers(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a hollow tensor is the whole of its storage."""
+        size_bytes = self._recording.size_bytes(self._spec(tensor).storage)
+        return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == size_bytes
+
+
+def _num_elements(size: Any) -> int:
+    """Returns how many elements the first argument of a random factory asks for."""
+    if isinstance(size, torch.Tensor):
+        return size.numel()
+    return int(torch.Size(size).numel()) if isinstance(size, list | tuple) else 1 << 20
+
+
+def _clones_exactly(tensor: torch.Tensor) -> bool:
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _written_result(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
+) -> Any:
+    """Returns what an operation that writes to its arguments returns: these arguments."""
+    num_returns = len(func._schema.returns)
+    if num_returns == 0:
+        return None
+    return written[0] if num_returns == 1 else tuple(written)
+
+
+def _readers() -> frozenset[Any]:
+    names = (
+        "numpy tolist data_ptr const_data_ptr untyped_storage storage _typed_storage __array__ "
+        "__dlpack__ share_memory_ __reduce_ex__ __deepcopy__"
+    )
+    return frozenset(getattr(torch.Tensor, n) for n in names.split() if hasattr(torch.Tensor, n))
+
+
+class ReadingMode(TorchFunctionMode):
+    """Fills what is about to be read without an operation, such as by ``numpy()``."""
+
+    _READERS = _readers()
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Handles one call of torch's Python interface."""
+        if func in self._READERS and not _copies_by_clone(func, args):
+            with plain_torch():
+                numbers = [self._recording.number_of(t) for t in _tensors((args, kwargs))]
+                because = f"Tensor.{getattr(func, '__name__', func)} needs a value"
+                self._recording.fill((n for n in numbers if n is not None), because=because)
+        return func(*args, **(kwargs or {}))
+
+
+def _copies_by_clone(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    return func is torch.Tensor.__deepcopy__ and isinstance(args[0], torch.nn.Parameter)

@@ -1,0 +1,1 @@
+"""Who reads a loader, and what the other workers learn of its batches."""

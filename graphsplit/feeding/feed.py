@@ -1,0 +1,421 @@
+"""Batches for workers: who reads them, and what the others learn of them.
+
+Only workers whose program consumes an input read their loader; the others decode nothing. Before
+each step the *leader*, the reader that stands earliest in the pipeline, tells all others by a
+ticket what the batch looks like, and the states of PyTorch's, Python's and NumPy's generators if
+drawing the batch changed them::
+
+    leader     draw batch ── ticket ───────────────► run step
+    reader     draw batch ── receive ticket ───────► run step
+    others      receive ticket, take over generators ► run step
+
+Checksums cost time, so the leader computes them while it waits for values, and readers when they
+draw, while others still compute. A ticket carries that of the batch before: a difference ends the
+job one step late, and names the right one.
+
+Reading may change what a loader is made of, and only readers see that. So a consumer that has
+missed an epoch of a loader is sent its batches by the leader, which has missed none.
+
+Before the first plan nobody knows who reads. The worker of the first placed module leads then; if
+it turns out to consume nothing, it has read one epoch for the others, and the next epoch's leader
+is a consumer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.batches import records
+from graphsplit.batches.batch import fingerprint
+from graphsplit.batches.microbatches import Divider, Division, Shape
+from graphsplit.capture.graph import Mode
+from graphsplit.checkpoint.generators import is_same
+from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.errors import LoaderMismatchError
+from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory
+from graphsplit.feeding.sent_batches import receive_batch, send_batch
+from graphsplit.feeding.tickets import Ticket, Tickets
+from graphsplit.job.job import Job
+from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
+from graphsplit.job.readers import LoaderReaders
+from graphsplit.marks.annotations import module_annotation
+from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.planner import Planner
+from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.tensor_meta import TensorMeta
+
+_FIX = (
+    "give all workers the same data, order and seed; a script that draws random numbers must draw "
+    "them on every worker."
+)
+
+
+def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers: int) -> int:
+    """The worker that probably consumes the first input: a guess for the very first batch."""
+    for module in network.modules():
+        annotation = module_annotation(module)
+        if annotation is not None:
+            return annotation.rank if annotation.rank < num_workers else 0
+        is_leaf = next(module.children(), None) is None
+        if unplaced == "worker0" and is_leaf and next(module.parameters(), None) is not None:
+            return 0
+    return 0
+
+
+Fed = tuple[PlannedStep, Division | None, Callable[[], None] | None]
+
+
+class _Cursor:
+    """A loader's batches, one by one."""
+
+    def __init__(self, loader: Iterable[Any], *, divider: Divider, has_loss_fn: bool) -> None:
+        self._iterator = iter(loader)
+        self._divider = divider
+        self._has_loss_fn = has_loss_fn
+
+    def draw(self) -> Division | None:
+        """The next batch; None at the end."""
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            return None
+        return self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
+
+
+class Feed:
+    """The batches of one epoch, as one worker sees them.
+
+    Yields, for each step, the plan to run, the batch, and what to do while the step waits for its
+    first value. The batch is None where this worker does not consume it.
+
+    Raises while iterating:
+        LoaderMismatchError: This worker's loader disagrees with the leader's.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        planner: Planner,
+        tickets: Tickets,
+        *,
+        mode: Mode,
+        leader: int,
+        loader: Iterable[Any],
+        divider: Divider,
+        has_loss_fn: bool,
+        readers: LoaderReaders,
+        note: str = "",
+        start: EpochStart = FROM_THE_START,
+        progress: Progress | None = None,
+    ) -> None:
+        self._job = job
+        self._planner = planner
+        self._tickets = tickets
+        self._mode = mode
+        self._leader = leader
+        self._readers = readers
+        self._reading = readers.reading(loader, job.num_workers)
+        self._have_read = {leader}
+        self._has_written = False  # steps have modified batches
+        records.trust_loader(loader)
+        self._loader = loader
+        self._divider = divider
+        self._has_loss_fn = has_loss_fn
+        self._note = note
+        self._progress = progress
+        self._start = start
+        start.go_on(loader)
+        self._epoch_state = torch.default_generator.get_state()
+        if start.generator is not None:
+            self._epoch_state = start.generator
+        self._epoch_process = ProcessStates.now()
+        self._cursor: _Cursor | None = None
+        self._step = start.step
+        self._checksum: int | None = None  # of the batch drawn last
+        self._next: Division | None = None  # drawn, but not yet announced
+        self._next_checksum: int | None = None
+
+    def __iter__(self) -> Iterator[Fed]:
+        if self._job.num_workers == 1:
+            yield from self._alone()
+            return
+        with self._readers.being_read(self._reading, self._leader):
+            yield from self._lead() if self._is_leading else self._follow()
+
+    @property
+    def _is_leading(self) -> bool:
+        return self._job.rank == self._leader
+
+    def _alone(self) -> Iterator[Fed]:
+        """There is nobody to tell, and nothing to compare."""
+        cursor = self._open_cursor()
+        while (division := cursor.draw()) is not None:
+            yield self._planned(division.shape()), division, None
+            self._step += 1
+
+    def _lead(self) -> Iterator[Fed]:
+        watch, memory = GeneratorWatch(), loader_memory(self._loader)
+        watch.look()
+        cursor = self._open_cursor()
+        known: torch.Tensor | None = None
+        planned: PlannedStep | None = None
+        looked: tuple[Any, ...] = ()
+        while True:
+            if self._step > 0:
+                known = torch.default_generator.get_state()
+                watch.look()
+            division = cursor.draw()
+            process = watch.look()
+            state = torch.default_generator.get_state()
+            news = None if known is not None and torch.equal(state, known) else state
+            previous = self._checksum or 0
+            if division is None:
+                self._end_leading(news, process, previous, memory)
+                return
+            shape = division.shape()
+            # Workers that wait for a value anyway are woken by it; waking them twice costs more
+            # than a hop, when there are fewer cores than workers.
+            is_same = planned is not None and looked == (shape.whole, shape.parts)
+            if planned is None or not is_same or self._planner.lowers_again:
+                quiet: Container[int] = ()
+            else:
+                quiet = planned.first.woken_by_values
+            python = self._planner.python_step(self._mode, shape.first)
+            self._tickets.send(
+                shape,
+                generator=news,
+                process=process,
+                quiet=quiet,
+                previous_checksum=previous,
+                python=python,
+            )
+            planned, looked = self._planned(shape), (shape.whole, shape.parts)
+            for consumer in self._not_reading(planned):
+                send_batch(self._job.control, division, destination=consumer)
+            yield planned, division, self._checking(division, planned)
+            self._step += 1
+
+    def _end_leading(
+        self, generator: torch.Tensor | None, process: ProcessStates, checksum: int, before: Any
+    ) -> None:
+        """Tell that the epoch is over, and what the loader remembers of it."""
+        now = loader_memory(self._loader)
+        has_changed = not is_same(before, now)
+        self._tickets.send(
+            None,
+            generator=generator,
+            process=process,
+            previous_checksum=checksum,
+            loader_changed=has_changed,
+        )
+        if has_changed:
+            self._share_memory(now)
+        self._note_readers()
+
+    def _share_memory(self, memory: Any = None) -> None:
+        share_loader_memory(
+            self._job.control,
+            self._loader,
+            memory,
+            source=self._leader,
+            takes=self._cursor is None,
+        )
+
+    def _planned(self, shape: Shape) -> PlannedStep:
+        before, self._planner.catch_up = self._planner.catch_up, self._catch_up
+        try:
+            return plan_step(
+                self._planner, self._mode, shape, note=self._note, progress=self._progress
+            )
+        finally:
+            self._planner.catch_up = before
+
+    def _check_python(self, ticket: Ticket, shape: Shape) -> None:
+        """What the leader's data set has changed of the Python around the step is changed here."""
+        mine = self._planner.python_step(self._mode, shape.first)
+        if not mine.agrees_with(ticket.python):
+            self._draw_missed()
+        self._planner.check_python_step(self._mode, shape.first, ticket.python, self._leader)
+
+    def _catch_up(self, text: str | None) -> bool:
+        """Compare a new graph with the leader's; if it is another, read what was not read here.
+
+        Args:
+            text: The graph that was recorded; None where that failed.
+
+        Returns:
+            Whether there was something to read, so that the step may be another one now.
+        """
+        digest = hashlib.sha256((text or "").encode(errors="replace")).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        meta = TensorMeta.of(mine)
+        leaders = self._job.control.broadcast(mine, meta, source=self._leader)
+        return not (self._is_leading or torch.equal(mine, leaders)) and self._draw_missed()
+
+    def _draw_missed(self) -> bool:
+        """Read up to the batch of the coming step, if this worker has not; says whether it has."""
+        if self._cursor is not None:
+            return False
+        self._next = self._draw()
+        if self._next is not None:
+            self._next_checksum = fingerprint(self._next.arguments)
+        return True
+
+    def _new_cursor(self) -> _Cursor:
+        batches = self._start.open(self._loader)
+        return _Cursor(batches, divider=self._divider, has_loss_fn=self._has_loss_fn)
+
+    def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
+        """What computes the checksum while the step waits; it is done now if the step writes."""
+
+        def check() -> None:
+            self._checksum = fingerprint(division.arguments)
+
+        if not planned.writes_inputs:
+            return check
+        check()
+        return None
+
+    def holders(self, planned: PlannedStep) -> set[int]:
+        """The workers that have the batch of a step."""
+        return {self._leader, *planned.consumers}
+
+    def _follow(self) -> Iterator[Fed]:
+        while True:
+            ticket = self._tickets.receive(self._leader)
+            self._compare_previous(ticket)
+            if ticket.shape is None:
+                self._end(ticket)
+                return
+            self._check_python(ticket, ticket.shape)
+            planned = self._planned(ticket.shape)
+            waiting = self._not_reading(planned)
+            if self._job.rank in waiting:
+                self._take_over_generators(ticket)
+                yield planned, self._sent(ticket.shape), None
+            elif self._job.rank in planned.consumers:
+                division = self._drawn_for(ticket, ticket.shape)
+                self._checksum, self._next_checksum = self._next_checksum, None
+                is_checked = self._checksum is not None
+                check = None if is_checked else self._checking(division, planned)
+                yield planned, division, check
+            else:
+                self._next = self._next_checksum = None
+                self._take_over_generators(ticket)
+                yield planned, None, None
+            if self._cursor is not None:
+                # In program order the next batch is drawn now, after the step and the callbacks:
+                # while others still compute, and before its ticket.
+                self._next = self._draw()
+                if self._next is not None:
+                    self._next_checksum = fingerprint(self._next.arguments)
+            if self._planner.is_open(planned.first):
+                planned.first.runner.expect_first_value()
+            self._step += 1
+
+    def _not_reading(self, planned: PlannedStep) -> list[int]:
+        """Consumers that have missed a part of what was read from this loader, and are sent it."""
+        now = self._readers.again(self._reading)
+        if now is not self._reading:
+            self._reading = now
+            self._stop_reading_where_some_was_missed()
+        self._has_written |= planned.writes_inputs
+        self._have_read |= now.ranks.intersection(planned.consumers)
+        return [rank for rank in planned.consumers if rank not in now.ranks]
+
+    def _note_readers(self) -> None:
+        self._readers.note(self._reading, self._have_read, has_written=self._has_written)
+
+    def _stop_reading_where_some_was_missed(self) -> None:
+        """A callback has read a part of this loader; the leader of both has missed nothing."""
+        self._have_read &= self._reading.ranks
+        if self._job.rank not in self._reading.ranks:
+            self._cursor = self._next = self._next_checksum = None
+
+    def _sent(self, shape: Shape) -> Division:
+        return receive_batch(self._job.control, shape, source=self._leader)
+
+    def _compare_previous(self, ticket: Ticket) -> None:
+        """Compare the batch before with the leader's, if this worker drew it."""
+        mine, self._checksum = self._checksum, None
+        if mine is not None and mine != ticket.previous_checksum:
+            self._step -= 1
+            raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
+
+    def _take_over_generators(self, ticket: Ticket) -> None:
+        ticket.process.put()
+        if ticket.generator:
+            state = torch.frombuffer(bytearray(ticket.generator), dtype=torch.uint8)
+            torch.default_generator.set_state(state)
+
+    def _draw(self) -> Division | None:
+        cursor = self._cursor or self._open_cursor()
+        return cursor.draw()
+
+    def _drawn_for(self, ticket: Ticket, announced: Shape) -> Division:
+        """This reader's batch, compared with the ticket."""
+        division = self._draw() if self._cursor is None else self._next
+        self._next = None
+        if division is None:
+            raise self._mismatch("its loader has ended", "the leader's has a batch")
+        shape = division.shape()
+        if shape.whole != announced.whole:
+            raise self._mismatch(
+                f"its batch is {shape.whole.text}", f"the leader's is {announced.whole.text}"
+            )
+        if shape != announced:
+            raise self._mismatch(
+                f"its batch gives {shape.describe()}",
+                f"the leader's gives {announced.describe()}",
+                fix="split and loss_weight must give the same on every worker: let them look at "
+                "nothing but the batch.",
+            )
+        self._compare_generators(ticket)
+        return division
+
+    def _compare_generators(self, ticket: Ticket) -> None:
+        """This reader has drawn the batch: its generator must be where the leader's is.
+
+        Python's and NumPy's need not: nobody seeds them for a script that does not, and modules
+        that are imported on the way draw from them. If that changed a batch, its values tell.
+        """
+        mine = torch.default_generator.get_state().numpy().tobytes()
+        if ticket.generator and mine != ticket.generator:
+            raise self._mismatch(
+                "its random generator is in another state", "the batches are equal"
+            )
+        ticket.process.put()
+
+    def _open_cursor(self) -> _Cursor:
+        """Start reading; where earlier batches of this epoch were not read here, skip them."""
+        now, process = torch.default_generator.get_state(), ProcessStates.now()
+        torch.default_generator.set_state(self._epoch_state)
+        self._epoch_process.put()
+        self._cursor = self._new_cursor()
+        for _ in range(self._step - self._start.step):
+            self._cursor.draw()
+        if self._step > 0:
+            torch.default_generator.set_state(now)
+            process.put()
+        return self._cursor
+
+    def _end(self, ticket: Ticket) -> None:
+        if self._next is not None and self._job.rank in self._reading.ranks:
+            raise self._mismatch("its loader has a further batch", "the leader's has ended")
+        self._take_over_generators(ticket)
+        if ticket.loader_changed:
+            self._share_memory()
+        self._note_readers()
+
+    def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
+        return LoaderMismatchError(
+            f"the loaders of workers {self._leader} and {self._job.rank} disagree at "
+            f"{self._mode.value} step {self._step} of the epoch\n"
+            f"  worker {self._job.rank}: {mine}\n  worker {self._leader}: {leaders}\n"
+            f"  Fix: {fix}"
+        )

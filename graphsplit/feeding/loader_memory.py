@@ -1,0 +1,55 @@
+"""What a loader remembers from epoch to epoch, as far as workers can tell it each other.
+
+Generators of random numbers in the loader, its samplers and its data set; and whole numbers that a
+sampler keeps, such as the epoch. Only workers that read a loader draw from them: the others are
+told, at the end of the epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphsplit.checkpoint.generators import put_remembered, remembered_by
+from graphsplit.checkpoint.group import ControlGroup, share_value
+from graphsplit.checkpoint.position import generators_of
+from graphsplit.checkpoint.values import Fixed
+from graphsplit.errors import FrameError
+from graphsplit.job.control import ControlChannels
+
+
+def loader_memory(loader: Any) -> dict[str, Any]:
+    """What a loader remembers now."""
+    remembered = remembered_by(loader, Fixed())
+    del remembered[""]  # the process's own generators
+    given = {path: generator.get_state() for path, generator in generators_of(loader).items()}
+    return {"generators": given, "remembered": remembered}
+
+
+def share_loader_memory(
+    control: ControlChannels, loader: Any, memory: Any, *, source: int, takes: bool
+) -> None:
+    """Let workers' loaders remember what one worker's does. Collective.
+
+    Args:
+        control: The channels of the job.
+        loader: This worker's loader.
+        memory: What ``loader_memory`` gave on ``source``; ignored elsewhere.
+        source: The worker that has read the loader.
+        takes: Whether this worker's loader is to take it; one that was read has it already.
+
+    Raises:
+        FrameError: What came is nothing that the loader could remember.
+    """
+    group = ControlGroup(control, lambda: None)
+    told = share_value(group, memory, source=source, what="what a loader remembers")
+    if not takes:
+        return
+    try:
+        generators = generators_of(loader)
+        for path, state in told["generators"].items():
+            generators[path].set_state(state)
+        put_remembered(loader, told["remembered"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise FrameError(
+            f"worker {source} sent what the loader here cannot remember: {error}"
+        ) from error

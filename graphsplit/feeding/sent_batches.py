@@ -1,0 +1,57 @@
+"""Batches that a worker consumes and does not read: another worker sends them.
+
+The ticket has told what the batch and its microbatches look like; what is left are the bytes of
+their tensors, in order. So nothing that comes is believed for a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from graphsplit.batches.batch import Arguments, Signature, leaves
+from graphsplit.batches.microbatches import Division, Shape
+from graphsplit.checkpoint.group import ControlGroup
+from graphsplit.checkpoint.layout import plain_meta
+from graphsplit.job.control import ControlChannels
+
+
+def send_batch(control: ControlChannels, division: Division, *, destination: int) -> None:
+    """Send a batch to a worker, which calls ``receive_batch`` meanwhile."""
+    group = ControlGroup(control, lambda: None)
+    for arguments in _wholes(division):
+        for leaf in leaves(arguments):
+            if isinstance(leaf, torch.Tensor):
+                group.send(leaf.detach().contiguous(), destination=destination)
+
+
+def receive_batch(control: ControlChannels, shape: Shape, *, source: int) -> Division:
+    """Take a batch of a known look from a worker."""
+    group = ControlGroup(control, lambda: None)
+    signatures = [shape.whole]
+    for signature, count in shape.parts:
+        signatures += [signature] * count
+    found = [_receive(group, signature, source) for signature in signatures]
+    if not shape.weights:
+        return Division(found[0], (found[0],))
+    return Division(found[0], tuple(found[1:]), shape.weights)
+
+
+def _wholes(division: Division) -> Iterator[Arguments]:
+    yield division.arguments
+    if division.weights:
+        yield from division.microbatches
+
+
+def _receive(group: ControlGroup, signature: Signature, source: int) -> Arguments:
+    """Arguments with a signature; every tensor is laid out as the sender's is."""
+    arguments = signature.example()
+    for leaf in leaves(arguments):
+        if isinstance(leaf, torch.Tensor):
+            value = group.receive_tensor(plain_meta(leaf), source=source)
+            for dim, stride in enumerate(leaf.stride()):
+                if stride == 0:  # one element for all of an expanded dimension
+                    leaf, value = leaf.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+            leaf.copy_(value)
+    return arguments

@@ -1,0 +1,1 @@
+"""A process's part in a job: joined, going on, ending."""

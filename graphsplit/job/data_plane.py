@@ -1,0 +1,69 @@
+"""A worker's part of the data plane, opened anew for every generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphsplit.cluster.member.member import Member
+from graphsplit.job.meter import Meter
+from graphsplit.security.names import WORKER
+from graphsplit.security.protection import load_protection
+from graphsplit.settings import ClusterSettings
+from graphsplit.transport.base import Transport
+from graphsplit.transport.hub import Hub
+from graphsplit.transport.wait import WaitPolicy
+
+GENERATOR_KEY = "generator"
+"""Under which a worker registers the state of its generator."""
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Opens this worker's part of the data plane, anew for every generation.
+
+    A new generation has new addresses and a new secret, so that what was sent in an earlier one
+    has no way in.
+
+    Attributes:
+        settings: The cluster.
+        generator: Digest of the generator's state when this process joined.
+        meter: Counts what goes through; None: nobody counts.
+    """
+
+    settings: ClusterSettings
+    generator: str
+    meter: Meter | None = None
+
+    def open(self) -> Hub:
+        """Listen for peers."""
+        settings = self.settings
+        return Hub(
+            bind_host=settings.worker_host,
+            mode=settings.transport,  # type: ignore[arg-type]
+            protection=load_protection(settings.security, role=WORKER, rank=settings.wished_rank),
+            num_workers=settings.num_workers,
+            silence_s=settings.silence_s,
+        )
+
+    def endpoints(self, hub: Hub) -> dict[str, str]:
+        """What to tell the peers."""
+        return {**hub.endpoints, GENERATOR_KEY: self.generator}
+
+    def connect(self, hub: Hub, member: Member) -> Transport:
+        """Become part of the generation that runs."""
+        try:
+            policy = WaitPolicy(member.abort, self.settings.receive_timeout_s, member.progress)
+            member.position.waiting_source = policy.waiting.now
+            return hub.connect(
+                rank=member.rank,
+                job=member.job,
+                generation=member.generation,
+                peers=[peer.endpoints for peer in member.peers],
+                policy=policy,
+                traffic=None if self.meter is None else self.meter.traffic,
+            )
+        except BaseException as error:
+            cause = member.failure_of(error)
+            if cause is not None:
+                member.report_failure(cause)
+            raise

@@ -1,0 +1,223 @@
+"""How a process of a job ends: what it prints, what it tells the others, and its exit status.
+
+The root cause is printed whole once, by the process in which it happened: with the user's frames,
+and without graphsplit's own unless ``GS_FULL_TRACEBACK`` is set. Every other process prints one
+line that says who failed, where, and with what. What only follows from it is not printed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+from graphsplit import logs
+from graphsplit.cluster.member.identity import bounded, failure_of
+from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
+from graphsplit.errors import JobFailedError
+from graphsplit.frames import line_of, users_traceback, without_own_frames
+from graphsplit.job.job import WAKE_SIGNAL, Job
+from graphsplit.reports import write_report
+from graphsplit.root_cause import FailureCause
+from graphsplit.settings import RESTART
+
+FULL_TRACEBACK = "GS_FULL_TRACEBACK"
+_AGAIN_S = 0.05  # a finalizer is over by then
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+
+class LastWords:
+    """Python's hook for an error that leaves the script.
+
+    Args:
+        previous: The hook before. One that is not Python's own goes on printing errors.
+
+    Attributes:
+        job: The job that this process has joined; None in the scheduler, and before.
+    """
+
+    def __init__(self, previous: _Hook) -> None:
+        self._previous = previous
+        self.job: Job | None = None
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Say what happened, tell the others, and leave."""
+        job = self.job
+        if job is not None:
+            job.is_ending = True
+        cause = self._cause(error)
+        first = self._told_elsewhere(cause)
+        if first is not None:
+            tell_echo(job, first)
+        elif self._previous is not sys.__excepthook__ and not isinstance(error, JobFailedError):
+            self._previous(kind, error, trace)
+        else:
+            self._tell(error, cause)
+        sys.stderr.flush()
+        if cause is not None and first is None:
+            write_report(os.environ, cause)
+        if job is not None and not job.is_closed:
+            if cause is not None:
+                job.member.report_failure(cause)
+            job.close()
+
+    def _cause(self, error: BaseException) -> FailureCause | None:
+        if self.job is not None:
+            return self.job.member.failure_of(error)
+        return failure_of(error, rank=-1, host="", pid=0, position="")
+
+    def _told_elsewhere(self, cause: FailureCause | None) -> FailureCause | None:
+        """The root cause, if it is the very same error of another worker, which was first.
+
+        What is wrong with a script is wrong on every worker, and several may find it at once.
+        """
+        first = self.job.abort.cause if self.job is not None else None
+        if cause is None or first is None or self.job is None or first.rank == self.job.rank:
+            return None
+        mine = bounded(cause)
+        return first if (first.kind, first.message) == (mine.kind, mine.message) else None
+
+    def _tell(self, error: BaseException, cause: FailureCause | None) -> None:
+        if isinstance(error, JobFailedError):
+            tell_echo(self.job, error.cause)
+        elif isinstance(error, KeyboardInterrupt) and self.job is not None:
+            where = line_of(error.__traceback__)
+            line = f"worker {self.job.rank} was interrupted: {error}{where and f'; {where}'}"
+            logs.say(line, event="interrupted", level="error")
+        else:
+            _tell_whole(error, cause)
+
+
+def _tell_whole(error: BaseException, cause: FailureCause | None) -> None:
+    text = users_traceback(error, is_full=_is_full())
+    if logs.is_json(os.environ):
+        kind = cause.kind if cause is not None else "exception"
+        logs.say(text.rstrip(), event="failed", level="error", kind=kind)
+    else:
+        sys.stderr.write(text)
+
+
+def _is_full() -> bool:
+    return os.environ.get(FULL_TRACEBACK, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def tell_echo(job: Job | None, cause: FailureCause) -> None:
+    """Say that this process ends because of what happened elsewhere."""
+    me = f"worker {job.rank}" if job is not None else "this process"
+    line = f"{me} ended because {cause.describe()}"
+    if job is not None and cause.rank == job.rank and cause.traceback:
+        # The script has caught the error itself, and went on: nobody has printed it yet.
+        line = f"{me} ended because of an error that the script caught: {cause.headline}"
+        trace = cause.traceback.rstrip()
+        line = f"{line}\n{trace if _is_full() else without_own_frames(trace)}"
+    logs.say(line, event="ended", level="error", kind=cause.kind, cause_rank=cause.rank)
+    write_report(os.environ, cause)
+
+
+def install_last_words() -> LastWords:
+    """Let errors that leave the script be told as this module says."""
+    if isinstance(sys.excepthook, LastWords):
+        return sys.excepthook
+    hook = LastWords(sys.excepthook)
+    sys.excepthook = hook
+    return hook
+
+
+def install_endings(job: Job, finalize: Callable[[], None]) -> None:
+    """Say why this worker ends, whichever way it ends."""
+    install_last_words().job = job
+    _LOG_OF_FAKES.addFilter(_is_no_echo)
+    # Handlers run in the opposite order: this one when the others are done.
+    atexit.register(_exit_for_another_try, job)
+    atexit.register(_finalize_at_exit, job, finalize)
+    if threading.current_thread() is threading.main_thread():
+        _raise_on(job, WAKE_SIGNAL)
+        _raise_again_where_lost(job)
+        _end_on_terminate(job)
+    job.abort.add_waker(job.interrupt_main_thread)
+
+
+def _is_no_echo(record: logging.LogRecord) -> bool:
+    """Torch logs whatever breaks off an operation of a capture; news of the job's end do, too."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, JobFailedError)
+
+
+def _raise_on(job: Job, number: signal.Signals | None) -> None:
+    if number is None or signal.getsignal(number) not in (signal.SIG_DFL, None):
+        return
+
+    def wake(signum: int, frame: FrameType | None) -> None:
+        # A job that recovers interrupts nothing: the next wait will find out.
+        if not job.is_ending and not job.abort.was_raised and not job.abort.recovers:
+            job.abort.raise_if_set()
+
+    signal.signal(number, wake)
+
+
+def _raise_again_where_lost(job: Job) -> None:
+    """A signal may come while a finalizer runs, out of which nothing can be raised: try again.
+
+    Python would print what was raised there, and the script would go on as if nothing had been.
+    """
+    previous = sys.unraisablehook
+
+    def hook(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, JobFailedError):
+            previous(lost)
+        elif not job.is_ending:
+            job.abort.was_raised = False
+            again = threading.Timer(_AGAIN_S, job.interrupt_main_thread)
+            again.daemon = True
+            again.start()
+
+    sys.unraisablehook = hook
+
+
+def _end_on_terminate(job: Job) -> None:
+    """SIGTERM and SIGINT end the job with a reason instead of a vanished process.
+
+    SIGTERM ends it in order, when the step is done; a second one, or SIGINT, at once. A child of a
+    shell that runs in the background inherits SIGINT as ignored; here it must end the worker.
+    """
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGTERM and job.ask_to_stop():
+            return
+        raise KeyboardInterrupt(f"ended by {signal.Signals(signum).name}")
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.default_int_handler):
+        signal.signal(signal.SIGINT, terminate)
+
+
+def _finalize_at_exit(job: Job, finalize: Callable[[], None]) -> None:
+    """At exit nothing can catch an error any more; what ended the job is still told."""
+    try:
+        finalize()
+    except JobFailedError as error:
+        tell_echo(job, error.cause)
+
+
+def _exit_for_another_try(job: Job) -> None:
+    """The job failed, and is to be started again: say so by the status of this process.
+
+    At exit Python's status is 1 already, and cannot be changed in another way.
+    """
+    cause = job.abort.cause
+    if cause is None or not cause.is_retryable or job.recovery_policy != RESTART:
+        return
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EX_TEMPFAIL)

@@ -1,0 +1,250 @@
+"""A joined job, as one worker sees it: membership, transport, and how it goes on or ends."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from graphsplit.cluster.member.member import Member
+from graphsplit.errors import (
+    ClusterError,
+    FrameError,
+    JobFailedError,
+    MembershipChangedError,
+    PlanMismatchError,
+    TransportError,
+)
+from graphsplit.failure import AbortSignal
+from graphsplit.job.control import ControlChannels
+from graphsplit.job.data_plane import Doors
+from graphsplit.job.meter import Meter
+from graphsplit.job.readers import LoaderReaders
+from graphsplit.job.script import Script
+from graphsplit.optimizers.ownership import TensorOwners
+from graphsplit.transport.base import Transport
+
+# Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
+WAKE_SIGNAL = getattr(signal, "SIGURG", None)
+
+
+class Job:
+    """A joined job, as one worker sees it.
+
+    Attributes:
+        member: Membership: peers, agreement, barriers.
+        rank: This worker's rank.
+        num_workers: How many workers the job has.
+        transport: Moves tensors between workers.
+        control: Small and chunked messages outside any plan.
+        abort: Set when the job fails, anywhere.
+        is_ending: This worker has an error of its own, or leaves; news of the job's end must not
+            interrupt it any more.
+        joined_generation: The generation in which this process came: above 1 when it takes the
+            place of a lost one, and has to catch up.
+        owners: Where the tensors of all Models live.
+        readers: Which workers have read the loaders of all Models.
+        script: The calls of the user's script that concern all workers.
+        num_barriers: How many barriers the script came to in this generation.
+        after_recovery: Called by ``finalize`` after a recovery at the end of the job, so that
+            this worker takes its part in what the others do after ``recover``.
+        at_end: Called by ``finalize``, by all workers together, while all are still there.
+        depth: How many calls of a Model are under way, one inside the other.
+        has_stepped: Whether a Model has begun a step.
+        is_stopping: The step under way is the last one: the job was asked to end.
+        at_close: Called when this worker leaves, however the job has ended.
+        meter: Counts steps and traffic; None where no metrics are served.
+        recapture_every: After how many steps graphs are captured again and compared; 0 for never.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        transport: Transport,
+        abort: AbortSignal,
+        *,
+        doors: Doors | None = None,
+        meter: Meter | None = None,
+        trace_folder: str = "",
+        recapture_every: int = 0,
+    ) -> None:
+        self.member = member
+        self.rank, self.num_workers = member.rank, member.num_workers  # for the job's whole life
+        self.transport = transport
+        self.abort = abort
+        self.control = ControlChannels(transport, member.rank, member.num_workers)
+        self._doors = doors
+        self.meter = meter
+        self.script = Script()
+        self.owners = TensorOwners()
+        self.readers = LoaderReaders()
+        self.num_barriers = 0
+        self._closed = False
+        self._was_asked = False
+        self.depth = 0
+        self.has_stepped = False
+        self.is_stopping = False
+        self._num_plans = 0
+        self.is_ending = False
+        self.joined_generation = member.generation
+        self.after_recovery: Callable[[], None] | None = None
+        self.at_end: list[Callable[[], None]] = []
+        self.at_close: list[Callable[[], None]] = []
+        self._trace_folder = trace_folder
+        self.recapture_every = recapture_every
+
+    def take_trace_folder(self) -> str:
+        """Where the one who asks first writes a trace; empty for all others."""
+        folder, self._trace_folder = self._trace_folder, ""
+        return folder
+
+    @property
+    def generation(self) -> int:
+        """The present generation, 1 in a new job; ``recover`` moves on to the next one."""
+        return self.member.generation
+
+    @property
+    def recovery_policy(self) -> str:
+        """What the job does about a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        return self.member.recovery
+
+    def recover(self) -> None:
+        """Wait until the next generation is formed, and become part of it.
+
+        Call it after a ``MembershipChangedError``. When it returns, ``transport``, ``control``
+        and ``abort`` are new ones, ``generation`` has grown, plan numbers begin again, and
+        nothing of the former generation can arrive any more. A worker that is lost meanwhile is
+        waited for as well.
+
+        Raises:
+            JobFailedError: The job failed for good, or the lost worker did not come back within
+                ``MS_TOPO_TIMEOUT``.
+        """
+        if not self.abort.recovers or self._doors is None:
+            self.abort.raise_if_set()
+            raise ClusterError("this job has nothing to recover from: no worker was lost")
+        self.is_ending = False
+        self.transport.close()
+        hub = self._doors.open()
+        try:
+            self.member.recover(self._doors.endpoints(hub))
+            self.abort = self.member.abort
+            self.transport = self._doors.connect(hub, self.member)
+        except BaseException:
+            hub.close()
+            raise
+        self.control = ControlChannels(self.transport, self.rank, self.num_workers)
+        self._num_plans = 0
+        self.abort.add_waker(self.interrupt_main_thread)
+
+    @property
+    def following_plan_number(self) -> int:
+        """The number that the plan made next will have."""
+        return self._num_plans
+
+    def next_plan_number(self) -> int:
+        """A number for a plan that no other plan of the job has; every worker draws alike."""
+        self._num_plans += 1
+        return self._num_plans - 1
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this worker has left."""
+        return self._closed
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report what is raised inside as this worker's failure, so that all workers end.
+
+        An error that only follows from a failure elsewhere becomes ``JobFailedError``, or
+        ``MembershipChangedError`` if the job recovers, with the root cause.
+        """
+        self.depth += 1
+        try:
+            yield
+        except BaseException as error:
+            root_cause = self._report(error)
+            if root_cause is not None:
+                raise root_cause from None
+            raise
+        finally:
+            self.depth -= 1
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether all workers are to end in order, as soon as a step tells them so."""
+        return self.member.stops_soon
+
+    def ask_to_stop(self) -> bool:
+        """Ask all workers to end when their step is done. Safe in a signal handler.
+
+        Returns:
+            False if that is no use: nothing has begun, the job ends anyway, or it was asked before.
+        """
+        is_over = self.is_ending or self._closed or self.abort.cause is not None
+        if self._was_asked or is_over or not self.has_stepped:
+            return False
+        self._was_asked = True
+        self.member.ask_to_stop()
+        return True
+
+    def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
+        """Report an error; or return what it only follows from."""
+        self.is_ending = not isinstance(error, MembershipChangedError)
+        if isinstance(error, TransportError) and not isinstance(error, FrameError):
+            return self._report_link(error)
+        if self.abort.recovers or self.abort.cause is None:
+            self._report_own(error)
+            return None
+        if isinstance(error, (JobFailedError, PlanMismatchError)):
+            return None
+        self.is_ending = True
+        return self.abort.error()
+
+    def _report_link(self, error: TransportError) -> JobFailedError | MembershipChangedError | None:
+        """Report a link that broke, and wait for what the scheduler makes of it.
+
+        A link is rarely the cause. Only the scheduler knows whether the worker at its other end is
+        lost, or the network between the two, or whether this worker itself is cut off.
+        """
+        if self.abort.cause is None:
+            self._report_own(error)
+        verdict = self.abort.cause
+        if verdict is None or (not self.abort.recovers and self.member.is_own(verdict)):
+            return None
+        self.is_ending = not self.abort.recovers
+        return self.abort.error()
+
+    def _report_own(self, error: BaseException) -> None:
+        """What the script itself did wrong ends the job, even one that recovers.
+
+        Others may have found the same at once: whose error ended the job, the verdict says.
+        """
+        cause = self.member.failure_of(error)
+        if cause is not None:
+            self.member.report_failure(cause)
+            self.member.await_verdict()
+
+    def interrupt_main_thread(self) -> None:
+        """Called by another thread when the job ends: the main thread may be in user code."""
+        if not self._closed and WAKE_SIGNAL is not None:
+            with suppress(ProcessLookupError, ValueError):
+                signal.pthread_kill(threading.main_thread().ident or 0, WAKE_SIGNAL)
+
+    def log_fields(self) -> dict[str, Any]:
+        """What every line of this worker's log belongs to."""
+        step = self.member.position.location().step
+        rank, job = self.rank, self.member.job
+        return {"job": job, "generation": self.generation, "rank": rank, "step": step}
+
+    def close(self) -> None:
+        """Leave without waiting for anybody."""
+        if not self._closed:
+            self._closed = self.is_ending = True
+            for action in self.at_close:
+                action()
+            self.script.close()
+            self.transport.close()
+            self.member.close()

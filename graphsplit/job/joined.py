@@ -1,0 +1,251 @@
+"""This process's part in a job: joined by ``gs.init``, left by ``gs.finalize`` or at exit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from graphsplit import logs
+from graphsplit.check.request import leave_generator, left_generator, requested_file
+from graphsplit.cluster.member.identity import NodeIdentity
+from graphsplit.cluster.member.member import Member
+from graphsplit.errors import ConfigurationError, MembershipChangedError
+from graphsplit.failure import AbortSignal
+from graphsplit.job.data_plane import GENERATOR_KEY, Doors
+from graphsplit.job.endings import install_endings, install_last_words
+from graphsplit.job.job import Job
+from graphsplit.job.meter import Meter
+from graphsplit.job.script import Call
+from graphsplit.marks.annotations import WORKER_ROLE
+from graphsplit.metrics_port import serve_metrics
+from graphsplit.security.names import WORKER
+from graphsplit.security.protection import load_protection
+from graphsplit.settings import ClusterSettings
+from graphsplit.transport.wait import FINISHED
+from graphsplit.version import __version__
+
+_job: Job | None = None
+_one_process = False
+
+on_joined: list[Callable[[Job], None]] = []
+"""Called with every job that this process joins, by whoever knows more of what it does."""
+
+
+def init() -> None:
+    """Join the cluster that the ``MS_*`` variables describe.
+
+    Without ``MS_ROLE`` this process trains alone. In the scheduler's process this serves until the
+    job ends and then leaves the script by ``SystemExit``, with a non-zero status if a worker
+    failed. Where the workers' generators differ (no ``torch.manual_seed`` before), all get one
+    seed.
+
+    Raises:
+        ConfigurationError: Variables are missing or malformed, a port is in use, or a second call.
+        ClusterError: The scheduler is not there.
+        RegistrationRefusedError: The scheduler does not want this worker.
+        JobFailedError: Not all workers came in time, or one failed.
+    """
+    global _job, _one_process
+    if _job is not None or _one_process:
+        if _one_process and not os.environ.get("MS_ROLE"):
+            return
+        raise ConfigurationError("gs.init() was called twice\n  Fix: call it once, at the start.")
+    install_last_words()
+    # gRPC's own fork handlers print at every fork of a data loader; see cluster.forked.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    settings = ClusterSettings.from_environ(os.environ)
+    if settings is None:
+        _one_process = True
+        _begin_as_workers_did()
+        return
+    if settings.is_scheduler:
+        from graphsplit.cluster.scheduler.server import serve
+
+        raise SystemExit(serve(settings))
+    logs.configure(os.environ, prefix="graphsplit", stream=lambda: sys.stderr)
+    _job = _join(settings)
+    logs.CONTEXT.source = _job.log_fields
+    for action in on_joined:
+        action(_job)
+    install_endings(_job, finalize)
+    _serve_metrics(_job, settings)
+    _share_generator(_job)
+
+
+def _join(settings: ClusterSettings) -> Job:
+    abort = AbortSignal()
+    meter = None if settings.watching.metrics_port is None else Meter()
+    doors = Doors(settings, _generator_digest(), meter)
+    hub = doors.open()
+    try:
+        member = Member.join(
+            settings, endpoints=doors.endpoints(hub), identity=_identity(), abort=abort
+        )
+    except BaseException:
+        hub.close()
+        raise
+    try:
+        transport = doors.connect(hub, member)
+    except BaseException:
+        member.close()
+        hub.close()
+        raise
+    return Job(
+        member,
+        transport,
+        member.abort,
+        doors=doors,
+        meter=meter,
+        trace_folder=settings.trace,
+        recapture_every=settings.recapture_every,
+    )
+
+
+def _serve_metrics(job: Job, settings: ClusterSettings) -> None:
+    meter = job.meter
+    if meter is None:
+        return
+    with job.reporting():
+        stop = serve_metrics(
+            lambda: meter.metrics(job.generation),
+            settings.watching,
+            settings.security,
+            load_protection(settings.security, role=WORKER, rank=settings.wished_rank),
+            offset=1 + job.rank,
+            what=f"the metrics of worker {job.rank}",
+        )
+    job.at_close.append(stop)
+
+
+def _identity() -> NodeIdentity:
+    script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+    digest = ""
+    if script is not None and script.is_file():
+        digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    python = ".".join(platform.python_version_tuple()[:2])
+    return NodeIdentity(
+        versions={"graphsplit": __version__, "torch": torch.__version__, "python": python},
+        script_digest=digest,
+        num_threads=torch.get_num_threads(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def _generator_digest() -> str:
+    return hashlib.sha256(torch.default_generator.get_state().numpy().tobytes()).hexdigest()[:16]
+
+
+def _share_generator(job: Job) -> None:
+    """One seed for all, unless the script has brought all generators to one state already."""
+    digests = {peer.endpoints.get(GENERATOR_KEY) for peer in job.member.peers}
+    if len(digests) > 1:
+        torch.manual_seed(job.member.seed)
+    file = requested_file(os.environ)
+    if file is not None and job.rank == 0:
+        leave_generator(file, torch.default_generator.get_state().numpy().tobytes())
+
+
+def _begin_as_workers_did() -> None:
+    """What a script without a seed trains in one process is compared with what workers trained."""
+    file = requested_file(os.environ)
+    state = left_generator(file) if file is not None else None
+    if state is not None:
+        torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def finalize() -> None:
+    """Leave the cluster, once all workers have come to the same point.
+
+    Called at exit where the script does not. Does nothing in one process, or after a failure.
+
+    Raises:
+        JobFailedError: The job failed before all had finished.
+    """
+    global _job
+    job, _job = _job, None
+    if job is None or job.is_closed:
+        return
+    try:
+        if job.abort.cause is None or job.abort.recovers:
+            _finish(job)
+            if not job.is_stopping:
+                job.script.finished()
+    finally:
+        job.close()
+
+
+def _finish(job: Job) -> None:
+    """Come to the end with all others, however often somebody is lost on the way there."""
+    position = job.member.position
+    progress = position.progress
+    while True:
+        try:
+            if job.abort.recovers:
+                job.recover()
+                if job.after_recovery is not None:
+                    job.after_recovery()
+            with job.reporting():
+                for action in job.at_end:
+                    action()
+                progress, position.progress = position.progress, FINISHED
+                job.member.finish(stopped=job.is_stopping)
+            return
+        except MembershipChangedError:
+            position.progress = progress
+
+
+def current() -> Job | None:
+    """The joined job, or None in one process.
+
+    Raises:
+        ConfigurationError: ``MS_ROLE`` is set, but ``gs.init()`` was not called.
+    """
+    if _job is None and not _one_process and os.environ.get("MS_ROLE", "").strip():
+        raise ConfigurationError(
+            f"MS_ROLE={os.environ['MS_ROLE']} is set, but gs.init() was not called; this process "
+            f"would train alone\n  Fix: call gs.init() before building a Model, or unset MS_ROLE."
+        )
+    return _job
+
+
+def is_initialized() -> bool:
+    """Whether ``gs.init()`` was called and ``gs.finalize()`` was not."""
+    return _job is not None or _one_process
+
+
+def get_rank() -> int:
+    """This worker's rank; 0 in one process."""
+    return 0 if _job is None else _job.rank
+
+
+def get_world_size() -> int:
+    """How many workers the job has; 1 in one process."""
+    return 1 if _job is None else _job.num_workers
+
+
+def get_role() -> str:
+    """``"MS_WORKER"``; the scheduler never returns from ``init``."""
+    return WORKER_ROLE
+
+
+def barrier() -> None:
+    """Wait until all workers have come here. Does nothing in one process.
+
+    Raises:
+        JobFailedError: The job was ended meanwhile.
+    """
+    job = current()
+    if job is not None:
+        job.script.run(Call("barrier", _wait_barrier, (job,)))
+
+
+def _wait_barrier(job: Job) -> None:
+    with job.reporting():
+        job.num_barriers += 1
+        job.member.barrier(f"barrier {job.num_barriers}")

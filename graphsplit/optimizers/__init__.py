@@ -1,0 +1,1 @@
+"""The user's optimizers, each worker's over what it owns."""

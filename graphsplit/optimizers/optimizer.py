@@ -1,0 +1,309 @@
+"""The user's optimizer, stepped over the parameters that live here."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import operator
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers import partial_norm
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.per_parameter import (
+    code_of_step,
+    is_listed,
+    is_said,
+    replaced_step,
+    step_hooks,
+)
+from graphsplit.optimizers.trial import Part, Trial, note_step
+
+
+class _Verdict(enum.Enum):
+    """What this worker does with an optimizer."""
+
+    STEP = "steps it over what lives here"
+    LEAVE = "leaves it to the workers that have its parameters"
+    REFUSE = "refuses it"
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A verdict, and what it was found for.
+
+    Attributes:
+        code: All that decides what a step does.
+        members: The parameters of each group.
+        owners: The workers that have some of them.
+        verdict: What was found.
+        reason: Why it is refused.
+        has_some: Whether this worker has some of the parameters.
+        is_known: Whether it is one of PyTorch's own, of which nothing needs to be found out.
+    """
+
+    code: tuple[Any, ...]
+    members: tuple[tuple[torch.Tensor, ...], ...]
+    owners: tuple[int, ...] = ()
+    verdict: _Verdict = _Verdict.STEP
+    reason: str = ""
+    has_some: bool = True
+    is_known: bool = True
+
+
+class OwnedOptimizer:
+    """Steps an optimizer on one worker.
+
+    The optimizers of ``torch.optim`` treat every parameter by itself, so each worker may step
+    those it owns: the results are those of one process. Others are tried out, as soon as it is
+    known who owns what, and again where their hooks or groups have changed. Settings, hooks and
+    schedulers work on the user's own object, whose groups hold all parameters before and after.
+
+    Args:
+        optimizer: The user's optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._residence: Residence | None = None
+        self._owned: list[list[torch.Tensor]] = []
+        self._counted: list[list[torch.Tensor]] = []
+        self._owners: tuple[int, ...] = ()
+        self._judged: _Judged | None = None
+
+    def settle(self, residence: Residence) -> None:
+        """Take note of where parameters live, and find out whether each worker may step its own."""
+        self._residence = residence
+        self._counted = []
+        self._judge()
+
+    def check(self) -> _Judged:
+        """Refuse an optimizer whose step over what lives here is not a part of that over all.
+
+        Raises:
+            ConfigurationError: It is so, or that could not be found out.
+        """
+        judged = self._judge()
+        if judged.verdict is _Verdict.REFUSE:
+            raise ConfigurationError(_refusal(self._optimizer, judged))
+        return judged
+
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Step the owned parameters, or have the scaler do it where all gradients are finite.
+
+        Raises:
+            ConfigurationError: As ``check``; or it draws random numbers.
+        """
+        judged = self.check()
+        if judged.verdict is _Verdict.LEAVE:
+            note_step(self._optimizer)
+            return
+        if judged.is_known:
+            self._step(scaler)
+            return
+        with self._without_draws(), partial_norm.allowed():
+            self._step(scaler)
+
+    def zero_gradients(self, *, set_to_none: bool = True) -> None:
+        """Set the gradients of the owned parameters to None, or to zeros."""
+        is_own = type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
+        if is_own or not set_to_none:
+            with self._only_owned():
+                self._optimizer.zero_grad(set_to_none=set_to_none)
+            return
+        for parameters in self._refreshed():
+            for parameter in parameters:
+                parameter.grad = None
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> dict[torch.device, torch.Tensor]:
+        """Unscale the owned gradients.
+
+        Returns:
+            For each device, 1 if an infinite or NaN gradient was found there, else 0; empty if
+            there is no gradient.
+        """
+        with self._only_owned():
+            scaler.unscale_(self._optimizer)
+        return self.checks(scaler)
+
+    def checks(self, scaler: torch.amp.GradScaler) -> dict[torch.device, torch.Tensor]:
+        """What the scaler has found in this optimizer's gradients; it decides by this alone."""
+        found: dict[torch.device, torch.Tensor]
+        found = scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"]
+        return found
+
+    def _step(self, scaler: torch.amp.GradScaler | None) -> None:
+        with self._only_owned():
+            if scaler is None:
+                self._optimizer.step()
+            else:
+                scaler.step(self._optimizer)
+
+    def _judge(self) -> _Judged:
+        """The verdict; found anew only where something has changed."""
+        code = code_of_step(self._optimizer)
+        self._refreshed()
+        judged = self._judged
+        if judged is None or not _are_same(judged.code, code):
+            members = tuple(tuple(group) for group in self._counted)
+            judged = self._judged = self._find(code, members)
+        return judged
+
+    def _holds(self, judged: _Judged) -> bool:
+        """Whether a verdict is of these groups, and of those who own their parameters now."""
+        return (
+            len(judged.members) == len(self._counted)
+            and all(map(_are_same, judged.members, self._counted))
+            and judged.owners == self._owners
+        )
+
+    def _find(
+        self, code: tuple[Any, ...], members: tuple[tuple[torch.Tensor, ...], ...]
+    ) -> _Judged:
+        owners, residence = self._owners, self._residence
+        if is_listed(self._optimizer):
+            return _Judged(code, members, owners)
+        is_alone = residence is None or residence.num_workers == 1
+        if residence is None or is_alone or is_said(self._optimizer):
+            return _Judged(code, members, owners, is_known=is_alone)
+        if owners == (residence.rank,):
+            return _Judged(code, members, owners, is_known=False)
+        trial = Trial(self._optimizer, residence, self._only_owned)
+        reason = trial.difference(Part.OWN)
+        if reason is None:
+            return _Judged(code, members, owners, is_known=False)
+        verdict, has_some = _Verdict.REFUSE, residence.rank in owners
+        if not has_some:
+            reason = trial.difference(Part.NONE)
+            verdict = _Verdict.LEAVE if reason is None else verdict
+        return _Judged(code, members, owners, verdict, reason or "", has_some, is_known=False)
+
+    @contextmanager
+    def _without_draws(self) -> Iterator[None]:
+        """Workers' generators agree after a step, which a draw of one worker would end."""
+        before = _generator_states()
+        yield
+        drawn = [name for name, state in _generator_states().items() if state != before[name]]
+        if drawn:
+            raise ConfigurationError(
+                f"{_described(self._optimizer)} draws from {drawn[0]} as it steps: in one process "
+                f"what is drawn next would be something else than on several workers\n"
+                f"  Fix: let it draw from a torch.Generator of its own, one for each parameter."
+            )
+
+    @contextmanager
+    def _only_owned(self) -> Iterator[None]:
+        """What is not here has no gradient and would be skipped, but slowly."""
+        groups = list(self._optimizer.param_groups)
+        whole = [group["params"] for group in groups]
+        given = [list(parameters) for parameters in self._refreshed()]
+        for group, parameters in zip(groups, given, strict=True):
+            group["params"] = parameters
+        try:
+            yield
+            self._check_unchanged(groups, given)
+        finally:
+            for group, all_parameters in zip(groups, whole, strict=True):
+                group["params"] = all_parameters
+
+    def _check_unchanged(
+        self, groups: list[dict[str, Any]], given: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        now = self._optimizer.param_groups
+        if _are_same(now, groups) and all(
+            group["params"] is parameters and _are_same(group["params"], owned)
+            for group, parameters, owned in zip(groups, given, self._owned, strict=True)
+        ):
+            return
+        raise ConfigurationError(
+            f"{_described(self._optimizer)} changes its groups, or their parameters, as it steps; "
+            f"each worker sees there only what lives on it\n"
+            f"  Fix: change them between steps, for example in a callback's on_step_end."
+        )
+
+    def _refreshed(self) -> list[list[torch.Tensor]]:
+        """The owned parameters of each group; looked up anew when groups have changed."""
+        groups = self._optimizer.param_groups
+        is_known = len(groups) == len(self._counted) and all(
+            _are_same(group["params"], counted)
+            for group, counted in zip(groups, self._counted, strict=True)
+        )
+        if not is_known:
+            self._counted = [list(group["params"]) for group in groups]
+            self._owned = [[p for p in group if not is_elsewhere(p)] for group in self._counted]
+            self._owners = self._found_owners()
+            if self._judged is not None and not self._holds(self._judged):
+                self._judged = None
+        return self._owned
+
+    def _found_owners(self) -> tuple[int, ...]:
+        """The workers that have some of the parameters."""
+        if self._residence is None:
+            return ()
+        known, rank = self._residence.owner_by_id(), self._residence.rank
+        return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether they hold the same objects, in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _generator_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "torch's generator": bytes(torch.default_generator.get_state().numpy()),
+        "Python's random": random.getstate(),
+    }
+    if "numpy" in sys.modules:
+        drawn = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (drawn[1].tobytes(), *drawn[2:])
+    return states
+
+
+def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:
+    name, owners = _described(optimizer), ", ".join(map(str, judged.owners))
+    if judged.has_some:
+        return (
+            f"{name} cannot be stepped worker by worker: {judged.reason}\n"
+            f"  expected: what a step does to a parameter depends on that parameter and its "
+            f"gradient alone; its parameters live on workers {owners}\n"
+            f"  Fix: let all its parameters live on one worker; or clip by the norm of all "
+            f"gradients with Model(..., clip=gs.clip.GlobalNorm(max_norm)); or, if you know that "
+            f"it treats every parameter by itself, use gs.per_parameter(optimizer)."
+        )
+    return (
+        f"{name} has its parameters on other workers ({owners}), and a step changes more than "
+        f"what belongs to them: {judged.reason}\n"
+        f"  expected: what this worker can see of it stays right without a step here\n"
+        f"  Fix: keep it in optimizer.state[parameter], which lives with the parameter; or run "
+        f"the job with one worker."
+    )
+
+
+def _described(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer's class, its hooks, and the lines where they are."""
+    kind = type(optimizer)
+    text = kind.__qualname__
+    if not kind.__module__.startswith("torch."):
+        text += _where(kind.step)
+    own = replaced_step(optimizer)
+    if own is not None:
+        text += f" with a step of its own{_where(own)}"
+    hooks = [
+        getattr(hook, "__qualname__", type(hook).__qualname__) + _where(hook)
+        for hook in step_hooks(optimizer)
+    ]
+    return f"{text} with the step hook {', '.join(hooks)}" if hooks else text
+
+
+def _where(function: Any) -> str:
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"

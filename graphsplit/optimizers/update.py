@@ -1,0 +1,292 @@
+"""Between the last gradient and the next step: unscale, clip, step; on one worker.
+
+What a plain loop does over all parameters, each worker does over those it owns::
+
+    scaler.scale(loss).backward()                              loss_gradient
+    scaler.unscale_(optimizer)                                 tally
+    clip_grad_norm_(network.parameters(), max_norm)            tally, clip
+    scaler.step(optimizer); scaler.update()                    step
+    optimizer.zero_grad()                                      zero_gradients
+
+``tally`` gives the numbers that the other workers need: for each optimizer whether one of its
+gradients is infinite or NaN, and the norm of every gradient. ``clip`` takes those of all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
+from graphsplit.optimizers.optimizer import OwnedOptimizer
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.partial_norm import Share
+from graphsplit.partition.tally import TALLY_DTYPE
+
+_NOTHING_CHECKED, _FINITE = -1.0, 0.0
+_NO_GRADIENT = -1.0
+# A gradient's dtype travels as its place in this list.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.complex32,
+)
+
+
+@dataclass(frozen=True)
+class UpdateRules:
+    """What a Model does with gradients.
+
+    Attributes:
+        optimizers: Stepped one after the other.
+        clip: How gradients are clipped, or None.
+        scaler: Scales the loss, or None.
+        set_to_none: Whether gradients become None before a step, or zeros.
+        accumulate: Over how many batches gradients are added up before the optimizers step.
+    """
+
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    clip: Clip | None = None
+    scaler: torch.amp.GradScaler | None = None
+    set_to_none: bool = True
+    accumulate: int = 1
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def tally_sizes(self, owners: Sequence[int], num_workers: int) -> tuple[int, ...] | None:
+        """How many numbers each worker tells the others in a step; None if there is no need.
+
+        Args:
+            owners: The owner of every parameter of the network.
+            num_workers: Size of the cluster.
+        """
+        num_flags = len(self.optimizers) if self.scales else 0
+        if isinstance(self.clip, GlobalNorm):
+            return tuple(num_flags + 2 * owners.count(w) for w in range(num_workers))
+        return (num_flags,) * num_workers if num_flags else None
+
+    def describe(self) -> str:
+        """Clipping and scaling as text: workers whose scripts differ there must notice."""
+        scaler = None
+        if self.scaler is not None:
+            scaler = {k: v for k, v in self.scaler.state_dict().items() if k != "_growth_tracker"}
+        return (
+            f"clip {self.clip}, scaler {scaler}, set_to_none {self.set_to_none}, "
+            f"accumulate {self.accumulate}"
+        )
+
+
+class Updater:
+    """Carries out the rules on one worker.
+
+    Args:
+        rules: The rules.
+        parameters: The network's parameters, in the order of ``network.parameters()``.
+
+    Attributes:
+        on_gradients: Called when the owned gradients are complete and unscaled, before clipping.
+        last_norm: The norm of all gradients at the last clipping; None before, and without it.
+    """
+
+    def __init__(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:
+        self.rules = rules
+        self.on_gradients: Callable[[], None] | None = None
+        self.last_norm: torch.Tensor | None = None
+        self._parameters = tuple(parameters)
+        self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
+        self._owners: tuple[int, ...] = ()
+        self._share: Share | None = None
+
+    def renew(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:
+        """Go on with other rules or parameters; owners are to be settled anew."""
+        self.rules = rules
+        self._parameters = tuple(parameters)
+        self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
+
+    def settle(self, residence: Residence) -> None:
+        """Take note of where every parameter lives."""
+        owners = residence.owner_by_id()
+        self._owners = tuple(owners[id(p)] for p in self._parameters if id(p) in owners)
+        self._share = Share(residence)
+        for optimizer in self._optimizers:
+            optimizer.settle(residence)
+
+    def check_optimizers(self) -> None:
+        """Refuse optimizers that several workers cannot step.
+
+        Raises:
+            ConfigurationError: One is of that kind.
+        """
+        for optimizer in self._optimizers:
+            optimizer.check()
+
+    def zero_gradients(self) -> None:
+        """Before a step: no gradients, or zeros."""
+        for optimizer in self._optimizers:
+            optimizer.zero_gradients(set_to_none=self.rules.set_to_none)
+
+    def loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
+        """The gradient with which the backward of a loss begins: one, or that of its scaling."""
+        scaler, accumulate = self.rules.scaler, self.rules.accumulate
+        if not self.rules.scales and accumulate == 1:
+            return torch.ones_like(loss, memory_format=torch.preserve_format)
+        with torch.enable_grad():
+            leaf = loss.detach().requires_grad_(True)
+            scaled = leaf if accumulate == 1 else leaf / accumulate
+            scaled = scaled if scaler is None else scaler.scale(scaled)
+            (gradient,) = torch.autograd.grad(scaled, leaf)
+        return gradient
+
+    def tally(self) -> torch.Tensor:
+        """This worker's part: first a flag per optimizer, then two numbers per owned parameter."""
+        numbers = self._unscale() if self.rules.scales else []
+        self._tell()
+        if isinstance(self.rules.clip, GlobalNorm):
+            numbers += self._norms(self.rules.clip)
+        return torch.tensor(numbers, dtype=TALLY_DTYPE)
+
+    def clip(self, parts: Mapping[int, torch.Tensor]) -> None:
+        """Clip the owned gradients.
+
+        Args:
+            parts: Every worker's part, by worker.
+
+        Raises:
+            RuntimeError: The norm is not finite, and that is to be an error; on every worker.
+        """
+        told = {worker: part.tolist() for worker, part in parts.items()}
+        if self.rules.scales:
+            num = len(self._optimizers)
+            flags = [max(part[i] for part in told.values()) for i in range(num)]
+            told = {worker: part[num:] for worker, part in told.items()}
+            self._note_nonfinite(flags)
+        if isinstance(self.rules.clip, GlobalNorm):
+            norms, dtypes = self._decode(told)
+            self.last_norm = self.rules.clip.total(norms, dtypes)
+            self.rules.clip.scale(self._owned(), self.last_norm)
+        elif isinstance(self.rules.clip, Value):
+            self.rules.clip.in_one_process(self._owned())
+
+    def step(self) -> None:
+        """Step the optimizers."""
+        if not self._needs_tally:
+            self._tell()
+            if isinstance(self.rules.clip, Value):
+                self.rules.clip.in_one_process(self._owned())
+        scaler = self.rules.scaler if self.rules.scales else None
+        for optimizer in self._optimizers:
+            optimizer.step(scaler)
+        if scaler is not None:
+            scaler.update()
+
+    @property
+    def _needs_tally(self) -> bool:
+        return self.rules.scales or isinstance(self.rules.clip, GlobalNorm)
+
+    def _tell(self) -> None:
+        if self.on_gradients is not None:
+            self.on_gradients()
+
+    def _owned(self) -> list[torch.Tensor]:
+        return [p for p in self._parameters if not is_elsewhere(p)]
+
+    def _unscale(self) -> list[float]:
+        """Unscale; for each optimizer, whether something infinite or NaN was found here."""
+        scaler = self.rules.scaler
+        assert scaler is not None
+        scaler.scale(torch.zeros(()))  # workers that do not have the loss know the scale too
+        flags = []
+        for optimizer in self._optimizers:
+            found = optimizer.unscale(scaler)
+            flags.append(max((float(f) for f in found.values()), default=_NOTHING_CHECKED))
+        return flags
+
+    def _note_nonfinite(self, flags: Sequence[float]) -> None:
+        """Let the scaler believe that it has seen every gradient of the job."""
+        assert self.rules.scaler is not None
+        for optimizer, flag in zip(self._optimizers, flags, strict=True):
+            found = optimizer.checks(self.rules.scaler)
+            found.clear()
+            if flag >= _FINITE:
+                found[torch.device("cpu")] = torch.full((), flag, dtype=torch.float32)
+
+    def _norms(self, clip: GlobalNorm) -> list[float]:
+        owned = self._owned()
+        gradients = [p.grad for p in owned if p.grad is not None]
+        norms = iter(clip.norms(gradients))
+        numbers: list[float] = []
+        for parameter in owned:
+            if parameter.grad is None:
+                numbers += [_NO_GRADIENT, 0.0]
+            else:
+                numbers += [_code_of(parameter.grad.dtype), next(norms)]
+        return numbers
+
+    def _decode(self, told: Mapping[int, Sequence[float]]) -> tuple[list[float], list[torch.dtype]]:
+        """The norms of all gradients, in the order of the network's parameters."""
+        assert len(self._owners) == len(self._parameters)
+        unread = {worker: iter(part) for worker, part in told.items()}
+        norms, dtypes = [], []
+        for owner in self._owners:
+            code, norm = next(unread[owner]), next(unread[owner])
+            if code != _NO_GRADIENT:
+                norms.append(norm)
+                dtypes.append(_DTYPES[int(code)])
+        return norms, dtypes
+
+
+def _code_of(dtype: torch.dtype) -> float:
+    if dtype not in _DTYPES:
+        raise ConfigurationError(
+            f"clipping by the global norm met a gradient of {dtype}; expected a floating-point or "
+            f"complex one"
+        )
+    return float(_DTYPES.index(dtype))
+
+
+def _described(value: Any) -> str:
+    is_class = isinstance(value, type)
+    return f"the class {value.__name__}" if is_class else f"a {type(value).__name__}"
+
+
+def rules_problems(optimizers: Any, clip: Any, scaler: Any) -> list[str]:
+    """What is wrong with the arguments of a Model, in words."""
+    problems = []
+    is_one = optimizers is None or isinstance(optimizers, torch.optim.Optimizer)
+    if not is_one and not isinstance(optimizers, (list, tuple)):
+        return [f"optimizer is {_described(optimizers)}; expected a torch.optim.Optimizer"]
+    several = [optimizers] if is_one and optimizers is not None else optimizers or []
+    for optimizer in several:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            problems.append(
+                f"optimizer is {_described(optimizer)}; expected a torch.optim.Optimizer"
+            )
+        elif isinstance(optimizer, torch.optim.LBFGS):
+            problems.append(
+                "LBFGS runs the step several times by a closure, which several workers cannot do "
+                "together; use another optimizer"
+            )
+        elif any(group.get("differentiable") for group in optimizer.param_groups):
+            problems.append(
+                f"{name} has differentiable=True, which steps parameters that are no leaves; "
+                f"leave it out"
+            )
+    if len({id(optimizer) for optimizer in several}) < len(several):
+        problems.append("optimizer names the same optimizer twice")
+    if clip is not None and not isinstance(clip, (GlobalNorm, Value)):
+        problems.append(f"clip is {clip!r}; expected gs.clip.GlobalNorm(...) or gs.clip.Value(...)")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        problems.append(f"scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler")
+    return problems

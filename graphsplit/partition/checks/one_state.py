@@ -1,0 +1,92 @@
+"""One Python state, one truth: calls kept whole that share it must run on one worker, in order.
+
+Every worker is a process, with Python objects of its own. A counter that two calls keep would be
+two counters; and where several microbatches are under way, two calls in different segments would
+not find it as the plain loop leaves it. What was seen to change when a plan was made is refused
+here; what changes only later is refused when it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from graphsplit.capture.operations.opaque_call import ONE_STATE, OpaqueCall
+from graphsplit.capture.reach.holders import Holder
+from graphsplit.errors import PlacementError
+from graphsplit.partition.drawing import OF_THE_PROCESS
+from graphsplit.partition.plan import PartitionPlan
+
+
+def refuse_shared_state(plan: PartitionPlan) -> None:
+    """Refuse calls kept whole that share changing Python state, but do not run in one order.
+
+    Raises:
+        PlacementError: Names both lines, and the state.
+    """
+    calls = _calls(plan)
+    for (first, one), (second, two) in itertools.combinations(calls, 2):
+        if _is_in_order(plan, first, second) and not _meet_in_backward(plan, one, two):
+            continue
+        for key in one.reached.holders.keys() & two.reached.holders.keys():
+            holder = one.reached.holders[key]
+            changes = key in one.reached.changed or key in two.reached.changed
+            is_own = holder.is_generator and key not in OF_THE_PROCESS
+            if holder.decides and (changes or is_own) and not _travels(plan, key):
+                raise _refusal(plan, holder, one, two)
+
+
+def shared_elsewhere(plan: PartitionPlan, position: int) -> Iterator[tuple[Holder, str]]:
+    """Python state of a call that calls in another order, or elsewhere, can reach as well."""
+    calls = dict(_calls(plan))
+    mine = calls.pop(position).reached.holders
+    found: dict[Any, str] = {}
+    for other, call in calls.items():
+        if not _is_in_order(plan, *sorted((position, other))):
+            for key in mine.keys() & call.reached.holders.keys():
+                found.setdefault(key, call.source)
+    for key, source in found.items():
+        if mine[key].decides and not _travels(plan, key):
+            yield mine[key], source
+
+
+def _calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
+    graph = plan.placed.graph
+    return [
+        (graph.positions[node.name], node.target)
+        for node in graph.fx_graph.nodes
+        if isinstance(node.target, OpaqueCall)
+    ]
+
+
+def _is_in_order(plan: PartitionPlan, first: int, second: int) -> bool:
+    """Whether two calls share a worker, and run there as in the plain loop."""
+    one, two = (plan.segments[plan.segmentation.segment_of[p]] for p in (first, second))
+    if one.index == two.index:
+        return True
+    return one.worker == two.worker and one.level < two.level and not plan.is_microbatched
+
+
+def _meet_in_backward(plan: PartitionPlan, one: OpaqueCall, two: OpaqueCall) -> bool:
+    """Whether one runs in forward and the other, a hook or a function of its own, in backward.
+
+    The plain loop runs a microbatch's backward before the next one's forward.
+    """
+    is_training = plan.is_microbatched and plan.placed.graph.has_gradients
+    return is_training and one.traits.in_parts != two.traits.in_parts
+
+
+def _travels(plan: PartitionPlan, key: object) -> bool:
+    return key in OF_THE_PROCESS and not plan.is_microbatched
+
+
+def _refusal(
+    plan: PartitionPlan, holder: Holder, one: OpaqueCall, two: OpaqueCall
+) -> PlacementError:
+    return PlacementError(
+        f"{one.label} and {two.label} share {holder.name}, which changes when they run, but they "
+        f"run {'in several microbatches at once' if plan.is_microbatched else 'on several workers'}"
+        f", or in another order than in one process\n  {one.source}\n  {two.source}\n"
+        f"  Fix: {ONE_STATE}"
+    )

@@ -1,0 +1,196 @@
+"""The pure passes in a row: capture, resolve, partition, lower; equal on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from graphsplit.batches import batch as batches
+from graphsplit.batches.batch import Signature
+from graphsplit.capture.export import CaptureRequest, capture
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.deferred.construction import is_deferred, stand_ins
+from graphsplit.guards.places import Place
+from graphsplit.marks.annotations import Annotation
+from graphsplit.marks.rules import kept_rules
+from graphsplit.optimizers.ownership import plain_classes
+from graphsplit.optimizers.update import UpdateRules
+from graphsplit.partition.checks.one_state import refuse_shared_state
+from graphsplit.partition.checks.redrawn import refuse_redrawn
+from graphsplit.partition.checks.sound import verify
+from graphsplit.partition.edges import partition
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.recomputation import with_recomputation
+from graphsplit.partition.splitting import with_splits
+from graphsplit.partition.tally import with_tally
+from graphsplit.placement.resolve import (
+    PlacedGraph,
+    PlacementRules,
+    UnplacedRule,
+    branches_to_open,
+    resolve,
+)
+from graphsplit.placement.whole import nearest
+from graphsplit.planning.task import Task, module_annotations, stateful_modules
+from graphsplit.planning.trainable import check_graph
+from graphsplit.program.depths import channel_depths
+from graphsplit.program.lower import (
+    WHOLE_STEP,
+    Policy,
+    StepPart,
+    WorkerProgram,
+    lower,
+)
+from graphsplit.program.proof import verify_programs
+from graphsplit.rewrite.branches import take_branches_apart
+from graphsplit.rewrite.keep_together import keep_memory_together
+from graphsplit.rewrite.known_results import with_known_results
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.orders import checked
+from graphsplit.schedule.policies import policy_of
+
+
+def capture_graph(
+    task: Task, mode: Mode, signature: Signature, *, lift: tuple[Place, ...] = ()
+) -> CapturedGraph:
+    """Capture the step of a mode, for arguments of a signature, in the modes that modules have.
+
+    Args:
+        task: What to capture.
+        mode: Train, eval or predict.
+        signature: Of the arguments.
+        lift: Places whose numbers are operands of the graph.
+    """
+    run: Callable[..., Any] = batches.run_predict
+    loss: int | None = None
+    if mode is Mode.TRAIN:
+        run, loss = batches.run_train, 0
+    elif mode is Mode.EVAL:
+        run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
+        loss = 0 if task.with_loss else None
+    args, kwargs = signature.example()
+    with ExitStack() as stack:
+        for module in stateful_modules(task):
+            stack.enter_context(plain_classes(module))
+            if is_deferred(module):
+                stack.enter_context(stand_ins(module))
+        run = batches.casting_to(task.autocast, run)
+        return capture(
+            CaptureRequest(
+                task.network, task.loss_fn, run, mode, loss, args, kwargs, task.dynamic_dims, lift
+            )
+        )
+
+
+def placement_rules(
+    network: nn.Module,
+    loss_fn: Any,
+    *,
+    unplaced: UnplacedRule,
+    num_workers: int,
+    owners: Mapping[str, int],
+) -> PlacementRules:
+    """All that decides where the parts of a network go, apart from its graph."""
+    kept = kept_rules(network)
+    return PlacementRules(
+        num_workers,
+        module_annotations(network, loss_fn),
+        unplaced,
+        dict(owners),
+        kept.operations,
+        kept.parameters,
+    )
+
+
+def make_plan(
+    graph: CapturedGraph,
+    *,
+    network: nn.Module,
+    loss_fn: Any,
+    unplaced: UnplacedRule,
+    num_workers: int,
+    owners: dict[str, int],
+    part: StepPart = WHOLE_STEP,
+    schedule: str | Policy = "1f1b",
+    update: UpdateRules | None = None,
+    is_compiled: bool = False,
+    recompute: bool | Collection[str] = False,
+) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+    """All pure passes in a row: resolve, partition, lower; each result is verified."""
+    rules = placement_rules(
+        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
+    )
+    opened = take_branches_apart(graph, branches_to_open(graph, rules))
+    placed = keep_memory_together(with_known_results(resolve(opened, rules)))
+    refuse_redrawn(placed, is_microbatched=part.is_microbatched)
+    check_graph(graph)
+    plan = partition(placed, is_microbatched=part.is_microbatched)
+    refuse_shared_state(plan)
+    if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
+        plan = with_splits(with_recomputation(plan, recompute))
+    if update is not None and part.last and graph.mode is Mode.TRAIN:
+        names = [name for name, _ in network.named_parameters()]
+        owned = all_owners(placed, owners, names, rules.modules)
+        sizes = update.tally_sizes([owned[name] for name in names], num_workers)
+        plan = with_tally(plan, sizes) if sizes is not None else plan
+    verify(plan)
+    return plan, lower_plan(plan, part, schedule)
+
+
+def lower_plan(
+    plan: PartitionPlan, part: StepPart, schedule: str | Policy, costs: Costs | None = None
+) -> tuple[WorkerProgram, ...]:
+    """The programs of a plan, verified.
+
+    Args:
+        plan: The plan.
+        part: Which part of a step they run.
+        schedule: The name of the policy, or the policy.
+        costs: What its steps were found to cost, for a policy that looks at it.
+    """
+    number = part.num_microbatches
+    is_training = plan.placed.graph.mode is Mode.TRAIN
+    policy: Any = policy_of(schedule if is_training else "gpipe", number)
+    if costs is not None:
+        policy = partial(policy, costs=costs)
+    policy = checked(policy)
+    programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
+    verify_programs(plan, programs, depths=channel_depths(programs))
+    return programs
+
+
+def all_owners(
+    placed: PlacedGraph,
+    owners: Mapping[str, int],
+    names: Iterable[str],
+    modules: Mapping[str, Annotation],
+) -> dict[str, int]:
+    """The owner of every parameter and buffer; what no operation uses is with its module, or 0."""
+    found = dict(owners)
+    for position, its_names in placed.graph.state_names.items():
+        for name in its_names:
+            found.setdefault(name, placed.workers[position])
+    for name in names:
+        found.setdefault(name, _owner_of_unused(name, modules))
+    return found
+
+
+def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
+    placed = nearest(modules, name.rpartition(".")[0])
+    return placed[1].rank if placed is not None else 0
+
+
+def consumers_of(plan: PartitionPlan) -> tuple[int, ...]:
+    """Workers that read the loader: those whose segments read an input, and the metrics' one."""
+    nodes = plan.placed.graph.nodes
+    found: dict[int, None] = {}
+    for segment, io in zip(plan.segments, plan.io, strict=True):
+        if any(nodes[v].kind is NodeKind.INPUT for v in io.values):
+            found[segment.worker] = None
+    if plan.placed.graph.mode is Mode.EVAL or not found:
+        found[plan.home] = None
+    return tuple(found)

@@ -1,0 +1,499 @@
+"""From a network and a batch's signature to an agreed plan and a runner, once per signature."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.batches.batch import Signature
+from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
+from graphsplit.deferred.construction import is_deferred, materialize
+from graphsplit.errors import StaleGraphError
+from graphsplit.guards.places import Place
+from graphsplit.job.job import Job
+from graphsplit.marks.annotations import Annotation, mark_planned
+from graphsplit.optimizers.ownership import Residence, give_up, is_elsewhere, return_free_memory
+from graphsplit.optimizers.update import Updater
+from graphsplit.partition.dump import describe_plan
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.planning.announced import PythonStep, compare
+from graphsplit.planning.modes import as_in
+from graphsplit.planning.overlap import (
+    check_overlapping,
+    check_used,
+    modified_state,
+    overlapping,
+)
+from graphsplit.planning.passes import (
+    all_owners,
+    capture_graph,
+    consumers_of,
+    lower_plan,
+    make_plan,
+)
+from graphsplit.planning.python_values import PythonValues
+from graphsplit.planning.recordings import Found, Recordings
+from graphsplit.planning.task import (
+    Task,
+    check_trained,
+    describe_optimizers,
+    module_annotations,
+    named_state,
+    stateful_modules,
+)
+from graphsplit.planning.written_inputs import written_inputs
+from graphsplit.program.depths import channel_depths
+from graphsplit.program.lower import (
+    WHOLE_STEP,
+    StepPart,
+    WorkerProgram,
+    describe_programs,
+)
+from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.policies import takes_costs
+
+_MAX_PLANS = 64
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An agreed plan, ready to run on this worker.
+
+    Attributes:
+        plan: The plan, equal on all workers.
+        programs: All workers' programs.
+        runner: Runs this worker's program.
+        consumers: Workers that read the loader's batches, the earliest in the pipeline first.
+        woken_by_values: Workers that can do nothing in a step before a value has come.
+        numbers: Numbers made of the batch's sizes, where the plan holds for several.
+        wants_costs: Whether it would be lowered otherwise if costs were measured.
+        part: Which part of a step it runs.
+        written_inputs: Flattened inputs that it writes to, each with the workers that have the
+            outcome.
+    """
+
+    plan: PartitionPlan
+    programs: tuple[WorkerProgram, ...]
+    runner: ProgramRunner
+    consumers: tuple[int, ...]
+    woken_by_values: frozenset[int]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    wants_costs: bool = False
+    part: StepPart = WHOLE_STEP
+    written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @cached_property
+    def no_inputs(self) -> tuple[None, ...]:
+        """The graph's inputs where they are not here."""
+        nodes = self.plan.placed.graph.nodes
+        return (None,) * sum(node.kind is NodeKind.INPUT for node in nodes)
+
+
+class Planner:
+    """Makes plans, and keeps the latest ones. All workers ask for the same ones in one order."""
+
+    def __init__(self, task: Task, job: Job) -> None:
+        self._task = task
+        self._job = job
+        # By the number of a recording and the part of a step.
+        self._plans: OrderedDict[tuple[int, StepPart], Planned] = OrderedDict()
+        self._numbers: dict[tuple[int, StepPart], int] = {}
+        self.parameters = tuple(task.network.parameters())
+        self.trainable = _trainable(task)
+        self.updater = Updater(task.update_rules, self.parameters)
+        check_trained(task)
+        self._overlapping = overlapping(self._tensors())
+        self._modified: set[str] = set()  # by any graph so far
+        self.owners: dict[str, int] = {}
+        self.expected_owners: dict[str, int] = {}
+        self.on_settled: Callable[[], None] = _nothing
+        self._max_plans = _MAX_PLANS
+        self.recordings = Recordings(self._record, self._circumstances, self._tensors)
+        self.python_values = PythonValues(self.recordings, task)
+        self._found: tuple[Mode, Signature, Found | None] | None = None
+        self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
+        self._num_found = 0
+        self.catch_up: Callable[[str | None], bool] = lambda text: False
+
+    def keep_graphs(self) -> None:
+        """Keep captured graphs: a job that recovers makes its plans anew."""
+        self.recordings.keep_graphs()
+
+    def start_over(self) -> None:
+        """Forget all plans; owners stay. All workers do so at the same point."""
+        self._plans.clear()
+        self._numbers.clear()
+        self._due.clear()
+        # Somebody may be new, and know nothing of what was seen before.
+        self.python_values.note()
+        self.recordings.start_over()
+        self._found = None
+
+    def adopt(self, owners: Mapping[str, int]) -> None:
+        """Take the owners that other workers have fixed, as if a plan had told them."""
+        self.owners.update(owners)
+        self._free_others()
+
+    def known_owners(self) -> dict[str, int]:
+        """The owners of all tensors that have one: a Model of the same modules may have fixed it.
+
+        Of the whole network if this Model has a plan, or another worker has had one.
+        """
+        if self.owners:
+            return {**self.owners, **self._job.owners.known(self._tensors())}
+        return {**self.expected_owners, **self._job.owners.known(self._tensors())}
+
+    def keep_at_least(self, num_plans: int) -> None:
+        """Keep more plans than usual: all that one step needs, and as many again."""
+        self._max_plans = max(self._max_plans, num_plans)
+
+    def look(self, mode: Mode, signature: Signature) -> Found | None:
+        """The recording that holds for a step as Python's values are now; None if none does.
+
+        What was found is used by the ``plan_for`` that follows.
+        """
+        found = self.recordings.find(mode, signature)
+        self._found = (mode, signature, found)
+        return found
+
+    def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
+        """What to tell others of the Python values behind the next step."""
+        found = self.look(mode, signature)
+        return PythonStep.of(found, () if found else self.recordings.changed(mode, signature))
+
+    def check_python_step(
+        self, mode: Mode, signature: Signature, leaders: PythonStep, leader: int
+    ) -> None:
+        """Compare this worker's Python values with the leader's.
+
+        Raises:
+            PlanMismatchError: They differ; names the places, with both values.
+        """
+        mine = self.python_step(mode, signature)
+        found = self._found[2] if self._found is not None else None
+        compare(
+            mine,
+            leaders,
+            ranks=(self._job.rank, leader),
+            mode=mode,
+            labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
+            changed=self.recordings.changed(mode, signature),
+        )
+
+    def recording_for(self, mode: Mode, signature: Signature, *, note: str = "") -> Found:
+        """The recording that holds; made now where there is none, which is collective.
+
+        Raises:
+            CaptureError: The network cannot be captured.
+            PlanMismatchError: Workers recorded different graphs.
+        """
+        looked, self._found = self._found, None
+        if looked is None or looked[:2] != (mode, signature):
+            found = self.recordings.find(mode, signature)
+        else:
+            found = looked[2]
+        if found is None:
+            self._renew()
+            found = self._made(mode, signature)
+            self._overlapping = overlapping(self._tensors())  # tensors may be buffers since
+            recording = found.recording
+            is_new = recording.plans == recording.number
+            text = f"recording {recording.number}\n" if is_new else f"as {recording.plans}\n"
+            topic = f"graph of plan {self._job.following_plan_number} ({mode.value})"
+            self._job.member.agree(topic, f"{note}\n{text}{recording.graph.describe()}")
+            if not is_new:
+                self._job.next_plan_number()  # no topic comes twice
+        self._check_again(found)
+        return found
+
+    def _made(self, mode: Mode, signature: Signature) -> Found:
+        """A new recording; a second one if what the loader gives was missed here, and decides."""
+        try:
+            found = self.recordings.make(mode, signature)
+        except Exception:  # a name that the data set has yet to set, or anything that comes of it
+            if not self.catch_up(None):
+                raise
+            return self.recordings.make(mode, signature)
+        if not self.catch_up(found.recording.graph.describe()):
+            return found
+        self.recordings.drop(found)
+        return self.recordings.make(mode, signature)
+
+    def _check_again(self, found: Found) -> None:
+        """Every so many steps, see whether a recording is still what it was."""
+        self._num_found += 1
+        every = self._job.recapture_every
+        if not every or self._num_found % every:
+            return
+        difference = self.recordings.record_again(found)
+        if difference is not None:
+            raise StaleGraphError(
+                f"GS_RECAPTURE_EVERY={every}: the step gives another graph than the one that runs, "
+                f"though nothing that its code was seen to read has changed:\n  {difference}\n"
+                f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
+            )
+
+    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: str = "") -> Planned:
+        """The plan for a recorded step; made now if it is new.
+
+        Collective where it is new. The 64 plans used last are kept.
+
+        Args:
+            found: The recording, with the numbers to compute with.
+            part: Which part of a step the plan is for.
+            note: What workers must agree on besides.
+
+        Raises:
+            PlacementError: A placement cannot be honoured.
+            PlanMismatchError: Workers made different plans.
+        """
+        if self._due:
+            self._lower_again(note)
+        recording = found.recording
+        key = (recording.plans, part)
+        planned = self._plans.get(key)
+        if planned is None:
+            planned = self._plans[key] = self._make(found, part, note)
+            self._numbers[key] = planned.runner.plan_number
+            if len(self._plans) > self._max_plans:
+                oldest, _ = self._plans.popitem(last=False)
+                self._job.transport.close_plan(self._numbers.pop(oldest))
+        elif len(self._plans) > 1:
+            self._plans.move_to_end(key)
+        for change in recording.graph.changes:
+            change.leave(found.lifted)
+        return replace(planned, numbers=found.numbers) if found.numbers else planned
+
+    def renew(self) -> None:
+        """The task has another loss, or other optimizers. All workers do so at the same point."""
+        check_trained(self._task)
+        self._renew(force=True)
+        for number in self._numbers.values():
+            self._job.transport.close_plan(number)
+        self._plans.clear()
+        self._numbers.clear()
+        self._due.clear()
+
+    def _renew(self, *, force: bool = False) -> None:
+        """The script may have given modules other parameters since the last recording."""
+        parameters = tuple(self._task.network.parameters())
+        self.trainable = _trainable(self._task)
+        is_same = len(parameters) == len(self.parameters) and all(
+            map(is_, parameters, self.parameters)
+        )
+        if is_same and not force:
+            return
+        self.parameters = parameters
+        self.updater.renew(self._task.update_rules, parameters)
+
+    def latest(self, mode: Mode) -> Planned | None:
+        """The plan of a mode that was used last, if there is any."""
+        for planned in reversed(self._plans.values()):
+            if planned.plan.placed.graph.mode is mode:
+                return planned
+        return None
+
+    def requires_grad(self) -> tuple[bool, ...]:
+        """Of every parameter of network and loss, whether it is trained."""
+        with torch._C.DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+            return tuple([p.requires_grad for p in self.trainable])
+
+    def _circumstances(self) -> tuple[tuple[bool, ...], Any]:
+        return self.requires_grad(), self._task.loss_fn
+
+    def _make(self, found: Found, part: StepPart, note: str) -> Planned:
+        recording = found.recording
+        mode, number = recording.mode, self._job.next_plan_number()
+        plan, programs = self._pure_passes(recording.graph, part)
+        text = "\n".join(
+            [
+                note,
+                describe_plan(plan),
+                describe_programs(programs),
+                describe_optimizers(self._task),
+                f"signature {recording.signature.text}",
+            ]
+        )
+        self._job.member.agree(f"plan {number} ({mode.value})", text)
+        made = self._open(number, plan, programs, found.numbers)
+        recording.graph.state.guards.settle()
+        is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
+        return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
+
+    def is_open(self, planned: Planned) -> bool:
+        """Whether a plan can still run: a callback may have ended it, with another loss."""
+        return planned.runner.plan_number in self._numbers.values()
+
+    @property
+    def lowers_again(self) -> bool:
+        """Whether the next ``plan_for`` lowers a plan again: its channels will be new ones."""
+        return bool(self._due)
+
+    def use_costs(self, planned: Planned, costs: Costs) -> None:
+        """Lower a plan again before it runs next, with what its steps were found to cost.
+
+        All workers call it with equal costs, after the same step.
+        """
+        for key, number in self._numbers.items():
+            if number == planned.runner.plan_number:
+                self._due[key] = costs
+
+    def _lower_again(self, note: str) -> None:
+        """Collective. The values stay the same: only the order of the computations changes."""
+        due, self._due = self._due, {}
+        for key, costs in due.items():
+            old = self._plans.get(key)
+            if old is None:  # not among the plans used last any more
+                continue
+            programs = lower_plan(old.plan, key[-1], self._task.schedule, costs)
+            text = "\n".join([note, *(describe_programs((program,)) for program in programs)])
+            number = self._job.next_plan_number()
+            self._job.member.agree(f"plan {number}, with measured costs", text)
+            if programs == old.programs:
+                self._plans[key] = replace(old, wants_costs=False)
+                continue
+            made = self._open(number, old.plan, programs, old.numbers)
+            self._plans[key] = replace(made, part=old.part)
+            self._job.transport.close_plan(self._numbers[key])
+            self._numbers[key] = number
+
+    def _open(
+        self,
+        number: int,
+        plan: PartitionPlan,
+        programs: tuple[WorkerProgram, ...],
+        numbers: Mapping[str, Any],
+    ) -> Planned:
+        """Make an agreed plan ready to run."""
+        mark_planned(self._task.network)
+        self._settle_ownership(plan)
+        if plan.placed.graph.mode is Mode.TRAIN:
+            self.updater.check_optimizers()
+        runner = ProgramRunner(
+            RunnerParts(
+                plan=plan,
+                plan_number=number,
+                program=programs[self._job.rank],
+                depths=channel_depths(programs),
+                state=self._state_of(plan),
+                transport=self._job.transport,
+                updater=self.updater,
+                position=self._job.member.position,
+                compiler=self._task.compiler,
+            )
+        )
+        waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
+        return Planned(
+            plan,
+            programs,
+            runner,
+            consumers_of(plan),
+            waiting,
+            numbers,
+            written_inputs=written_inputs(plan),
+        )
+
+    def _pure_passes(
+        self, graph: CapturedGraph, part: StepPart
+    ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+        """What every worker computes alike; a simulation of many workers does it once."""
+        return make_plan(
+            graph,
+            network=self._task.network,
+            loss_fn=self._task.loss_fn,
+            unplaced=self._task.unplaced,
+            num_workers=self._job.num_workers,
+            owners=self.known_owners(),
+            part=part,
+            schedule=self._task.schedule,
+            update=self._task.update_rules,
+            is_compiled=self._task.compiler is not None,
+            recompute=self._task.recompute,
+        )
+
+    def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
+        """The graph of a mode, captured now unless it is known."""
+        with as_in(mode, self._task.network):
+            found = self.recordings.find(mode, signature)
+            return self._record(mode, signature, ()) if found is None else found.recording.graph
+
+    def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:
+        return capture_graph(self._task, mode, signature, lift=lift)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return named_state(self._task.network, self._task.loss_fn)
+
+    def _settle_ownership(self, plan: PartitionPlan) -> None:
+        """Fix the owner of every parameter and buffer seen first; free what others own."""
+        tensors = self._tensors()
+        known = self.known_owners()
+        owners = all_owners(plan.placed, known, tensors, self._modules())
+        self._check_memory(plan.placed, tensors, owners)
+        self.owners.update(owners)
+        nodes, workers = plan.placed.graph.nodes, plan.placed.workers
+        for position in plan.placed.graph.state_names:
+            assert self.owners[nodes[position].target] == workers[position]
+        self._free_others()
+
+    def _check_memory(
+        self, placed: PlacedGraph, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]
+    ) -> None:
+        self._modified |= modified_state(placed)
+        trained = {name for name, tensor in tensors.items() if tensor.requires_grad}
+        check_overlapping(self._overlapping, owners, self._modified | trained)
+        check_used(placed, tensors, self._overlapping)
+
+    def _free_others(self) -> None:
+        """Give what is owned here its memory, and free what others own."""
+        tensors = self._tensors()
+        self._job.owners.fix(tensors, self.owners)
+        strides = {name: tensor.stride() for name, tensor in tensors.items()}
+        for module in stateful_modules(self._task):
+            if is_deferred(module):
+                materialize(module, self._owned_names(module))
+        for name, tensor in tensors.items():
+            if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
+                give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
+        self.updater.settle(
+            Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
+        )
+        self.on_settled()
+        return_free_memory()
+
+    def _owned_names(self, module: nn.Module) -> list[str]:
+        prefix = "" if module is self._task.network else f"{LOSS_PATH}."
+        return [
+            name.removeprefix(prefix)
+            for name, owner in self.owners.items()
+            if owner == self._job.rank
+            and name.startswith(prefix)
+            and name.startswith(LOSS_PATH) == bool(prefix)
+        ]
+
+    def _modules(self) -> dict[str, Annotation]:
+        return module_annotations(self._task.network, self._task.loss_fn)
+
+    def _state_of(self, plan: PartitionPlan) -> dict[int, torch.Tensor]:
+        tensors = self._tensors()
+        return {
+            p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
+        }
+
+
+def _trainable(task: Task) -> tuple[nn.Parameter, ...]:
+    loss = task.loss_fn
+    of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
+    return (*task.network.parameters(), *of_loss)
+
+
+def _nothing() -> None:
+    """Nobody waits for owners."""

@@ -1,0 +1,439 @@
+"""The graphs that were recorded for a Model, each with the Python values that it holds for.
+
+A step is recorded for each mode, for each signature, and for each state of the Python values that
+its code reads. A state that was seen before finds its recording again. Where only numbers have
+taken other values, they are lifted, if that gives the same graphs (``capture.lifted``)::
+
+    beta 0.5      recorded: mul(h, 0.5)
+    beta 0.25     recorded: mul(h, 0.25), and with beta lifted: mul(h, beta). Both graphs are those
+                  of the lifted one with a number in place of beta, so that is kept
+    beta 0.125    the lifted one holds
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+
+from graphsplit.batches.batch import Signature, leaves
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.capture.numbers.lifted import NotLiftedError
+from graphsplit.capture.operations.opaque_call import opaque_call
+from graphsplit.errors import CaptureError
+from graphsplit.guards.changes import Change, Computed, value_of
+from graphsplit.guards.check import Failure
+from graphsplit.guards.places import Place, PlaceKind
+from graphsplit.guards.values import Frozen, shown, thaw
+
+_MAX_RECORDINGS = 64
+_MAX_LIFTS = 2
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A value from a snapshot, for a place that is not known yet.
+
+    Attributes:
+        value: The value.
+        scripts: What the script had given the place before, when the snapshot was taken.
+        by_calls: Whether calls of the Model have changed it; else the script does so again.
+    """
+
+    value: Any
+    scripts: Any
+    by_calls: bool
+
+
+Circumstances = tuple[tuple[bool, ...], Any]
+Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
+
+
+@dataclass(eq=False)
+class Recording:
+    """A recorded step.
+
+    Attributes:
+        number: Its number, equal on all workers.
+        mode: Train, eval or predict.
+        signature: Of the batch, or of each microbatch.
+        graph: The graph.
+        trained: Of every parameter, whether it is trained.
+        loss_fn: The loss.
+        tensors: The state that it works on.
+        plans: The number of the recording whose plans it shares: its own, or that of an earlier one
+            with the same graph.
+        changed: The places that were not as they had been when it was made.
+    """
+
+    number: int
+    mode: Mode
+    signature: Signature
+    graph: CapturedGraph
+    trained: tuple[bool, ...]
+    loss_fn: Any
+    tensors: tuple[torch.Tensor, ...]
+    plans: int = -1
+    changed: tuple[Failure, ...] = ()
+    _leaves: dict[str, list[Any]] = field(default_factory=dict)
+    _numbers: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
+
+    def lifted(self) -> tuple[Any, ...]:
+        """The present values of the lifted numbers."""
+        return self.graph.state.guards.lifted_values()
+
+    def numbers(self, signature: Signature, lifted: Sequence[Any]) -> Mapping[str, Any] | None:
+        """The numbers of the graph, for a batch; None if the graph does not hold for it."""
+        sizes = self.graph.sizes
+        if sizes is None:
+            return {} if signature == self.signature else None
+        if not lifted and signature.digest in self._numbers:
+            return self._numbers[signature.digest]
+        known = self._leaves.get(signature.digest)
+        if known is None:
+            known = self._leaves[signature.digest] = leaves(signature.example("meta"))
+        symbols = sizes.bind(known, lifted)
+        found = None if symbols is None else sizes.compute(symbols)
+        if not lifted:
+            self._numbers[signature.digest] = found
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recording that holds now.
+
+    Attributes:
+        recording: The recording.
+        lifted: The present values of its lifted numbers.
+        numbers: The numbers that its graph computes with.
+    """
+
+    recording: Recording
+    lifted: tuple[Any, ...]
+    numbers: Mapping[str, Any]
+
+
+class Recordings:
+    """Makes recordings, and finds those that hold.
+
+    Args:
+        record: Records a step with some places lifted.
+        circumstances: Gives, for every parameter, whether it is trained; and the loss.
+        tensors: Gives all parameters and buffers by name.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        circumstances: Callable[[], Circumstances],
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self._record = record
+        self._circumstances = circumstances
+        self._tensors = tensors
+        self._latest: list[Recording] = []  # the one that was used last comes first
+        self._num_made = 0
+        self._num_lifts: Counter[str] = Counter()
+        self._num_changes: Counter[tuple[Mode, str, str]] = Counter()
+        self._counts_before = self._num_lifts, self._num_changes  # the recording made last
+        self._stock: list[Recording] | None = None
+
+    def __iter__(self) -> Iterator[Recording]:
+        return iter(self._latest)
+
+    def keep_graphs(self) -> None:
+        """Keep captured graphs when recordings are forgotten."""
+        self._stock = self._stock or []
+
+    def start_over(self) -> None:
+        """Forget all recordings; all workers do so at the same point."""
+        if self._stock is not None:
+            self._stock = [*self._latest, *self._stock][:_MAX_RECORDINGS]
+        self._latest.clear()
+        self._num_made = 0
+        self._num_lifts.clear()  # a worker that is new has none either
+        self._num_changes.clear()
+
+    def find(self, mode: Mode, signature: Signature) -> Found | None:
+        """The recording that holds now, if there is one."""
+        circumstances = self._circumstances()
+        for index, recording in enumerate(self._latest):
+            if recording.mode is not mode or not self._fits(recording, circumstances):
+                continue
+            if recording.graph.sizes is None and recording.signature != signature:
+                continue
+            if not recording.graph.state.guards.hold():
+                continue
+            lifted = recording.lifted()
+            numbers = recording.numbers(signature, lifted)
+            if numbers is not None:
+                if index:
+                    self._latest.insert(0, self._latest.pop(index))
+                return Found(recording, lifted, numbers)
+        return None
+
+    def changed(self, mode: Mode, signature: Signature) -> list[Failure]:
+        """What has changed since the recording of such a step that was used last."""
+        before = self._before(mode, signature)
+        return before.graph.state.guards.failures() if before is not None else []
+
+    def make(self, mode: Mode, signature: Signature) -> Found:
+        """Record the step as it is now. All workers do so at the same point.
+
+        Raises:
+            CaptureError: The step cannot be captured.
+        """
+        began = time.monotonic()
+        self._counts_before = self._num_lifts.copy(), self._num_changes.copy()
+        graph = self._kept(mode, signature) or self._record(mode, signature, ())
+        before = self._before(mode, signature, graph)
+        changed = tuple(before.graph.state.guards.failures()) if before is not None else ()
+        chosen = self._lifted(before, graph, changed, mode, signature) if before else None
+        if chosen is None:
+            self._count(changed, (mode, signature.digest), time.monotonic() - began)
+        recording = Recording(
+            self._num_made,
+            mode,
+            signature,
+            chosen or graph,
+            *self._circumstances(),
+            tuple(self._tensors().values()),
+            changed=changed,
+        )
+        self._num_made += 1
+        recording.plans = self._twin_of(recording)
+        self._latest.insert(0, recording)
+        del self._latest[_MAX_RECORDINGS:]
+        lifted = recording.lifted()
+        numbers = recording.numbers(signature, lifted)
+        if numbers is None:
+            raise CaptureError("a recorded step does not hold for the batch that it was made for")
+        return Found(recording, lifted, numbers)
+
+    def drop(self, found: Found) -> None:
+        """Forget the recording that was made last, and all counts with it: it is made again."""
+        self._latest.remove(found.recording)
+        self._num_made -= 1
+        self._num_lifts, self._num_changes = self._counts_before
+
+    def record_again(self, found: Found) -> str | None:
+        """Record a step once more; says where that gives another graph, which must not be."""
+        recording = found.recording
+        again = self._record(recording.mode, recording.signature, ())
+        old = canonical_text(recording.graph, found.lifted, recording.signature)
+        new = canonical_text(again, ())
+        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+        if old == new:
+            return None
+        return next((f"{a!r} was {b!r} before" for b, a in pairs if a != b), "it has other lines")
+
+    # Making.
+
+    def _kept(self, mode: Mode, signature: Signature) -> CapturedGraph | None:
+        """A graph that was captured before recordings were forgotten, if it holds."""
+        for old in self._stock or ():
+            if (
+                old.mode is mode
+                and old.signature == signature
+                and not old.graph.state.guards.lifted
+                and self._fits(old, self._circumstances())
+                and old.graph.state.guards.hold()
+            ):
+                return old.graph
+        return None
+
+    def _fits(self, recording: Recording, circumstances: Circumstances) -> bool:
+        trained, loss_fn = circumstances
+        return recording.trained == trained and recording.loss_fn is loss_fn
+
+    def _before(
+        self, mode: Mode, signature: Signature, graph: CapturedGraph | None = None
+    ) -> Recording | None:
+        """The recording of such a step that was used last; one that is like a graph, if any is."""
+        circumstances = self._circumstances()
+        found = [
+            recording
+            for recording in self._latest
+            if recording.mode is mode
+            and recording.signature == signature
+            and self._fits(recording, circumstances)
+        ]
+        alike = (r for r in found if graph is not None and _are_alike(r.graph, graph))
+        return next(alike, found[0] if found else None)
+
+    def _lifted(
+        self,
+        before: Recording,
+        graph: CapturedGraph,
+        changed: Sequence[Failure],
+        mode: Mode,
+        signature: Signature,
+    ) -> CapturedGraph | None:
+        """The step with the numbers lifted that have changed, if that gives the same graphs."""
+        old_places = before.graph.state.guards.lifted
+        if not changed or not all(map(_is_number, changed)):
+            return None
+        if not _are_alike(before.graph, graph):
+            return None
+        labels = sorted(failure.place.label for failure in changed)
+        if max(self._num_lifts[label] for label in labels) >= _MAX_LIFTS:
+            return None
+        places = (*old_places, *(failure.place for failure in changed))
+        try:
+            lifted = self._record(mode, signature, places)
+        except (NotLiftedError, CaptureError):
+            lifted = None
+        was = (*before.lifted(), *(failure.old for failure in changed))
+        now = tuple(place.read() for place in places)
+        if lifted is not None and not (
+            _gives(lifted, was, before.graph, before.lifted(), signature)
+            and _gives(lifted, now, graph, (), signature)
+        ):
+            lifted = None
+        if lifted is None:
+            self._num_lifts.update(labels)
+        return lifted
+
+    def _count(self, changed: Sequence[Failure], step: tuple[Mode, str], seconds: float) -> None:
+        """Warn of a place for which graphs are made again and again: the third time, and on."""
+        for failure in changed:
+            key = (*step, failure.place.label)
+            self._num_changes[key] += 1
+            count = self._num_changes[key]
+            if count > 1 and count & (count - 1) == 0:
+                _warn(failure, count + 1, seconds)
+
+    def _twin_of(self, recording: Recording) -> int:
+        """Whose plans it can use: those of an earlier recording with the same graph."""
+        text = recording.graph.describe()
+        has_calls = any(opaque_call(node) is not None for node in recording.graph.fx_nodes.values())
+        for other in self._latest if not has_calls else ():
+            if (
+                other.mode is recording.mode
+                and other.signature == recording.signature
+                and self._fits(other, (recording.trained, recording.loss_fn))
+                and len(other.tensors) == len(recording.tensors)
+                and all(map(is_, other.tensors, recording.tensors))
+                and other.graph.describe() == text
+            ):
+                return other.plans
+        return recording.number
+
+    # Snapshots.
+
+    def places(self) -> dict[str, tuple[Place, Any]]:
+        """Every watched place by its label, with the value that it had when it was first read."""
+        found: dict[str, tuple[Place, Any]] = {}
+        for recording in reversed(self._latest):
+            state = recording.graph.state
+            for watched in state.guards.watched:
+                if not watched.is_structure:
+                    found.setdefault(watched.place.label, (watched.place, watched.value))
+            for place in state.guards.lifted:
+                found.setdefault(place.label, (place, place.read()))
+            for change in state.changes:
+                if change.place.kind is PlaceKind.MARK:  # snapshots keep those of all parameters
+                    continue
+                found.setdefault(change.place.label, (change.place, change.old))
+        return found
+
+
+def write(place: Place, value: Any) -> None:
+    """Put a value into a place; into the container that is there, if it is one."""
+    Change(place, place.read(), value, is_read=True).leave(())
+
+
+def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:
+    """Whether two graphs may differ in numbers alone."""
+    return _form(one) == _form(other)
+
+
+def _form(graph: CapturedGraph) -> list[Any]:
+    nodes = (node for node in graph.nodes if node.kind is not NodeKind.NUMBER)
+    left = [change.place.label for change in graph.changes]
+    return [*((node.kind, node.target, node.requires_grad) for node in nodes), *left]
+
+
+def _is_number(failure: Failure) -> bool:
+    kinds = (int, float)
+    return (
+        type(failure.new) in kinds
+        and type(failure.old) is type(failure.new)
+        and failure.place.read() is failure.new
+    )
+
+
+def _gives(
+    lifted: CapturedGraph,
+    values: Sequence[Any],
+    graph: CapturedGraph,
+    its_values: Sequence[Any],
+    signature: Signature,
+) -> bool:
+    """Whether a lifted graph is another one, for some values of the lifted numbers."""
+    sizes = lifted.sizes
+    if sizes is None or sizes.bind(leaves(signature.example("meta")), values) is None:
+        return False
+    return canonical_text(lifted, values, signature) == canonical_text(graph, its_values, signature)
+
+
+def canonical_text(
+    graph: CapturedGraph, lifted: Sequence[Any], signature: Signature | None = None
+) -> str:
+    """A graph as text, with numbers in place of the nodes that give them."""
+    numbers: Mapping[str, Any] = {}
+    if graph.sizes is not None and lifted:
+        known = leaves(signature.example("meta")) if signature is not None else []
+        symbols = graph.sizes.bind(known, lifted) if signature is not None else None
+        numbers = graph.sizes.compute(symbols) if symbols is not None else {}
+    shown_as: dict[int, str] = {}
+    lines: list[str] = []
+    for position, node in enumerate(graph.nodes):
+        if node.kind is NodeKind.NUMBER and node.name in numbers:
+            shown_as[position] = repr(numbers[node.name])
+            continue
+        shown_as[position] = f"%{len(lines)}"
+        arguments = re.sub(r"%(\d+)", lambda m: shown_as[int(m[1])], node.arguments)
+        lines.append(
+            f"{node.kind.value} {node.target}({arguments}) {node.meta} {node.module_path} "
+            f"{node.source} {node.annotation} {node.region} {node.requires_grad} {node.is_random} "
+            f"{node.changes_inputs} {[shown_as[p] for p in node.runs_after]}"
+        )
+    lines += graph.code_of_branches()
+    lines += [
+        f"constant {name} {value.detach().cpu().reshape(-1).tolist()}"
+        for name, value in sorted(graph.constants.items())
+    ]
+    lines += [
+        f"leaves {change.place.label} {_text_of(change.new, lifted)}" for change in graph.changes
+    ]
+    lines += [
+        repr(out.constant) if out.node is None else shown_as[out.node] for out in graph.outputs
+    ]
+    return "\n".join(lines)
+
+
+def _text_of(new: Any, lifted: Sequence[Any]) -> str:
+    value = value_of(new, lifted) if isinstance(new, Computed) else new
+    return repr(thaw(value)) if isinstance(value, Frozen) else repr(value)
+
+
+def _warn(failure: Failure, count: int, seconds: float) -> None:
+    place = failure.place
+    warnings.warn(
+        f"network or loss reads {place.label}, which was {shown(failure.old)} and is "
+        f"{shown(failure.new)}: capture {count} for it; each value takes one of its own, this one "
+        f"took {seconds:.2f} s\n"
+        f"  {place.source}\n"
+        f"  Fix: keep it in a tensor (register_buffer) that is changed in place; or say that it "
+        f"does not matter, with gs.ignore(holder, {str(place.key)!r}).",
+        stacklevel=2,
+    )

@@ -1,0 +1,216 @@
+"""The plans of one training step: one for each run of microbatches that look alike.
+
+A batch of 10 in 4 microbatches is 3, 3, 2 and 2 rows. That takes two plans, run one after the
+other; only the first sets gradients to None, only the last steps the optimizer::
+
+    plan of 3 rows   ZERO_GRADIENTS  F0 F1  B0 B1
+    plan of 2 rows                                 F0 F1  B0 B1  OPTIMIZER
+
+A microbatch that leaves Python values with which the next one may have another graph runs by
+itself, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphsplit.batches.batch import leaves
+from graphsplit.batches.microbatches import Divider, Division, Shape, own_views
+from graphsplit.capture.graph import Mode
+from graphsplit.planning.planner import Planned, Planner
+from graphsplit.planning.trainable import put_requires_grad
+from graphsplit.program.lower import StepPart
+from graphsplit.runtime.random.randomness import microbatch_rng_state
+from graphsplit.runtime.step_state import Microbatches
+
+
+@dataclass
+class Progress:
+    """How far a Model's training is: what the random numbers of its microbatches follow from.
+
+    Attributes:
+        num_steps: How many training steps are done.
+        seed: ``torch.initial_seed()`` where training started; None before.
+        accumulate: Over how many batches gradients are added up before the optimizer steps.
+    """
+
+    num_steps: int = 0
+    seed: int | None = None
+    accumulate: int = 1
+
+    @property
+    def opens(self) -> bool:
+        """Whether gradients are set to None before the next batch."""
+        return self.num_steps % self.accumulate == 0
+
+    @property
+    def closes(self) -> bool:
+        """Whether the optimizer steps after the next batch."""
+        return (self.num_steps + 1) % self.accumulate == 0
+
+    def begin(self) -> None:
+        """Note the seed, if training starts here."""
+        if self.seed is None:
+            self.seed = torch.initial_seed()
+
+    def rng_state(self, microbatch: int) -> torch.Tensor:
+        """The state in which the generator starts for a microbatch of the current step."""
+        assert self.seed is not None
+        return microbatch_rng_state(self.seed, self.num_steps, microbatch)
+
+    def agreement(self, divider: Divider) -> str:
+        """What workers must agree on, as a line of text."""
+        ways = [
+            f"{name}=fn" for name in ("split", "loss_weight") if getattr(divider, name) is not None
+        ]
+        text = " ".join([f"microbatches {divider.num_microbatches}", *ways])
+        return text if divider.num_microbatches == 1 else f"{text}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One plan of a step, with what it works on.
+
+    Attributes:
+        planned: The plan.
+        start: Number of its first microbatch in the step.
+        inputs: For each of its microbatches the graph's inputs, None where they are not here.
+        weights: What the losses are multiplied by; empty where the batch is whole.
+    """
+
+    planned: Planned
+    start: int
+    inputs: Sequence[Sequence[Any]]
+    weights: Sequence[float]
+
+    def microbatches(self, progress: Progress) -> Microbatches | None:
+        """What its microbatches do not have in common; None where the batch is whole."""
+        if not self.weights:
+            return None
+        return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The plans of a step.
+
+    Attributes:
+        plans: One for each run of microbatches with one signature, in order.
+        sizes: How many microbatches each runs.
+        weights: What the loss of each microbatch is multiplied by; empty where the batch is whole.
+        marks: Where forward freezes or unfreezes parameters between them: for each plan, what marks
+            those that are trained while it runs.
+    """
+
+    plans: tuple[Planned, ...]
+    sizes: tuple[int, ...] = (1,)
+    weights: tuple[float, ...] = ()
+    marks: tuple[Callable[[], None], ...] = ()
+
+    @property
+    def first(self) -> Planned:
+        """The plan that runs first."""
+        return self.plans[0]
+
+    @property
+    def consumers(self) -> tuple[int, ...]:
+        """Workers that read the loader's batches, the earliest in the pipeline first."""
+        if len(self.plans) == 1:
+            return self.plans[0].consumers
+        return tuple(dict.fromkeys(itertools.chain(*(plan.consumers for plan in self.plans))))
+
+    @property
+    def writes_inputs(self) -> bool:
+        """Whether the step modifies the batch."""
+        return any(plan.written_inputs for plan in self.plans)
+
+    def phases(self, division: Division | None) -> Iterator[Phase]:
+        """The plans with what each works on.
+
+        Args:
+            division: The batch; None on workers that do not have it.
+        """
+        start = 0
+        for index, (plan, size) in enumerate(zip(self.plans, self.sizes, strict=True)):
+            if self.marks:
+                self.marks[index]()
+            part = slice(start, start + size)
+            yield Phase(plan, start, _inputs(plan, size, division, part), self.weights[part])
+            start += size
+
+    def loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of the step, from those of its microbatches in order."""
+        return total_loss(losses, self.weights) if self.weights else losses[0]
+
+
+def total_loss(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """``sum(loss * weight)`` in the order of the microbatches, as Python's ``sum`` adds."""
+    total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True))
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def _inputs(
+    plan: Planned, size: int, division: Division | None, part: slice
+) -> Sequence[Sequence[Any]]:
+    if division is None:
+        return [plan.no_inputs] * size
+    if not division.weights:
+        return [leaves(division.arguments)]
+    return [own_views(microbatch) for microbatch in division.microbatches[part]]
+
+
+def plan_step(
+    planner: Planner,
+    mode: Mode,
+    shape: Shape,
+    *,
+    note: str = "",
+    progress: Progress | None = None,
+) -> PlannedStep:
+    """The plans for a batch of a shape; made now where they are new.
+
+    Args:
+        planner: Makes and keeps plans.
+        mode: Train, eval or predict.
+        shape: The batch and its microbatches.
+        note: What workers must agree on besides the plans.
+        progress: How far training is, for a training step.
+
+    Raises:
+        CaptureError, PlacementError, PlanMismatchError: As ``Planner.plan_for``.
+    """
+    opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
+    if not shape.parts:
+        part = StepPart(first=opens, last=closes)
+        found = planner.recording_for(mode, shape.whole, note=note)
+        return PlannedStep((planner.plan_for(found, part, note=note),))
+    planner.keep_at_least(2 * len(shape.parts))
+    plans: list[Planned] = []
+    sizes: list[int] = []
+    trained: list[tuple[bool, ...]] = []
+    waiting = [*shape.parts]
+    while waiting:
+        (signature, count), *later = waiting
+        found = planner.recording_for(mode, signature, note=note)
+        if count > 1 and found.recording.graph.is_other_after:
+            later, count = [(signature, count - 1), *later], 1
+        part = StepPart(
+            count,
+            first=opens and not plans,
+            last=closes and not later,
+            is_microbatched=True,
+        )
+        plans.append(planner.plan_for(found, part, note=note))
+        sizes.append(count)
+        trained.append(planner.requires_grad())
+        waiting = later
+    marks = [partial(put_requires_grad, planner.trainable, flags) for flags in trained]
+    is_one = len(set(trained)) == 1
+    return PlannedStep(tuple(plans), tuple(sizes), shape.weights, () if is_one else tuple(marks))

@@ -1,0 +1,141 @@
+"""What a Model wants to run, and what its network and loss hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.batches.microbatches import Divider
+from graphsplit.capture.graph import LOSS_PATH
+from graphsplit.deferred.construction import is_deferred, materialize
+from graphsplit.errors import ConfigurationError
+from graphsplit.marks.annotations import Annotation, annotations_of
+from graphsplit.optimizers.clip import Clip
+from graphsplit.optimizers.update import UpdateRules
+from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.program.lower import (
+    Policy,
+)
+from graphsplit.runtime.segments.compiled import Compiler
+
+
+@dataclass
+class Task:
+    """What a Model wants to run, apart from the batch. A Model may swap its loss and optimizer.
+
+    Attributes:
+        network: The user's network.
+        loss_fn: The loss, or None.
+        optimizer: The optimizer, several that are stepped one after the other, or None.
+        unplaced: The rule for operations that nobody placed.
+        with_loss: Whether the eval graph computes the loss.
+        dynamic_dims: Dimensions of the batch that may change without a new plan, with the largest
+            size of each.
+        divider: How batches become microbatches in training.
+        clip: How gradients are clipped, or None.
+        scaler: Scales the loss, or None.
+        set_to_none: Whether gradients become None before a step, or zeros.
+        autocast: The lower dtype, if network and loss run under autocast.
+        accumulate: Over how many batches gradients are added up before the optimizers step.
+        schedule: In which order workers compute microbatches: a name, or a policy.
+        compiler: Compiles segments, or None.
+        recompute: Whether backward runs forward again instead of keeping what it saves: of
+            everything, or of the modules with these paths.
+    """
+
+    network: nn.Module
+    loss_fn: Callable[..., Any] | None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+    unplaced: UnplacedRule
+    with_loss: bool
+    dynamic_dims: Mapping[int, int] = field(default_factory=dict)
+    divider: Divider = field(default_factory=Divider)
+    clip: Clip | None = None
+    scaler: torch.amp.GradScaler | None = None
+    set_to_none: bool = True
+    autocast: torch.dtype | None = None
+    accumulate: int = 1
+    schedule: str | Policy = "1f1b"
+    compiler: Compiler | None = None
+    recompute: bool | tuple[str, ...] = False
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """All optimizers, in the order in which they are stepped."""
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return (self.optimizer,)
+        return tuple(self.optimizer or ())
+
+    @property
+    def update_rules(self) -> UpdateRules:
+        """What happens to gradients."""
+        return UpdateRules(
+            self.optimizers, self.clip, self.scaler, self.set_to_none, self.accumulate
+        )
+
+
+def stateful_modules(task: Task) -> list[nn.Module]:
+    """The modules that may hold parameters: the network, and a loss that is a module."""
+    return [m for m in (task.network, task.loss_fn) if isinstance(m, nn.Module)]
+
+
+def materialize_all(task: Task) -> None:
+    """Give everything its memory: what one process does with a network built deferred."""
+    for module in stateful_modules(task):
+        if is_deferred(module):
+            materialize(module)
+
+
+def named_state(network: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, those of the loss included; tied ones under each name."""
+    found: dict[str, torch.Tensor] = {}
+    found.update(network.named_parameters(remove_duplicate=False))
+    found.update(network.named_buffers(remove_duplicate=False))
+    if isinstance(loss_fn, nn.Module):
+        for name, tensor in (
+            *loss_fn.named_parameters(remove_duplicate=False),
+            *loss_fn.named_buffers(remove_duplicate=False),
+        ):
+            found[f"{LOSS_PATH}.{name}"] = tensor
+    return found
+
+
+def module_annotations(network: nn.Module, loss_fn: Any) -> dict[str, Annotation]:
+    """The placement written on each module, by module path."""
+    found = annotations_of(network)
+    if isinstance(loss_fn, nn.Module):
+        for path, annotation in annotations_of(loss_fn).items():
+            found[f"{LOSS_PATH}.{path}" if path else LOSS_PATH] = annotation
+    return found
+
+
+def check_trained(task: Task) -> None:
+    """Refuse parameters that the captured graph will not know: nobody would train them."""
+    known = {id(tensor) for tensor in named_state(task.network, task.loss_fn).values()}
+    for optimizer in task.optimizers:
+        groups = optimizer.param_groups
+        unknown = [p for group in groups for p in group["params"] if id(p) not in known]
+        if unknown:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} has {len(unknown)} parameter(s) that are neither in "
+                f"net nor in loss_fn, the first of shape {list(unknown[0].shape)}\n"
+                f"  Fix: make the optimizer from net.parameters(), after the last change to net; "
+                f"pass the module that has them as loss_fn, not a function around it."
+            )
+
+
+def describe_optimizers(task: Task) -> str:
+    """The optimizer's class and settings: workers whose scripts differ only there must notice."""
+    names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
+    lines = [task.update_rules.describe()]
+    for optimizer in task.optimizers:
+        lines.append(f"optimizer {type(optimizer).__name__}")
+        for group in optimizer.param_groups:
+            settings = {k: v for k, v in group.items() if k != "params"}
+            members = [names.get(id(p), "a parameter of no module") for p in group["params"]]
+            lines.append(f"  group {settings!r}: {', '.join(members)}")
+    return "\n".join(lines)

@@ -1,0 +1,184 @@
+"""What is remembered of each kind of call, and how it is given again without running."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphsplit.batches.batch import Signature
+from graphsplit.capture.graph import Mode
+from graphsplit.checkpoint.generators import is_same
+from graphsplit.checkpoint.other_loaders import put_loader
+from graphsplit.checkpoint.position import LoaderWatch, Position
+from graphsplit.checkpoint.states import Loaded, Stateful
+from graphsplit.job.script import Call
+from graphsplit.planning.modes import ensure_training
+from graphsplit.recovery.log import Entry
+from graphsplit.recovery.results import pack, unpack
+from graphsplit.recovery.snapshot.share import ModelShare
+from graphsplit.train.epochs import load_callbacks
+
+
+class Kind:
+    """A call that returns plain values or tensors, and leaves nothing else behind."""
+
+    def pack(self, call: Call, result: Any) -> Any:
+        """The result as JSON.
+
+        Raises:
+            StateError: It cannot be written.
+        """
+        return pack(result, what=f"{call.name}()")
+
+    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+        """The result again."""
+        return unpack(node, what=f"{call.name}()")
+
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+        """What else the call left, beside what snapshots hold; None if nothing."""
+        return None
+
+    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+        """Leave it again."""
+
+
+class _Train(Kind):
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+        assert share is not None
+        _, loader, callbacks, _ = call.arguments
+        states = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
+        values = {
+            "callbacks": [pair for pair in states if pair[1]],
+            "loader": LoaderWatch(loader).state(),
+            "position": vars(share.states.position),
+            "seed": share.engine.progress.seed,
+        }
+        return pack(values, what="callbacks and loader after train()")
+
+    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+        assert share is not None
+        _, loader, callbacks, _ = call.arguments
+        values = unpack(after, what="callbacks and loader after train()")
+        load_callbacks(callbacks, values["callbacks"])
+        put_loader(loader, values["loader"])
+        position = Position.read(values["position"])
+        share.engine.progress.num_steps, share.engine.progress.seed = (
+            position.num_steps,
+            values["seed"],
+        )
+        share.states.num_epochs = position.num_epochs
+        share.states.resumption = None
+        ensure_training(share.task.network)
+        _mark_stepped(share)
+
+
+class _TrainStep(Kind):
+    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+        assert share is not None
+        ensure_training(share.task.network)
+        share.engine.progress.begin()
+        share.engine.progress.num_steps += 1
+        _mark_stepped(share)
+
+
+def _mark_stepped(share: ModelShare) -> None:
+    """Schedulers warn if an optimizer has not stepped before them; it has, in another process."""
+    for optimizer in share.task.optimizers:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+class _Eval(Kind):
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+        state = LoaderWatch(call.arguments[0]).state()
+        has_any = state is not None and not is_same(state, entry.loader)
+        return pack(state, what="the loader after eval()") if has_any else None
+
+    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+        assert share is not None
+        share.task.network.eval()
+        if after is not None:
+            put_loader(call.arguments[0], unpack(after, what="the loader after eval()"))
+
+
+class _Predict(Kind):
+    """Outputs have the network's own structure, which a capture tells again."""
+
+    def pack(self, call: Call, result: Any) -> Any:
+        if _is_plain(result):
+            return pack({"plain": result}, what="predict()")
+        return pack({"leaves": pytree.tree_leaves(result)}, what="predict()")
+
+    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+        assert share is not None
+        found = unpack(node, what="predict()")
+        if "plain" in found:
+            return found["plain"]
+        graph = share.engine.planner.graph_of(Mode.PREDICT, Signature.of(call.arguments))
+        return graph.output_spec.rebuild(found["leaves"])
+
+    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+        assert share is not None
+        share.task.network.eval()
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value comes back from JSON as it was, classes of containers included."""
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return value is None or type(value) in (torch.Tensor, bool, int, float, str)
+
+
+class _Load(Kind):
+    def pack(self, call: Call, result: Any) -> Any:
+        values = {"position": vars(result.position), "extra": dict(result.extra)}
+        return pack(values, what="load()")
+
+    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+        found = unpack(node, what="load()")
+        return Loaded(Position.read(found["position"]), found["extra"])
+
+    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+        states = {n: v.state_dict() for n, v in _stateful(call).items()}
+        return pack(states, what="extra after load()") if states else None
+
+    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+        if after is not None:
+            states = unpack(after, what="extra after load()")
+            for name, value in _stateful(call).items():
+                value.load_state_dict(copy.deepcopy(states[name]))
+
+
+def _stateful(call: Call) -> Mapping[str, Stateful]:
+    return {n: v for n, v in call.arguments[1].items() if isinstance(v, Stateful)}
+
+
+class _Path(Kind):
+    def pack(self, call: Call, result: Any) -> Any:
+        return pack(None if result is None else str(result), what=f"{call.name}()")
+
+    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+        found = unpack(node, what=f"{call.name}()")
+        return None if found is None else Path(found)
+
+
+_KINDS: dict[str, Kind] = {
+    "train": _Train(),
+    "train_step": _TrainStep(),
+    "eval": _Eval(),
+    "predict": _Predict(),
+    "load": _Load(),
+    "latest_checkpoint": _Path(),
+}
+_PLAIN = Kind()
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of a call, by its name."""
+    return _KINDS.get(name, _PLAIN)

@@ -1,0 +1,196 @@
+"""Calls since the last snapshot: what it takes to run them again on a worker that is past them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from graphsplit.checkpoint.generators import process_generators, set_process_generators
+from graphsplit.checkpoint.other_loaders import put_loader
+from graphsplit.checkpoint.position import LoaderWatch
+from graphsplit.checkpoint.states import Resumption, Stateful
+from graphsplit.job.script import Call
+from graphsplit.planning.trainable import put_requires_grad
+from graphsplit.recovery.snapshot.share import (
+    Given,
+    ModelShare,
+    members_of,
+    put_settings,
+    settings_of,
+)
+from graphsplit.tensor_meta import span_elements
+from graphsplit.train.epochs import load_callbacks
+
+_TAKES_TENSORS = frozenset(
+    {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}
+)
+
+
+def kept(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor with the same strides, whatever they are."""
+    strides, plain = tuple(tensor.stride()), tensor.detach()
+    span = span_elements(tensor.shape, strides)
+    if span == tensor.numel():
+        return plain.clone(memory_format=torch.preserve_format)
+    flat = plain.as_strided((span,), (1,)).clone()
+    return flat.as_strided(tensor.shape, strides)
+
+
+def kept_call(call: Call) -> Call:
+    """A call whose arguments stay as they are now, whatever the script does with them."""
+    if call.name in _TAKES_TENSORS:
+        return replace(call, arguments=pytree.tree_map_only(torch.Tensor, kept, call.arguments))
+    if call.name == "save":
+        path, gather, extra = call.arguments
+        now = {
+            name: value.state_dict() if isinstance(value, Stateful) else value
+            for name, value in extra.items()
+        }
+        now = pytree.tree_map_only(torch.Tensor, kept, now)
+        return replace(call, arguments=(path, gather, now))
+    return call
+
+
+@dataclass(frozen=True)
+class ModelBefore:
+    """What the script may have changed about a Model before a call.
+
+    Attributes:
+        share: The Model.
+        given: Its loss and its optimizer.
+        states: Of every optimizer, where it was given since the call before; else None.
+        settings: Of every optimizer.
+        members: The parameters of every group of every optimizer.
+        requires_grad: Of every parameter.
+        python_values: Of every place that network and loss read.
+        changed: Tensors that the script has written to since the call before.
+        resumption: What the next ``train`` is to do first.
+    """
+
+    share: ModelShare
+    given: Given
+    states: list[dict[Any, Any]] | None
+    settings: list[list[dict[str, Any]]]
+    members: list[list[list[torch.Tensor]]]
+    requires_grad: tuple[bool, ...]
+    python_values: Mapping[str, Any]
+    changed: dict[int, torch.Tensor]
+    resumption: Resumption | None
+
+    @classmethod
+    def of(cls, share: ModelShare) -> ModelBefore:
+        """Look at a Model."""
+        given = share.given()
+        is_new = not given.is_same(share.given_before)
+        return cls(
+            share,
+            given,
+            [_copied(dict(o.state)) for o in share.task.optimizers] if is_new else None,
+            [settings_of(optimizer) for optimizer in share.task.optimizers],
+            [members_of(optimizer) for optimizer in share.task.optimizers],
+            share.engine.planner.requires_grad(),
+            share.engine.planner.python_values.now(),
+            share.changed_by_script(),
+            share.states.resumption,
+        )
+
+    def put_back(self) -> None:
+        """Let it be like that again."""
+        self.share.go_on_with(self.given)
+        optimizers = self.share.task.optimizers
+        for optimizer, state in zip(optimizers, self.states or (), strict=False):
+            optimizer.state.clear()
+            optimizer.state.update(_copied(state))
+        for of_one in zip(optimizers, self.settings, self.members, strict=True):
+            put_settings(*of_one)
+        put_requires_grad(self.share.engine.planner.trainable, self.requires_grad)
+        self.share.engine.planner.python_values.put(self.python_values)
+        self.share.change_again(self.changed)
+        self.share.states.resumption = self.resumption
+
+
+@dataclass
+class Entry:
+    """One call that may have to be run again.
+
+    Attributes:
+        ordinal: Number of the call in the script.
+        call: The call, its arguments kept.
+        generator: State of the generator before it.
+        process: States of Python's and NumPy's generators before it.
+        models: What the script had made of every Model before it.
+        loader: State of the loader that it was given, before it.
+        callbacks: States of the callbacks that it was given, before it.
+    """
+
+    ordinal: int
+    call: Call
+    generator: torch.Tensor
+    process: dict[str, Any]
+    models: list[ModelBefore]
+    loader: dict[str, Any] | None = None
+    callbacks: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, ordinal: int, call: Call, shares: Sequence[ModelShare]) -> Entry:
+        """A call that is about to run."""
+        entry = cls(
+            ordinal,
+            kept_call(call),
+            torch.default_generator.get_state(),
+            process_generators(),
+            [ModelBefore.of(share) for share in shares],
+        )
+        if call.name == "train":
+            _, loader, callbacks, _ = call.arguments
+            entry.loader = LoaderWatch(loader).state()
+            states = [(type(c).__qualname__, c.state_dict()) for c in callbacks]
+            entry.callbacks = [[name, _copied(state)] for name, state in states if state]
+        elif call.name == "eval":
+            entry.loader = LoaderWatch(call.arguments[0]).state()
+        return entry
+
+    def put_back(self) -> None:
+        """Before the call is run again from its beginning: all is as it was when it began."""
+        for before in self.models:
+            before.put_back()
+        if self.call.name == "train":
+            _, loader, callbacks, _ = self.call.arguments
+            load_callbacks(callbacks, _copied(self.callbacks))
+            put_loader(loader, _copied(self.loader))
+        elif self.call.name == "eval":
+            put_loader(self.call.arguments[0], _copied(self.loader))
+        torch.default_generator.set_state(self.generator)
+        set_process_generators(self.process)
+
+
+def _copied(value: Any) -> Any:
+    """A nested value of which nothing is shared with its owner."""
+    if isinstance(value, torch.Tensor):
+        return kept(value)
+    if isinstance(value, Counter):  # as MultiStepLR keeps its milestones
+        return Counter(value)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_copied(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def refuse_what_ends(call: Call, refuse: Callable[[str], None]) -> None:
+    """Refuse a loader that can be gone through only once: its call could not be run again."""
+    loader = {"train": 1, "eval": 0}.get(call.name)
+    if loader is not None:
+        given = call.arguments[loader]
+        if getattr(given, "__next__", None) is not None:
+            refuse(
+                f"{call.name} was given a {type(given).__name__}, which can be gone through only "
+                f"once; where a lost worker is waited for, batches may be needed again\n"
+                f"  Fix: pass a DataLoader or a list, or start the job with fail_fast."
+            )

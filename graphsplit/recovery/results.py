@@ -1,0 +1,223 @@
+"""What calls returned, as lines of text: a worker that comes back is given them again.
+
+One line for each call: its number, its name, its result. Tensors stand in it by their bytes. A
+further line holds the state of the generator after a call, where the script drew from it before
+the next one.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphsplit import errors
+from graphsplit.checkpoint.layout import (
+    meta_from_json,
+    meta_to_json,
+    octets_of,
+    plain_meta,
+)
+from graphsplit.checkpoint.values import decode, encode, from_text, to_text
+from graphsplit.errors import CheckpointError, GraphsplitError, StateError
+
+MAX_RESULTS_BYTES = 256 * 1024 * 1024
+"""How much one worker remembers; what is returned beyond it cannot be given again."""
+
+
+def pack(value: Any, *, what: str) -> dict[str, Any]:
+    """A value as JSON, tensors by their bytes.
+
+    Raises:
+        StateError: It cannot be written.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    node = encode(value, tensors, path=what)
+    return {
+        "value": node,
+        "tensors": {
+            name: [*meta_to_json(plain_meta(t)), base64.b64encode(_bytes(t)).decode()]
+            for name, t in tensors.items()
+        },
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return octets_of(tensor).numpy().tobytes()
+
+
+def unpack(node: Any, *, what: str) -> Any:
+    """The value that was packed.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    if not isinstance(node, dict) or not isinstance(node.get("tensors"), dict):
+        raise CheckpointError(f"{what} is no packed value")
+    tensors = {}
+    for name, described in node["tensors"].items():
+        match described:
+            case [str(dtype), list(shape), str(text)]:
+                meta = meta_from_json([dtype, shape], what=name)
+                octets = bytearray(base64.b64decode(text))
+                if len(octets) == meta.size_bytes:
+                    found = torch.frombuffer(octets or bytearray(1), dtype=torch.uint8)
+                    found = found[: len(octets)].clone()
+                    tensors[name] = found.view(meta.dtype).view(meta.shape)
+                    continue
+        raise CheckpointError(f"{name!r} in {what} is no packed tensor")
+    return decode(node.get("value"), tensors.__getitem__)
+
+
+@dataclass
+class Remembered:
+    """One call as it is remembered.
+
+    Attributes:
+        name: What was called.
+        model: Index of the Model; -1 for none.
+        result: What it returned, packed; None where it cannot be given again.
+        error: Class and message of what it raised, if that is its result.
+        after: What else the call changed: see the kind of the call.
+        generators: The generators' states after it, packed, if they matter.
+    """
+
+    name: str
+    model: int
+    result: Any = None
+    error: list[str] | None = None
+    after: Any = None
+    generators: Any = None
+
+    def raise_error(self) -> None:
+        """Raise what the call raised."""
+        if self.error is not None:
+            kind = getattr(errors, self.error[0], GraphsplitError)
+            is_ours = isinstance(kind, type) and issubclass(kind, GraphsplitError)
+            raise (kind if is_ours else GraphsplitError)(self.error[1])
+
+
+@dataclass
+class Results:
+    """All lines, and what they take.
+
+    Attributes:
+        lines: One for each call, in order, and those of generators.
+        lost: The calls whose results cannot be given again, in words.
+    """
+
+    lines: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    _size: int = 0
+
+    def add(self, node: dict[str, Any]) -> None:
+        """Add a line."""
+        line = to_text(node)
+        self._size += len(line)
+        self.lines.append(line)
+
+    def add_call(
+        self, ordinal: int, name: str, model: int, pack_result: Callable[[], Any], after: Any = None
+    ) -> None:
+        """Add a call that has returned."""
+        node: dict[str, Any] = {"call": ordinal, "name": name, "model": model}
+        if after is not None:
+            node["after"] = after
+        try:
+            result = pack_result()
+            size = sum(len(t[-1]) for t in (result or {}).get("tensors", {}).values())
+            if self._size + size > MAX_RESULTS_BYTES:
+                raise StateError(f"it takes {size} bytes")
+            node["result"] = result
+        except StateError as error:
+            node["lost"] = str(error)
+            self.lost.append(f"call {ordinal + 1} of the script, {name}(): {error}")
+        self.add(node)
+
+    def add_error(self, ordinal: int, name: str, model: int, error: Exception) -> None:
+        """Add a call that has raised what all workers raise alike."""
+        told = [type(error).__name__, str(error)]
+        self.add({"call": ordinal, "name": name, "model": model, "error": told})
+
+    def add_look(self, name: str, model: int, pack_result: Callable[[], Any]) -> None:
+        """Add a call that concerns this worker alone."""
+        self.add({"name": name, "model": model, "result": pack_result()})
+
+    def cut(self, num_lines: int) -> None:
+        """Forget the calls that came after; they are made again. What was looked up stays."""
+        if num_lines < len(self.lines):
+            later = [line for line in self.lines[num_lines:] if "call" not in from_text(
+                line, what="a remembered call")]  # fmt: skip
+            self.replace([*self.lines[:num_lines], *later])
+
+    def replace(self, lines: Iterable[str]) -> None:
+        """Take the lines of an earlier process."""
+        self.lines = list(lines)
+        self._size = sum(map(len, self.lines))
+        self.lost = []
+
+
+class Memory:
+    """What an earlier process returned, call by call.
+
+    Args:
+        lines: Its lines.
+
+    Raises:
+        CheckpointError: They are none.
+    """
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self._calls: dict[int, Remembered] = {}
+        self._looks: list[Remembered] = []
+        for line in lines:
+            node = from_text(line, what="a remembered call")
+            number = node.get("call")
+            if "generators" in node and number in self._calls:
+                self._calls[number].generators = node["generators"]
+                continue
+            found = Remembered(
+                str(node.get("name")),
+                int(node.get("model", -1)),
+                node.get("result"),
+                node.get("error"),
+                node.get("after"),
+            )
+            if type(number) is int:
+                self._calls[number] = found
+            else:
+                self._looks.append(found)
+
+    def call(self, ordinal: int, name: str, model: int) -> Remembered:
+        """What a call returned.
+
+        Raises:
+            StateError: The script makes another call than before, or the result was not kept.
+        """
+        found = self._calls.get(ordinal)
+        if found is None or (found.name, found.model) != (name, model):
+            was = "nothing" if found is None else f"{found.name}() of {_model(found.model)}"
+            raise StateError(
+                f"call {ordinal + 1} of the script is {name}() of {_model(model)}; before the "
+                f"restart it was {was}\n  Fix: the script must make the same calls each time it is "
+                f"started: let nothing depend on the time, or on files that it changes itself."
+            )
+        if found.result is None and found.error is None:
+            raise StateError(
+                f"call {ordinal + 1} of the script, {name}(), returned more than can be kept, and "
+                f"cannot be given again"
+            )
+        return found
+
+    def look(self, name: str, model: int) -> Remembered | None:
+        """What the next call that concerned one worker alone returned; None if there was none."""
+        if self._looks and (self._looks[0].name, self._looks[0].model) == (name, model):
+            return self._looks.pop(0)
+        return None
+
+
+def _model(index: int) -> str:
+    return "graphsplit" if index < 0 else f"Model {index}"

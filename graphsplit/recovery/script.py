@@ -1,0 +1,402 @@
+"""A script whose calls can be taken back, and given again to a process that starts anew.
+
+Every call of a Model has a number, the same on all workers. Now and then a *snapshot* is taken: of
+what every worker owns, and of the place in the script, inside ``train`` or at the end of a call::
+
+    calls        train ───────────────►  eval ─►  train_step ─► train_step ─► ...
+    snapshots    1    2    3    4    5                   6
+
+After a loss everybody goes on from the newest snapshot of which all parts are there:
+
+- *Survivors* put back what they own. They are past the snapshot, perhaps in a later call; calls
+  since then are run again from the log, and their results dropped, up to the one under way.
+- The process that took the lost one's place runs the script from its first line. Calls that ended
+  before the snapshot return what they returned then, without running; the one with the snapshot in
+  it goes on in its middle.
+
+So all workers make the same exchanges again, from the same state: the bits are those of a run in
+which nothing happened.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from graphsplit.checkpoint.generators import (
+    is_same,
+    process_generators,
+    set_process_generators,
+)
+from graphsplit.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MembershipChangedError,
+    StateError,
+)
+from graphsplit.job.job import Job
+from graphsplit.job.script import Call, Script
+from graphsplit.recovery.kinds import kind_of
+from graphsplit.recovery.log import Entry, refuse_what_ends
+from graphsplit.recovery.results import Memory, Results, pack, unpack
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.recovery.snapshot.share import ModelShare, loads_state
+from graphsplit.recovery.snapshots import Place, Snapshots
+from graphsplit.train.cluster_engine import ClusterEngine
+
+_STEPPING = ("train", "train_step")
+
+
+class RecoveringScript(Script):
+    """Runs the calls of a script on one worker of a job that recovers.
+
+    Args:
+        job: The job.
+        settings: How often snapshots are taken.
+    """
+
+    def __init__(self, job: Job, settings: SnapshotSettings) -> None:
+        self._job = job
+        self.settings = settings
+        self._shares: list[ModelShare] = []
+        self._subjects: dict[int, ModelShare] = {}
+        self._results = Results()
+        self._snapshots = Snapshots(job, settings, self._shares, self._results)
+        self._entries: dict[int, Entry] = {}
+        self._ordinal = -1  # of the call that was made last
+        self._running: Entry | None = None
+        self._depth = 0
+        self._steps = 0  # since the last snapshot
+        self._generators: tuple[Any, ...] | None = None  # after the last call
+        self._has_joined = False
+        self._memory: Memory | None = None  # what an earlier process returned
+        self._place: Place | None = None  # where the script goes on for real
+        job.after_recovery = self._recover_at_the_end
+
+    def add_subject(self, subject: Any, *parts: Any) -> None:
+        """A Model was built, of a task, an engine and states."""
+        task, engine, states = parts
+        if not isinstance(engine, ClusterEngine):
+            return
+        share = ModelShare(len(self._shares), task, engine, states, self._job.rank)
+        engine.planner.keep_graphs()
+        engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
+        self._shares.append(share)
+        self._subjects[id(subject)] = share
+
+    # Calls.
+
+    def run(self, call: Call) -> Any:
+        """Run a call that all workers make; or return what it returned before."""
+        if self._depth:  # made by a callback: part of another call
+            with self._nested():
+                return call()
+        self._ordinal += 1
+        with self._job.reporting():
+            for share in self._shares:
+                share.check_given()
+        self._join()
+        if self._place is not None and self._ordinal <= self._last_given(self._place):
+            return self._give_again(self._ordinal, call)
+        self._check(call)
+        entry = self._enter(self._ordinal, call)
+        if self._place is not None and self._place.ordinal == entry.ordinal:
+            self._restore()  # the snapshot is inside this call
+        return self._carry_out(entry)
+
+    def look(self, call: Call) -> Any:
+        """Run a call that changes nothing; or return what it returned before."""
+        if self._depth:
+            return call()
+        self._join()
+        model = self._index(call)
+        if self._memory is not None:
+            found = self._memory.look(call.name, model)
+            if found is not None:
+                return kind_of(call.name).unpack(call, self._share(call), found.result)
+        result = call()
+        kind = kind_of(call.name)
+        self._results.add_look(call.name, model, lambda: kind.pack(call, result))
+        return result
+
+    def step_done(self) -> None:
+        """A step of ``train`` is over: perhaps take a snapshot."""
+        if self._depth == 1 and self._running is not None:
+            self._check_shares()
+            self._steps += 1
+            if self._steps >= self.settings.every:
+                self._take(self._running, inside=True)
+
+    def stop(self) -> None:
+        """Take a last snapshot, and see it safe."""
+        entry = self._running or self._entries.get(self._ordinal)
+        if entry is None:
+            return
+        self._take(entry, inside=self._running is not None, is_last=True)
+        with self._job.reporting():
+            self._snapshots.wait_safe()
+
+    def finished(self) -> None:
+        """Nothing will have to be recovered."""
+        self._snapshots.finished()
+
+    def close(self) -> None:
+        """End all threads."""
+        self._snapshots.close()
+
+    @contextmanager
+    def _nested(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def _share(self, call: Call) -> ModelShare | None:
+        return self._subjects.get(id(call.subject))
+
+    def _index(self, call: Call) -> int:
+        share = self._share(call)
+        return -1 if share is None else share.index
+
+    def _check(self, call: Call) -> None:
+        """Refuse, before it begins, what could not be brought back."""
+        with self._job.reporting():
+            refuse_what_ends(call, _refuse)
+            if call.name in _STEPPING and self._results.lost:
+                raise ConfigurationError(
+                    f"a worker that comes back could not be given again what a call before "
+                    f"{call.name} returned\n  {self._results.lost[0]}\n  Fix: let "
+                    f"state_dict(to=path) write a file, predict after training, or start the job "
+                    f"with fail_fast."
+                )
+
+    def _enter(self, ordinal: int, call: Call) -> Entry:
+        entry = Entry.of(ordinal, call, self._shares)
+        self._note_draws(entry)
+        self._entries[ordinal] = entry
+        return entry
+
+    def _note_draws(self, entry: Entry) -> None:
+        """The script drew random numbers since the last call: a later process must as well."""
+        now = entry.generator, entry.process
+        if self._generators is not None and not is_same(self._generators, now):
+            packed = pack(self._generators, what="generators")
+            self._results.add({"call": entry.ordinal - 1, "generators": packed})
+
+    def _carry_out(self, entry: Entry) -> Any:
+        while True:
+            with suppress(MembershipChangedError):
+                return self._attempt(entry)
+            # Behind the error, not while it is handled: its traceback holds the old generation.
+            self._recover(entry)
+
+    def _attempt(self, entry: Entry) -> Any:
+        """Run a call, note what it returned, and perhaps take a snapshot."""
+        call, share = entry.call, self._share(entry.call)
+        self._running = entry
+        try:
+            with self._nested():
+                result = call()
+        except (CheckpointError, StateError) as error:  # all workers raise it, and may go on
+            self._finish(entry)
+            self._results.add_error(entry.ordinal, call.name, self._index(call), error)
+            raise
+        finally:
+            self._running = None
+        kind = kind_of(call.name)
+        after = kind.after(call, share, entry)
+        self._results.add_call(
+            entry.ordinal, call.name, self._index(call), lambda: kind.pack(call, result), after
+        )
+        self._finish(entry)
+        self._after(entry)
+        return result
+
+    def _finish(self, entry: Entry) -> None:
+        share = self._share(entry.call)
+        if share is not None and loads_state(entry.call.name):
+            share.was_loaded = True
+        for one in self._shares:
+            one.note_versions()
+        self._generators = _generators()
+
+    def _after(self, entry: Entry) -> None:
+        if entry.call.name == "train":
+            self._take(entry, inside=False)
+            with self._job.reporting():
+                self._snapshots.wait_committed()
+        elif entry.call.name == "train_step":
+            self._check_shares()
+            self._steps += 1
+            if self._steps >= self.settings.every:
+                self._take(entry, inside=False)
+
+    def _check_shares(self) -> None:
+        with self._job.reporting():
+            for share in self._shares:
+                share.check_once()
+
+    def _take(self, entry: Entry, *, inside: bool, is_last: bool = False) -> None:
+        with self._job.reporting():
+            index = self._index(entry.call)
+            self._snapshots.take(
+                entry.ordinal, inside=inside, model=index, steps=self._steps, is_last=is_last
+            )
+        self._steps = 0
+        first = self._snapshots.first_needed
+        for ordinal in [n for n in self._entries if n < first]:
+            del self._entries[ordinal]
+
+    # A process that takes the place of another.
+
+    def _join(self) -> None:
+        """At the first call: find out whether an earlier process had come further."""
+        if self._has_joined:
+            return
+        self._has_joined = True
+        if self._job.joined_generation == 1 and self.settings.folder is None:
+            return
+
+        def join() -> None:
+            place, lines = self._snapshots.agree(can_start=True)
+            self._expect_owners()
+            if place is not None:
+                self._place, self._memory = place, Memory(lines)
+
+        self._until_done(join)
+
+    def _until_done(self, action: Callable[[], None]) -> None:
+        while True:
+            try:
+                with self._job.reporting():
+                    return action()
+            except MembershipChangedError:
+                self._job.recover()
+                self._start_over()
+
+    def _expect_owners(self) -> None:
+        for share in self._shares:
+            share.engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
+
+    def _last_given(self, place: Place) -> int:
+        """The last call that returns without running."""
+        return place.first_needed - 1
+
+    def _give_again(self, ordinal: int, call: Call) -> Any:
+        assert self._memory is not None
+        with self._job.reporting():
+            found = self._memory.call(ordinal, call.name, self._index(call))
+            kind, share = kind_of(call.name), self._share(call)
+            if share is not None and loads_state(call.name):
+                share.was_loaded = True
+            kind.give_again(call, share, found.after)
+            if found.generators is not None:
+                _set_generators(unpack(found.generators, what="generators"))
+        self._job.member.position.progress += 1  # others wait for this worker
+        place = self._place
+        if place is not None and ordinal == place.ordinal and not place.inside:
+            self._restore()
+        found.raise_error()
+        return kind.unpack(call, share, found.result)
+
+    def _restore(self) -> None:
+        """The place is reached: from here on calls run."""
+        try:
+            with self._job.reporting():
+                self._snapshots.restore(is_rollback=False)
+        except MembershipChangedError:
+            self._job.recover()
+            self._start_over()
+            self._until_done(self._agree_and_restore)
+        self._place = None
+        self._steps = 0
+        self._generators = _generators()
+
+    def _agree_and_restore(self) -> None:
+        self._snapshots.agree(can_start=False)
+        self._snapshots.restore(is_rollback=False)
+
+    # A process that goes back.
+
+    def _recover(self, entry: Entry | None, *, has_recovered: bool = False) -> None:
+        """Go back to where all can, and come again to where a call is about to run.
+
+        Args:
+            entry: The call; None at the end of the script.
+            has_recovered: Whether the job has been recovered already.
+        """
+        while True:
+            try:
+                if not has_recovered:
+                    self._forget_plans()
+                    self._job.recover()
+                has_recovered = False
+                self._start_over()
+                place = self._go_back()
+                self._run_again(place, entry)
+                return
+            except MembershipChangedError:
+                continue
+
+    def _recover_at_the_end(self) -> None:
+        if self._has_joined:
+            self._recover(None, has_recovered=True)
+
+    def _forget_plans(self) -> None:
+        """Nothing of a generation that is over may be kept, however many there are.
+
+        Code, tensors and mapped memory lie in cycles, which Python looks for ever more rarely. Now
+        there is time: somebody else has to start first.
+        """
+        self._job.member.position.hold()
+        for share in self._shares:
+            share.engine.planner.start_over()
+        gc.collect()
+
+    def _start_over(self) -> None:
+        self._job.num_barriers = 0
+        for share in self._shares:
+            share.engine.start_over()
+
+    def _go_back(self) -> Place | None:
+        with self._job.reporting():
+            place, _ = self._snapshots.agree(can_start=0 in self._entries)
+            self._expect_owners()
+            self._snapshots.restore(is_rollback=True)
+        self._steps = 0
+        self._generators = _generators() if place is not None else None
+        return place
+
+    def _run_again(self, place: Place | None, entry: Entry | None) -> None:
+        first = 0 if place is None else place.ordinal + (not place.inside)
+        for ordinal in sorted(self._entries):
+            earlier = self._entries[ordinal]
+            if ordinal < first:
+                continue
+            if place is None or not place.inside or ordinal != place.ordinal:
+                earlier.put_back()
+                self._note_draws(earlier)
+            if earlier is entry:
+                return
+            try:
+                self._attempt(earlier)
+            except (CheckpointError, StateError):
+                continue  # the script has seen it
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.default_generator.get_state(), process_generators()
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    torch.default_generator.set_state(states[0])
+    set_process_generators(states[1])
+
+
+def _refuse(message: str) -> None:
+    raise ConfigurationError(message)

@@ -1,0 +1,1 @@
+"""Snapshots: taken, brought to their holders, written to disk, put back."""

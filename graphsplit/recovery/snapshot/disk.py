@@ -1,0 +1,287 @@
+"""Snapshots on disk, where ``MS_RECOVERY_PATH`` is set.
+
+Each has a folder::
+
+    snapshots/00000012/
+        m0/                what ``model.save`` writes, for the first Model of the script
+        m1/                for the second
+        snapshot.json      written last: without it there is no snapshot
+
+So a snapshot is loaded by any number of workers, under any placement. Folders older than the last
+two complete ones are removed; all of them, when the job has finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import shutil
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from graphsplit.checkpoint import by_worker
+from graphsplit.checkpoint.contents import Contents
+from graphsplit.checkpoint.disk.files import FileRecord, write_file, write_text
+from graphsplit.checkpoint.disk.manifest import file_name
+from graphsplit.checkpoint.group import read_message
+from graphsplit.checkpoint.layout import FileInfo, FileLayout, plain_meta
+from graphsplit.checkpoint.save import write_manifest
+from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.errors import CheckpointError
+from graphsplit.recovery.snapshot.part import Part
+
+SNAPSHOT = "snapshot.json"
+FORMAT = "graphsplit snapshot"
+VERSION = 1
+WHOLE = "whole "  # and a rank: what modules kept whole remember there
+MAX_BYTES = 1 << 30
+KEEP = 2
+WRITTEN, COMPLETE = "written", "complete"
+_NAME = re.compile(r"\d{8}")
+
+Done = tuple[str, int, str]
+_Job = tuple[Part | int, Any]
+
+
+def model_folder(folder: Path, index: int) -> Path:
+    """Where a Model's state is in a snapshot's folder."""
+    return folder / f"m{index}"
+
+
+class SnapshotFolder:
+    """The snapshots on this worker's disk.
+
+    Args:
+        root: The folder that holds them.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, number: int) -> Path:
+        """The folder of one snapshot."""
+        return self.root / f"{number:08d}"
+
+    def numbers(self) -> list[int]:
+        """The snapshots that are complete here, oldest first."""
+        return sorted(n for n in self._all() if (self.path(n) / SNAPSHOT).is_file())
+
+    def _all(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            return [int(p.name) for p in self.root.iterdir() if _NAME.fullmatch(p.name)]
+        return []
+
+    def read(self, number: int) -> dict[str, Any]:
+        """What ``snapshot.json`` says.
+
+        Raises:
+            CheckpointError: It cannot be read, or is not as it was written.
+        """
+        path = self.path(number) / SNAPSHOT
+        try:
+            with open(path, "rb") as file:
+                content = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        return parse(content[:MAX_BYTES].decode(errors="replace"), what=str(path))
+
+    def prune(self, newest: int) -> None:
+        """Remove what is older than the last two complete ones."""
+        complete = [n for n in self.numbers() if n <= newest]
+        oldest = complete[-KEEP] if len(complete) >= KEEP else newest
+        for number in self._all():
+            if number < oldest:
+                self._remove(number)
+
+    def remove_all(self) -> None:
+        """The job has finished: nothing is to be recovered."""
+        for number in self._all():
+            self._remove(number)
+
+    def remove_after(self, number: int) -> None:
+        """The job goes on from a snapshot: later ones are of a past that did not happen."""
+        for later in self._all():
+            if later > number:
+                self._remove(later)
+
+    def _remove(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            (self.path(number) / SNAPSHOT).unlink()
+        shutil.rmtree(self.path(number), ignore_errors=True)
+
+
+def text_of(number: int, script: Mapping[str, Any]) -> str:
+    """The text of ``snapshot.json``."""
+    body = {"format": FORMAT, "version": VERSION, "number": number, "script": script}
+    digest = hashlib.sha256(to_text(body).encode()).hexdigest()
+    return to_text({**body, "sha256": digest})
+
+
+def parse(text: str, *, what: str) -> dict[str, Any]:
+    """What a ``snapshot.json`` says, its checksum compared.
+
+    Raises:
+        CheckpointError: It is not as it was written.
+    """
+    found = from_text(text, what=what)
+    digest = found.pop("sha256", None)
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
+        raise CheckpointError(f"{what} is no snapshot of this graphsplit")
+    if digest != hashlib.sha256(to_text(found).encode()).hexdigest():
+        raise CheckpointError(
+            f"{what} is damaged: its checksum differs\n  Fix: remove its folder; the snapshot "
+            f"before it is used then."
+        )
+    script = found.get("script")
+    if not isinstance(script, dict):
+        raise CheckpointError(f"{what} lacks an entry")
+    return script
+
+
+class DiskWriter:
+    """Writes parts on a thread of its own.
+
+    Args:
+        folder: Where to.
+        rank: This worker.
+        num_workers: How many there are.
+
+    Attributes:
+        writing: Numbers of parts that are not written yet.
+    """
+
+    def __init__(self, folder: SnapshotFolder, rank: int, num_workers: int) -> None:
+        self._folder = folder
+        self._rank, self._num_workers = rank, num_workers
+        self.writing: tuple[int, ...] = ()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._done: deque[Done | Exception] = deque()
+        self._thread: threading.Thread | None = None
+
+    def put(self, part: Part, script: Mapping[str, Any]) -> None:
+        """Write this worker's files of a snapshot.
+
+        Args:
+            part: This worker's part.
+            script: The place in the script; the one of worker ``script["source"]`` counts.
+        """
+        self.writing = (*self.writing, part.number)
+        self._put((part, script))
+
+    def commit(self, number: int, told: list[str]) -> None:
+        """Everybody's files are durable: write what makes them count."""
+        self._put((number, told))
+
+    def prune(self, number: int) -> None:
+        """A snapshot is complete: remove what is too old."""
+        self._put((number, None))
+
+    def take_done(self) -> Done | None:
+        """What was done meanwhile, if anything.
+
+        Raises:
+            CheckpointError: It could not be done.
+        """
+        if not self._done:
+            return None
+        done = self._done.popleft()
+        if isinstance(done, Exception):
+            raise done
+        if done[0] == WRITTEN:
+            self.writing = tuple(n for n in self.writing if n != done[1])
+        return done
+
+    def close(self) -> None:
+        """Finish what was begun, and end the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _put(self, item: _Job) -> None:
+        self._jobs.put(item)
+        if self._thread is None:
+            name = f"graphsplit-disk-{self._rank}"
+            self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            try:
+                subject, rest = item
+                if isinstance(subject, Part):
+                    text = self._write(subject, rest)
+                    self._done.append((WRITTEN, subject.number, text))
+                elif rest is not None:
+                    self._commit(subject, rest)
+                    self._done.append((COMPLETE, subject, ""))
+                else:
+                    self._folder.prune(subject)
+            except Exception as error:
+                where = self._folder.root
+                reason = error.strerror if isinstance(error, OSError) else error
+                self._done.append(CheckpointError(f"no snapshot can be kept in {where}: {reason}"))
+
+    def _write(self, part: Part, script: Mapping[str, Any]) -> str:
+        models = {}
+        for node in part.values["models"]:
+            index = int(node["index"])
+            folder = model_folder(self._folder.path(part.number), index)
+            folder.mkdir(parents=True, exist_ok=True)
+            contents = contents_of(part, node)
+            info = FileInfo(aliases=contents.aliases)
+            files = [
+                self._write_file(folder, "weights", contents.weights, info),
+                self._write_file(folder, "training", contents.tensors, FileInfo()),
+            ]
+            models[str(index)] = {
+                "files": [vars(file) for file in files],
+                "sections": {
+                    name: value
+                    for name, value in contents.sections.items()
+                    if self._tells(name, int(node["loader_rank"]))
+                },
+            }
+        told = script if self._rank == script["source"] else None
+        return to_text({"models": models, "script": told})
+
+    def _tells(self, section: str, loader_rank: int) -> bool:
+        """Whether this worker's section counts for all."""
+        if section == "optimizers":
+            return True
+        if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
+            return True  # every worker has its own
+        return self._rank == (loader_rank if section == "loader" else 0)
+
+    def _write_file(
+        self, folder: Path, holds: str, tensors: dict[str, Any], info: FileInfo
+    ) -> FileRecord:
+        name = file_name(holds, slot=0, shard=self._rank, num_shards=self._num_workers)
+        layout = FileLayout.of({n: plain_meta(t) for n, t in tensors.items()}, info)
+        return write_file(folder / name, tensors, layout)
+
+    def _commit(self, number: int, told: list[str]) -> None:
+        reports = [read_message(text) for text in told]
+        folder = self._folder.path(number)
+        for index in reports[0]["models"]:
+            shards = [report["models"][index] for report in reports]
+            write_manifest(model_folder(folder, int(index)), shards, 0, self._num_workers)
+        folder.mkdir(parents=True, exist_ok=True)  # there may be no Model yet that matters
+        (script,) = [report["script"] for report in reports if report["script"] is not None]
+        write_text(folder / SNAPSHOT, text_of(number, script))
+
+
+def contents_of(part: Part, node: Mapping[str, Any]) -> Contents:
+    """One Model's share of a part, as a save has it."""
+    prefix = f"m{node['index']}"
+    found = Contents(aliases=dict(node["aliases"]), sections=dict(node["sections"]))
+    for name in part.slots:
+        if name.startswith(f"{prefix}/w/"):
+            found.weights[name.removeprefix(f"{prefix}/w/")] = part.tensor(name)
+        elif name.startswith(f"{prefix}/t/"):
+            found.tensors[name.removeprefix(f"{prefix}/t/")] = part.tensor(name)
+    return found

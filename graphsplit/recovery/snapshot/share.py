@@ -1,0 +1,403 @@
+"""What one worker holds of a Model: copied for a snapshot, and put back from one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from graphsplit.checkpoint.by_worker import RESUMPTION
+from graphsplit.checkpoint.contents import (
+    GRADIENTS,
+    OTHERS,
+    Contents,
+    NetworkState,
+    Ownership,
+    module_of_extra,
+    optimizers_of,
+    parameters_of,
+)
+from graphsplit.checkpoint.states import Resumption, States
+from graphsplit.checkpoint.values import Encoder, Fixed, decode
+from graphsplit.errors import CheckpointError, ConfigurationError
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.task import Task, named_state
+from graphsplit.planning.trainable import put_requires_grad
+from graphsplit.recovery.agreement import START
+from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
+from graphsplit.recovery.snapshot.opaque_memory import WholeModules
+from graphsplit.recovery.snapshot.part import FlatTensors, Part
+from graphsplit.train.cluster_engine import ClusterEngine
+
+_count = itertools.count()
+_LOADS = frozenset({"load", "load_state_dict", "load_optimizer_state_dict"})
+
+
+class _RestMine(Ownership):
+    """Before there is a plan every worker has what nobody owns, and keeps a copy of its own."""
+
+    def __init__(self, task: Task, owners: Mapping[str, int], rank: int) -> None:
+        super().__init__(task, owners)
+        self._rank = rank
+
+    def saver(self, tensor: torch.Tensor) -> int:
+        """This worker, if no other is known to own it."""
+        return self._owners.get(id(tensor), self._rank)
+
+
+class Given(NamedTuple):
+    """What the script may give a Model anew.
+
+    Attributes:
+        loss_fn: The loss.
+        optimizer: The optimizer, or several.
+    """
+
+    loss_fn: Any
+    optimizer: Any
+
+    def is_same(self, other: Given) -> bool:
+        """Whether these are the same objects."""
+        return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
+
+
+class ModelShare:
+    """One worker's share of a Model.
+
+    Args:
+        index: Which Model of the script it is.
+        task: What it trains.
+        engine: Runs its steps.
+        states: Knows how far it is.
+
+    Attributes:
+        was_loaded: Whether a state was loaded: by the script, or from a snapshot on disk.
+        start: The share as it was when owners were fixed, before the first step; None before.
+        began: When that was: Models are counted in the order in which they begin.
+        given_at: The loss and the optimizer that it had at each snapshot, by number.
+        given_before: Those that it had after the last call.
+    """
+
+    def __init__(
+        self, index: int, task: Task, engine: ClusterEngine, states: States, rank: int
+    ) -> None:
+        self.index = index
+        self.task = task
+        self.engine = engine
+        self.states = states
+        self.was_loaded = False
+        self.start: Part | None = None
+        self.began = 0
+        self.given_at: dict[int, Given] = {}
+        self.given_before = self.given()
+        self._rank = rank
+        self._loss_fn = task.loss_fn
+        self._optimizers = task.optimizers
+        self._taken_away: list[torch.optim.Optimizer] = []
+        self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
+        self._is_checked = False
+        self._encoder = Encoder()
+        self._whole = WholeModules(task.network, task.loss_fn)
+        self._versions: tuple[int, ...] | None = None
+        self._owned: list[torch.Tensor] = []
+        self._known: tuple[NetworkState, Ownership] | None = None
+        engine.on_first_settled = self._keep_start
+
+    def check_once(self) -> None:
+        """After the first step: let what cannot be kept be known now, not at a later snapshot.
+
+        Raises:
+            StateError: Something cannot be kept; names it.
+        """
+        if not self._is_checked and self.engine.progress.num_steps:
+            self._is_checked = True
+            self.collect({})
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether owners are fixed."""
+        return bool(self.engine.planner.owners)
+
+    @property
+    def matters(self) -> bool:
+        """Whether a snapshot must hold it: a Model that was never used is as it was built."""
+        return self.is_settled or self.was_loaded
+
+    def given(self) -> Given:
+        """The loss and the optimizer that it has now."""
+        return Given(self.task.loss_fn, self.task.optimizer)
+
+    def go_on_with(self, given: Given) -> None:
+        """Let it have another loss and another optimizer, as if the script had given them."""
+        if not given.is_same(self.given()):
+            self.task.loss_fn, self.task.optimizer = given
+            self.engine.renew()
+
+    def check_given(self) -> None:
+        """Note what the script has given since the last call.
+
+        Raises:
+            ConfigurationError: An optimizer that it had taken away: snapshots since then lack its
+                state.
+        """
+        now, before = self.task.optimizers, self._optimizers
+        self._optimizers = now
+        self._taken_away += [one for one in before if one not in now]
+        back = [one for one in now if one in self._taken_away]
+        if back:
+            raise ConfigurationError(
+                f"the script goes back to the {type(back[0]).__name__} that it had taken away; a "
+                f"worker that comes back would not have its state\n"
+                f"  Fix: make a new optimizer, and load_optimizer_state_dict; or start the job "
+                f"with fail_fast."
+            )
+
+    def _follow(self) -> None:
+        """The script may have given it another loss: nothing that is known of the tensors holds."""
+        if self._loss_fn is not self.task.loss_fn:
+            task = self.task
+            self._loss_fn = task.loss_fn
+            self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
+            self._whole = WholeModules(task.network, task.loss_fn)
+            self._known, self._owned = None, []
+
+    def _keep_start(self) -> None:
+        self.given_at[START] = self.given()
+        self.began = next(_count)
+        flat = FlatTensors()
+        tensors: dict[str, torch.Tensor] = {}
+        node = self.collect(tensors)
+        flat.copy(tensors)
+        self.start = Part(0, {"models": [node]}, flat.memory, flat.slots)
+
+    # Copying.
+
+    def collect(
+        self, tensors: dict[str, torch.Tensor], process: Fixed | None = None
+    ) -> dict[str, Any]:
+        """Everything, as it is now.
+
+        Args:
+            tensors: Tensors are added here, by name; they are not copied.
+            process: What ``process_generators`` gave just now, if the caller knows.
+
+        Returns:
+            All values that are no tensors.
+
+        Raises:
+            StateError: Something cannot be kept; names it.
+        """
+        task, rank = self.task, self._rank
+        self._follow()
+        if not self.is_settled:
+            self.engine.settle_now()
+        state, ownership = self._layout()
+        contents = Contents(encoder=self._encoder)
+        contents.add_network(state, ownership, rank)
+        contents.add_others(state, ownership, rank)
+        between = not self.engine.progress.opens
+        contents.add_gradients(task, ownership, rank, between_updates=between)
+        settings, members = [], []
+        for name, optimizer in optimizers_of(task).items():
+            contents.add_optimizer(name, optimizer, ownership, rank)
+            settings.append(settings_of(optimizer))
+            members.append([self._name_all(group["params"]) for group in optimizer.param_groups])
+        contents.add_section("settings", settings)
+        contents.add_section("members", members)
+        contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
+        contents.add_section("attributes", self.engine.planner.python_values.kept())
+        contents.add_section(f"{WHOLE}{rank}", self._whole.kept())
+        contents.add_section("modules", dict(state.values))
+        contents.add_section("engine", self.engine.counters())
+        for section, value in self.states.sections(process).items():
+            contents.add_section(section, value)
+        prefix = f"m{self.index}"
+        tensors.update({f"{prefix}/w/{name}": t for name, t in contents.weights.items()})
+        tensors.update({f"{prefix}/t/{name}": t for name, t in contents.tensors.items()})
+        return {
+            "index": self.index,
+            "aliases": contents.aliases,
+            "sections": contents.sections,
+            "loader_rank": self.engine.loader_rank,
+        }
+
+    def _layout(self) -> tuple[NetworkState, Ownership]:
+        """The network's tensors and their owners: looked up once, as long as nothing else counts.
+
+        Tensors keep their identity; what modules return from ``get_extra_state`` does not.
+        """
+        if self._known is not None:
+            return self._known
+        found = NetworkState.of(self.task), self._ownership()
+        if self.is_settled and not found[0].values:
+            self._known = found
+        return found
+
+    def _ownership(self) -> Ownership:
+        if self.is_settled:
+            return Ownership(self.task, self.engine.owners())
+        return _RestMine(self.task, self.engine.owners(), self._rank)
+
+    # Putting back.
+
+    def put_back(self, part: Part, *, inside: bool) -> None:
+        """Everything, as it was.
+
+        Args:
+            part: What was copied.
+            inside: Whether that was in the middle of ``train``, which then goes on from there.
+        """
+        node = self.node_in(part)
+        assert node is not None
+        self._follow()
+        contents = contents_of(part, node)
+        with torch.no_grad():
+            self._put_network(contents)
+            self._put_gradients(contents)
+        # Clones: the part's memory is used again, and a generator takes no view of a state.
+        sections = {
+            name: decode(value, lambda key: contents.tensors[key].clone())
+            for name, value in contents.sections.items()
+            if name not in ("optimizers", "network")
+        }
+        self._put_what_is_trained(sections)
+        self._put_optimizers(contents, sections["settings"], sections["members"])
+        for key, value in sections["modules"].items():
+            module_of_extra(self.task.network, key).set_extra_state(value)
+        self.engine.set_counters(sections["engine"])
+        self.states.go_back(sections, inside=inside)
+        self.note_versions()
+
+    def load(self, folder: Path, *, inside: bool) -> None:
+        """As ``put_back``, from what all workers wrote to disk. Collective."""
+        values = self.states.load_all(folder, extra={})
+        self.was_loaded = True
+        self._put_what_is_trained(values)
+        self.engine.set_counters(values["engine"])
+        if not inside:
+            kept = values.get(RESUMPTION)
+            self.states.resumption = None if kept is None else Resumption.from_values(kept)
+        self.note_versions()
+
+    def put_back_start(self) -> None:
+        """As it was before the first step; nothing to do if no owner was fixed yet."""
+        if self.start is not None:
+            self.go_on_with(self.given_at[START])
+            self.put_back(self.start, inside=False)
+
+    def node_in(self, part: Part) -> dict[str, Any] | None:
+        """What a part has of this Model, if anything."""
+        nodes = part.values["models"]
+        return next((node for node in nodes if node["index"] == self.index), None)
+
+    def _put_network(self, contents: Contents) -> None:
+        state, ownership = NetworkState.of(self.task), self._ownership()
+        for key, tensor in state.tensors.items():
+            if ownership.saver(tensor) == self._rank:
+                _copy(tensor, contents.weights.get(key), key)
+        for name, tensor in state.others.items():
+            if ownership.saver(tensor) == self._rank:
+                _copy(tensor, contents.tensors.get(f"{OTHERS}{name}"), name)
+
+    def _put_gradients(self, contents: Contents) -> None:
+        ownership = self._ownership()
+        for tensor in named_state(self.task.network, self.task.loss_fn).values():
+            if ownership.saver(tensor) == self._rank and not is_elsewhere(tensor):
+                kept = contents.tensors.get(f"{GRADIENTS}{ownership.name(tensor)}")
+                tensor.grad = None if kept is None else kept.clone()
+
+    def _put_what_is_trained(self, sections: Mapping[str, Any]) -> None:
+        """Which parameters are trained, and what Python code keeps in attributes."""
+        self.engine.planner.python_values.put_back(sections["attributes"])
+        self._whole.put_back([v for name, v in sections.items() if name.startswith(WHOLE)])
+        put_requires_grad(self.engine.planner.trainable, sections["requires_grad"])
+
+    def _name_all(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        return [self._names.get(id(p), "") for p in parameters]
+
+    def _put_optimizers(
+        self, contents: Contents, settings: list[Any], members: list[list[list[str]]]
+    ) -> None:
+        saved = contents.sections.get("optimizers", {})
+        named = named_state(self.task.network, self.task.loss_fn)
+        for (name, optimizer), groups, names in zip(
+            optimizers_of(self.task).items(), settings, members, strict=True
+        ):
+            put_settings(optimizer, groups, [[named[n] for n in group] for group in names])
+            parameters = parameters_of(optimizer)
+            optimizer.state.clear()
+            for index, entry in saved[name]["state"].items():
+                found = decode(entry, lambda key: contents.tensors[key].clone())
+                optimizer.state[parameters[int(index)]] = found
+
+    # What the script itself changes between calls.
+
+    def note_versions(self) -> None:
+        """Note that all is now as graphsplit left it."""
+        self.given_before = self.given()
+        self._follow()
+        if not self.is_settled:
+            return
+        if not self._owned:
+            named = named_state(self.task.network, self.task.loss_fn)
+            self._owned = [t for t in {id(t): t for t in named.values()}.values()
+                           if not is_elsewhere(t)]  # fmt: skip
+        self._versions = tuple([tensor._version for tensor in self._owned])
+
+    def changed_by_script(self) -> dict[int, torch.Tensor]:
+        """Copies of the tensors that the script has written to since ``note_versions``."""
+        if self._versions is None:
+            return {}
+        found = {}
+        for index, (tensor, version) in enumerate(zip(self._owned, self._versions, strict=True)):
+            if tensor._version != version:
+                found[index] = tensor.detach().clone()
+        return found
+
+    def change_again(self, changed: Mapping[int, torch.Tensor]) -> None:
+        """What the script wrote."""
+        with torch.no_grad():
+            for index, value in changed.items():
+                self._owned[index].copy_(value)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like, of every group."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:
+    """The parameters of every group."""
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def put_settings(
+    optimizer: torch.optim.Optimizer,
+    settings: list[dict[str, Any]],
+    members: Sequence[Sequence[torch.Tensor]],
+) -> None:
+    """Set what ``settings_of`` and ``members_of`` gave, whatever groups were added since."""
+    groups = optimizer.param_groups
+    del groups[len(settings) :]
+    groups += [{} for _ in range(len(settings) - len(groups))]
+    for group, saved, parameters in zip(groups, settings, members, strict=True):
+        known = group.get("params", ())
+        if list(map(id, known)) != list(map(id, parameters)):
+            group["params"] = list(parameters)
+        for key in [key for key in group if key != "params" and key not in saved]:
+            del group[key]
+        group.update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in saved.items()})
+
+
+def loads_state(name: str) -> bool:
+    """Whether a call of this name brings a state from outside."""
+    return name in _LOADS
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor | None, name: str) -> None:
+    if value is None or value.shape != target.shape:
+        raise CheckpointError(f"the snapshot does not hold {name} as this worker has it")
+    target.copy_(value)

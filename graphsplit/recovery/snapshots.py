@@ -1,0 +1,420 @@
+"""The snapshots of one worker: taken, brought away, agreed on, and put back."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphsplit.checkpoint.generators import process_generators, set_process_generators
+from graphsplit.checkpoint.layout import octets_of
+from graphsplit.checkpoint.values import decode, encode
+from graphsplit.errors import CheckpointError
+from graphsplit.job.job import Job
+from graphsplit.planning.task import named_state
+from graphsplit.recovery.agreement import START, Offer, Target, choose
+from graphsplit.recovery.exchange import exchange_parts, group_of, pieces_of, share_script
+from graphsplit.recovery.results import Results, pack, unpack
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.recovery.snapshot.disk import KEEP, DiskWriter, SnapshotFolder, model_folder
+from graphsplit.recovery.snapshot.part import FlatTensors, Part
+from graphsplit.recovery.snapshot.replicator import Held, Replicator
+from graphsplit.recovery.snapshot.share import ModelShare
+
+_GENERATOR, _PROCESS = "generator", "process"
+_SMALLEST_LIMIT = 64 * 1024 * 1024
+_STATE_FACTOR = 16  # an optimizer that keeps more per parameter is not known
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the script a snapshot was taken.
+
+    Attributes:
+        number: Number of the snapshot.
+        ordinal: Number of the call.
+        inside: Whether it was inside the call, rather than at its end.
+        model: The Model whose call it was.
+        num_lines: How many lines of results there were.
+        models: The Models that it holds.
+    """
+
+    number: int
+    ordinal: int
+    inside: bool
+    model: int
+    num_lines: int
+    models: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it travels."""
+        return {**vars(self), "models": list(self.models)}
+
+    @property
+    def first_needed(self) -> int:
+        """The first call that must be run, or gone on with, from there."""
+        return self.ordinal if self.inside else self.ordinal + 1
+
+
+class Snapshots:
+    """Takes snapshots on one worker, and goes back to them.
+
+    Args:
+        job: The job.
+        settings: How often they go to disk, and where.
+        shares: What this worker holds of every Model; grows as Models are built.
+        results: What calls have returned.
+    """
+
+    def __init__(
+        self, job: Job, settings: SnapshotSettings, shares: list[ModelShare], results: Results
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._shares = shares
+        self._results = results
+        self._folder = SnapshotFolder(settings.folder) if settings.folder else None
+        self._number = START
+        self._places: dict[int, Place] = {}
+        self._free: list[FlatTensors] = []
+        self._used: dict[int, FlatTensors] = {}
+        self._replicator: Replicator | None = None
+        self._disk: DiskWriter | None = None
+        self._num_sent = 0  # lines of results that have been sent in this generation
+        self._since_disk = 0
+        self._on_disk: tuple[int, ...] = ()  # that may be there, or are on their way
+        self._target: Target | None = None
+        self._part: Part | None = None  # of the target, where it is in memory
+        self._owners: Mapping[str, Mapping[str, int]] = {}
+        self._script_on_disk: Mapping[str, Any] = {}
+        self._is_established = False
+
+    def owners_of(self, index: int) -> Mapping[str, int]:
+        """The owners that other workers have fixed for a Model; empty if none."""
+        return self._owners.get(str(index), {})
+
+    @property
+    def first_needed(self) -> int:
+        """The first call that may have to be run again; earlier ones can be forgotten."""
+        committed = self._replicator.committed if self._replicator is not None else START
+        place = self._places.get(committed)
+        return 0 if place is None else place.first_needed
+
+    # Taking.
+
+    def take(
+        self, ordinal: int, *, inside: bool, model: int, steps: int, is_last: bool = False
+    ) -> None:
+        """Take a snapshot. All workers take the same ones.
+
+        Args:
+            ordinal: Number of the call.
+            inside: Whether the call is still running.
+            model: The Model that was called.
+            steps: Training steps since the snapshot before.
+            is_last: The script ends here: it goes to disk, where there is a folder.
+
+        Raises:
+            MembershipChangedError, JobFailedError: The generation is over.
+            CheckpointError: An earlier one could not be written.
+        """
+        self._is_established = True
+        replicator = self._replicator or self._new_replicator(Held())
+        replicator.wait_committed(replicator.offered)  # [Note: at most two]
+        self._forget_old(replicator.committed)
+        self._number += 1
+        self._since_disk += steps
+        models = tuple(share.index for share in self._shares if share.matters)
+        num_lines = len(self._results.lines)
+        place = Place(self._number, ordinal, inside, model, num_lines, models)
+        self._places[self._number] = place
+        for share in self._shares:
+            share.given_at[self._number] = share.given()
+        part = self._copy(place)
+        goes_to_disk = self._folder is not None and (
+            is_last or not inside or self._since_disk >= self._settings.disk_every
+        )
+        if goes_to_disk:
+            replicator.wait_stored()
+            self._since_disk = 0
+            # Complete ones are kept, and the next one replaces the oldest when it is complete.
+            self._on_disk = (*self._on_disk, self._number)[-KEEP - 1 :]
+        self._offer(part, self._script(place) if goes_to_disk else None)
+
+    def _offer(self, part: Part, script: Mapping[str, Any] | None = None) -> None:
+        assert self._replicator is not None
+        lines = self._results.lines
+        self._replicator.offer(part, pieces_of(lines[self._num_sent :]), script=script)
+        self._num_sent = len(lines)
+
+    def wait_safe(self) -> None:
+        """Wait until the last snapshot counts, and is on disk if it goes there."""
+        assert self._replicator is not None
+        self._replicator.wait_committed(self._number)
+        self._replicator.wait_stored()
+
+    def wait_committed(self) -> None:
+        """Wait until the last snapshot counts."""
+        assert self._replicator is not None
+        self._replicator.wait_committed(self._number)
+
+    def _copy(self, place: Place) -> Part:
+        tensors: dict[str, torch.Tensor] = {_GENERATOR: torch.default_generator.get_state()}
+        process = process_generators()
+        nodes = [share.collect(tensors, process) for share in self._shares if share.matters]
+        encoded = encode(process, tensors, path=_PROCESS)
+        flat = self._free.pop() if self._free else FlatTensors()
+        flat.copy(tensors)
+        self._used[place.number] = flat
+        values = {"place": place.to_json(), "models": nodes, _PROCESS: encoded}
+        return Part(place.number, values, flat.memory, flat.slots)
+
+    def _release(self, part: Part) -> None:
+        flat = self._used.pop(part.number, None)
+        if flat is not None:
+            self._free.append(flat)
+
+    def _script(self, place: Place) -> dict[str, Any]:
+        """The place in the script, as it goes to disk."""
+        source = self._shares[place.model].engine.loader_rank
+        mine = self._job.rank == source
+        return {
+            "place": place.to_json(),
+            "source": source,
+            "generator": _packed_generator() if mine else None,
+            _PROCESS: pack(process_generators(), what=_PROCESS) if mine else None,
+            "lines": list(self._results.lines) if mine else [],
+        }
+
+    def _forget_old(self, committed: int) -> None:
+        place = self._places.get(committed)
+        if place is None:
+            return
+        for number, earlier in list(self._places.items()):
+            is_kept = number >= committed or number in self._on_disk
+            if earlier.first_needed < place.first_needed or not is_kept:
+                del self._places[number]
+                for share in self._shares:
+                    share.given_at.pop(number, None)
+        for share in self._shares:
+            if share.index in place.models:
+                share.start = None
+
+    def _new_replicator(self, held: Held) -> Replicator:
+        if self._replicator is not None:
+            self._replicator.close()
+        if self._disk is not None:
+            self._disk.close()
+        self._disk = None
+        if self._folder is not None:
+            self._disk = DiskWriter(self._folder, self._job.rank, self._job.num_workers)
+        made = Replicator(self._job, held=held, limit_bytes=self._limit_bytes(), disk=self._disk)
+        made.on_release = self._release
+        self._replicator, self._num_sent = made, 0
+        return made
+
+    def _limit_bytes(self) -> int:
+        """No part can be larger: an optimizer keeps a few tensors per parameter at most."""
+        sizes = [
+            tensor.numel() * tensor.dtype.itemsize
+            for share in self._shares
+            for tensor in named_state(share.task.network, share.task.loss_fn).values()
+        ]
+        return _SMALLEST_LIMIT + _STATE_FACTOR * sum(sizes)
+
+    # Going back.
+
+    def agree(self, *, can_start: bool) -> tuple[Place | None, list[str]]:
+        """Find out with all others where to go on. Collective.
+
+        Args:
+            can_start: Whether this worker could go back to the beginning of the script.
+
+        Returns:
+            The place, or None for the beginning of the script; and what calls returned before it.
+
+        Raises:
+            ClusterError: There is no place that all can go back to; the same on all workers.
+        """
+        old = self._replicator
+        if old is not None:
+            old.close()
+        held = old.held if old is not None else Held()
+        own = dict(old.own) if old is not None else {}
+        group = group_of(self._job)
+        offer = self._make_offer(own, held, can_start)
+        target = choose([Offer.read(text) for text in group.exchange(offer.text())])
+        self._target, self._part, self._owners = target, None, target.owners
+        number = target.number
+        if number == START:
+            self._results.cut(0)
+            self._places.clear()
+            self._begin_again(number, Held(), own, None)
+            return None, []
+        if target.from_disk:
+            self._script_on_disk = share_script(group, self._folder, number)
+            place = _read_place(self._script_on_disk.get("place"))
+            self._results.replace(_lines_of(self._script_on_disk))
+            self._begin_again(number, Held(), own, place)
+            return place, list(self._results.lines)
+        kept = held.only(number)
+        given = exchange_parts(group, target, kept.parts.get(number, ()), kept.lines())
+        if given is not None:
+            self._part, lines = given
+            self._results.replace(lines)
+            self._places[number] = _read_place(self._part.values.get("place"))
+        else:
+            self._part = own[number]
+            self._results.cut(self._places[number].num_lines)
+        place = self._places[number]
+        self._begin_again(number, kept, own, place)
+        self._offer(self._part)
+        return place, list(self._results.lines)
+
+    def _make_offer(self, own: Mapping[int, Part], held: Held, can_start: bool) -> Offer:
+        owners = {
+            str(share.index): dict(share.engine.owners())
+            for share in self._shares
+            if share.is_settled
+        }
+        return Offer(
+            is_fresh=not self._is_established,
+            own=tuple(n for n in own if n in self._places),
+            held=tuple(held.parts),
+            disk=tuple(self._folder.numbers()) if self._folder is not None else (),
+            reaches=tuple(self._places),
+            can_start=can_start,
+            owners=owners,
+        )
+
+    def _begin_again(
+        self, number: int, held: Held, own: Mapping[int, Part], place: Place | None
+    ) -> None:
+        """A new generation begins at a snapshot: forget what came after it."""
+        self._is_established = True
+        self._number, self._since_disk = number, 0
+        for later in [n for n in self._places if n > number]:
+            del self._places[later]
+        earlier = [n for n in self._on_disk if n < number]
+        self._on_disk = (*earlier, number)[-KEEP - 1 :]
+        for part in own.values():
+            if part.number != number:
+                self._release(part)
+        if place is not None:
+            self._places[number] = place
+        if self._folder is not None and self._job.rank == 0:
+            self._folder.remove_after(number)
+        self._new_replicator(held)
+
+    def restore(self, *, is_rollback: bool) -> None:
+        """Put everything back to what was agreed on. Collective if it comes from disk.
+
+        Args:
+            is_rollback: Whether this process has been beyond it.
+
+        Raises:
+            CheckpointError: A snapshot on disk is damaged; the same on all workers.
+        """
+        assert self._target is not None
+        place = self._places.get(self._target.number)
+        self._put_back_starts(() if place is None else place.models)
+        if place is None:
+            return
+        for share in (self._shares[index] for index in place.models):
+            if self._target.from_disk:
+                self._load(share, place)
+            else:
+                self._put_back(share, place)
+            resumption = share.states.resumption
+            if resumption is not None and place.inside and share.index == place.model:
+                resumption.is_rollback = is_rollback
+        if self._target.from_disk:
+            _set_generator(self._script_on_disk.get("generator"))
+            if (process := self._script_on_disk.get(_PROCESS)) is not None:
+                set_process_generators(unpack(process, what=_PROCESS))
+        else:
+            part = self._part
+            assert part is not None
+            torch.default_generator.set_state(part.tensor(_GENERATOR).clone())
+            set_process_generators(decode(part.values[_PROCESS], part.tensor))
+        self.wait_offered()
+
+    def _put_back_starts(self, but: Collection[int]) -> None:
+        """Models that a snapshot does not hold: as they were before their first step.
+
+        Where Models share modules, the one that began first knows the earliest state.
+        """
+        others = [s for s in self._shares if s.index not in but and s.start is not None]
+        for share in sorted(others, key=lambda share: -share.began):
+            share.put_back_start()
+
+    def _put_back(self, share: ModelShare, place: Place) -> None:
+        assert self._part is not None
+        if not share.is_settled and (owners := self.owners_of(share.index)):
+            share.engine.planner.adopt(owners)
+        share.go_on_with(share.given_at.get(place.number, share.given()))
+        share.put_back(self._part, inside=place.inside and share.index == place.model)
+
+    def _load(self, share: ModelShare, place: Place) -> None:
+        assert self._folder is not None
+        folder = model_folder(self._folder.path(place.number), share.index)
+        share.load(folder, inside=place.inside and share.index == place.model)
+
+    def wait_offered(self) -> None:
+        """Wait until what was brought away last counts: a further loss does no harm then."""
+        assert self._replicator is not None
+        self._replicator.wait_committed(self._replicator.offered)
+
+    def finished(self) -> None:
+        """Nothing will have to be recovered."""
+        self.close()
+        if self._folder is not None and self._job.rank == 0:
+            self._folder.remove_all()
+
+    def close(self) -> None:
+        """End all threads."""
+        if self._replicator is not None:
+            self._replicator.close()
+        if self._disk is not None:
+            self._disk.close()
+
+
+def _read_place(node: Any) -> Place:
+    """Read what a part, or a file, says of the place in the script.
+
+    Raises:
+        CheckpointError: It is none.
+    """
+    match node:
+        case {
+            "number": int(number),
+            "ordinal": int(ordinal),
+            "inside": bool(inside),
+            "model": int(model),
+            "num_lines": int(num_lines),
+            "models": list(models),
+        } if all(type(index) is int for index in models):
+            return Place(number, ordinal, inside, model, num_lines, tuple(models))
+    raise CheckpointError(f"a snapshot stands at {str(node)[:100]}; expected a place in the script")
+
+
+def _lines_of(script: Mapping[str, Any]) -> list[str]:
+    lines = script.get("lines")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise CheckpointError("a snapshot on disk lacks what calls have returned")
+    return lines
+
+
+def _packed_generator() -> str:
+    octets = octets_of(torch.default_generator.get_state()).numpy().tobytes()
+    return base64.b64encode(octets).decode()
+
+
+def _set_generator(text: Any) -> None:
+    octets = bytearray(base64.b64decode(str(text)))
+    if len(octets) != torch.default_generator.get_state().numel():
+        raise CheckpointError("a snapshot on disk has no state of the generator")
+    torch.default_generator.set_state(torch.frombuffer(octets, dtype=torch.uint8))

@@ -1,0 +1,1 @@
+"""Where the random numbers of microbatches and segments come from."""

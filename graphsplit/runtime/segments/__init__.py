@@ -1,0 +1,1 @@
+"""One segment of a plan as code, forward and backward."""

@@ -1,0 +1,170 @@
+"""Backward instructions, bound to what they work on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from graphsplit.optimizers.update import Updater
+from graphsplit.partition.plan import FoldTerm, PartitionPlan
+from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.lower import made_leaves
+from graphsplit.runtime.segments.autograd import (
+    accumulate,
+    accumulate_all,
+    backward,
+    fold,
+    keep_apart,
+    run_tensor_hooks,
+)
+from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
+from graphsplit.runtime.step_state import Gradient, StepState
+
+Action = Callable[[StepState], None]
+
+
+class BackwardBinder:
+    """Binds a worker's backward instructions.
+
+    Args:
+        plan: The plan.
+        state: Parameters and buffers of this worker, by node.
+        updater: Knows the gradient with which the backward of a loss begins.
+    """
+
+    def __init__(
+        self, plan: PartitionPlan, state: Mapping[int, torch.Tensor], updater: Updater
+    ) -> None:
+        self._plan = plan
+        self._state = state
+        self._updater = updater
+        # For each segment whose backward runs in two parts: what the first part leaves.
+        self.pending: dict[int, list[Pending]] = {}
+
+    def bind(self, instruction: Instruction) -> Action:
+        """What an instruction does, as a function of the step's state."""
+        if instruction.opcode is Opcode.ACCUMULATE:
+            return self._bind_accumulate(instruction.operand, instruction.microbatch)
+        if instruction.opcode is Opcode.BACKWARD_WEIGHT:
+            return self._bind_weight(instruction)
+        if instruction.opcode is Opcode.BACKWARD_INPUT:
+            return self._leaving_weights(instruction, self._bind_backward(instruction))
+        return self._bind_backward(instruction)
+
+    def _bind_backward(self, instruction: Instruction) -> Action:
+        segment, microbatch = instruction.operand, instruction.microbatch
+        io = self._plan.io[segment]
+        folds = [(root, self._plan.folds.get(root, ())) for root in io.roots]
+        loss = self._plan.placed.graph.loss_node
+        parameters = [self._state[p] for p in io.parameters]
+        leaves, loss_gradient = io.leaves, self._updater.loss_gradient
+        made = frozenset(made_leaves(self._plan, instruction))
+        is_microbatched = self._plan.is_microbatched
+        is_apart = instruction.opcode is Opcode.BACKWARD_INPUT
+        pending = self.pending[segment] if is_apart else []
+        asking = [*parameters, ANCHOR] if is_apart else parameters
+        seeds = [
+            (index, self._plan.seeds[leaf])
+            for index, leaf in enumerate(leaves)
+            if leaf in self._plan.seeds
+        ]
+
+        def run_backward(state: StepState) -> None:
+            tensors, incoming = [], []
+            for root, terms in folds:
+                tensor = state.roots[microbatch].pop(root)
+                gradient = _fold(state, microbatch, terms)
+                if root == loss:
+                    one = loss_gradient(tensor)
+                    if state.microbatches is not None:
+                        one = one * state.microbatches.weights[microbatch]
+                    gradient = fold((one, gradient))
+                if gradient is not None and tensor is not None and tensor.requires_grad:
+                    tensors.append(tensor)
+                    incoming.append(gradient)
+            own_leaves = state.leaves[microbatch]
+            inputs = [own_leaves.pop(c) for c in leaves]
+            for index, terms in seeds:
+                gradient = _fold(state, microbatch, terms)
+                if gradient is not None and inputs[index] is not None:
+                    tensors.append(inputs[index])
+                    incoming.append(gradient)
+            fresh = [parameter for parameter in parameters if parameter.grad is None]
+            results = backward(tensors, incoming, inputs, asking)
+            state.collected[microbatch].update(
+                (c, result) for c, result in zip(leaves, results, strict=True) if c in made
+            )
+            if fresh and (is_microbatched or pending):  # what waits must not change meanwhile
+                waiting = results if is_microbatched else []
+                keep_apart(fresh, [*waiting, *(later.gradient for later in pending)])
+
+        return run_backward
+
+    def _leaving_weights(self, instruction: Instruction, run_backward: Action) -> Action:
+        segment, microbatch = instruction.operand, instruction.microbatch
+        pending = self.pending[segment]
+
+        def backward_input(state: StepState) -> None:
+            run_backward(state)
+            state.pending[microbatch][segment] = tuple(pending)
+            pending.clear()
+
+        return backward_input
+
+    def _bind_weight(self, instruction: Instruction) -> Action:
+        segment, microbatch = instruction.operand, instruction.microbatch
+        split, nodes = self._plan.splits[segment], self._plan.placed.graph.nodes
+        parameters = {
+            use.position: [
+                self._state[nodes[use.position].reads[operand]] if leaf < 0 else None
+                for operand, leaf in zip(use.operands, use.leaves, strict=True)
+            ]
+            for use in split.uses
+        }
+        nothing: dict[int, Gradient] = dict.fromkeys(split.leaves)
+
+        def backward_weight(state: StepState) -> None:
+            collected = state.collected[microbatch]
+            collected.update(nothing)
+            for later in state.pending[microbatch].pop(segment):
+                found = later.compute()
+                own: list[tuple[torch.Tensor, Gradient]] = []
+                owned = parameters[later.use.position]
+                for leaf, parameter, gradient in zip(later.use.leaves, owned, found, strict=True):
+                    if parameter is None:
+                        collected[leaf] = gradient
+                    else:
+                        own.append((parameter, gradient))
+                accumulate_all([p for p, _ in own], [g for _, g in own], (later.gradient,))
+
+        return backward_weight
+
+    def _bind_accumulate(self, value: int, microbatch: int) -> Action:
+        terms = self._plan.folds[value]
+        own = [index for index, term in enumerate(terms) if term.contribution is not None]
+        parameter = self._state[value]
+
+        def accumulate_shared(state: StepState) -> None:
+            found = _terms(state, microbatch, terms)
+            gradient = fold(found)
+            if gradient is not None:
+                # A term of this worker may be the gradient of another parameter as well.
+                is_shared = any(gradient is found[index] for index in own)
+                gradient = run_tensor_hooks(parameter, gradient)
+                accumulate(parameter, gradient, is_shared=is_shared)
+
+        return accumulate_shared
+
+
+def _fold(state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> Gradient:
+    return fold(_terms(state, microbatch, terms))
+
+
+def _terms(state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> list[Gradient]:
+    return [
+        state.collected[microbatch].pop(term.contribution)
+        if term.contribution is not None
+        else state.received[microbatch].pop(term.edge)  # type: ignore[arg-type]
+        for term in terms
+    ]

@@ -1,0 +1,1 @@
+"""A step played through on a clock, with what everything costs."""

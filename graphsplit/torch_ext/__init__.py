@@ -1,0 +1,1 @@
+"""Where graphsplit steps between PyTorch and its callers."""

@@ -1,0 +1,144 @@
+"""Let a network's code do what it does in eager mode while it is captured.
+
+Code may ask whether it is being compiled or exported, and then do something else: transformers
+builds attention masks that it otherwise leaves out, which gives other bits. A captured graph is
+never compiled for anything else, so the true answer for the network's code is no. PyTorch itself,
+below ``torch.nn``, must know that it is exported: ``torch.cond`` would start the compiler.
+
+``self.layer = self.layer.to(self.dtype)`` in ``forward`` changes nothing in eager mode, where the
+dtype is that one already; what stands for a parameter during capture could not be put in its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._higher_order_ops.utils as higher_order_ops
+import torch.compiler
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import activation
+from torch.utils._python_dispatch import _disable_current_modes
+
+from graphsplit.torch_ext.function_modes import OURS, without_modes
+
+_DISABLED = torch._C._disabled_torch_function_impl
+_PREDICATES = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+
+
+@contextmanager
+def as_in_eager_mode() -> Iterator[None]:
+    """Answer no to the network's ``torch.compiler.is_compiling()`` and the like."""
+    truths = {name: getattr(torch.compiler, name) for name in _PREDICATES}
+    try:
+        for name, truth in truths.items():
+            setattr(torch.compiler, name, _for_torch_alone(truth))
+        with (
+            _truthful_to_the_compiler(truths),
+            _fused_layers(),
+            _conversions_to_the_same(),
+            _checked_distributions(),
+        ):
+            yield
+    finally:
+        for name, truth in truths.items():
+            setattr(torch.compiler, name, truth)
+
+
+def _for_torch_alone(truth: Callable[[], bool]) -> Callable[[], bool]:
+    def answer() -> bool:
+        asker: Any = sys._getframe(1).f_globals.get("__name__", "")
+        return truth() if _is_below_nn(asker) else False
+
+    return answer
+
+
+@contextmanager
+def _truthful_to_the_compiler(truths: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
+    """``torch.cond`` and its like compile their branches, in eager mode too: undo all for them."""
+    original = higher_order_ops.setup_compilation_env
+
+    @contextmanager
+    def setup_compilation_env() -> Iterator[Any]:
+        answers = {name: getattr(torch.compiler, name) for name in _PREDICATES}
+        try:
+            for name, truth in truths.items():
+                setattr(torch.compiler, name, truth)
+            with without_modes(OURS), original() as backend:
+                yield backend
+        finally:
+            for name, answer in answers.items():
+                setattr(torch.compiler, name, answer)
+
+    higher_order_ops.setup_compilation_env = setup_compilation_env
+    try:
+        yield
+    finally:
+        higher_order_ops.setup_compilation_env = original
+
+
+@contextmanager
+def _checked_distributions() -> Iterator[None]:
+    """Let ``torch.distributions`` check its arguments in the graph: it branches only to raise."""
+    original: Any = torch._is_all_true
+
+    def check(valid: torch.Tensor) -> bool:
+        torch._check(valid.all().item(), lambda: "a distribution got values that it does not allow")
+        return True
+
+    torch._is_all_true = check  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._is_all_true = original
+
+
+@contextmanager
+def _fused_layers() -> Iterator[None]:
+    """Let transformer layers take their fused path in eval mode, as they do when not traced."""
+    original = torch.overrides.has_torch_function, activation._is_make_fx_tracing
+    torch.overrides.has_torch_function = _has_own_torch_function
+    activation._is_make_fx_tracing = lambda: False
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function, activation._is_make_fx_tracing = original
+
+
+def _has_own_torch_function(args: Iterable[Any]) -> bool:
+    """The answer that there is without the modes of a capture."""
+    ordinary = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return any(
+        type(argument) not in ordinary
+        and getattr(argument, "__torch_function__", _DISABLED) is not _DISABLED
+        for argument in args
+    )
+
+
+def _is_below_nn(module: str) -> bool:
+    return module.startswith("torch.") and not module.startswith("torch.nn.")
+
+
+@contextmanager
+def _conversions_to_the_same() -> Iterator[None]:
+    """Leave a module alone that is converted to the dtype and device that it has."""
+    module_class: Any = torch.nn.Module
+    convert = module_class._apply
+
+    def apply(module: Any, function: Callable[..., Any], recurse: bool = True) -> Any:
+        tensors = (*module.parameters(recurse), *module.buffers(recurse))
+        looks = {(tensor.dtype, tensor.device) for tensor in tensors}
+        with _disable_current_modes():
+            examples = [torch.empty(0, dtype=dtype, device=device) for dtype, device in looks]
+            if all(function(example) is example for example in examples):
+                return module
+        return convert(module, function, recurse)
+
+    module_class._apply = apply
+    try:
+        yield
+    finally:
+        module_class._apply = convert

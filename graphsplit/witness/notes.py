@@ -1,0 +1,181 @@
+"""Writes down what each Model of a script computes, step after step, for ``graphsplit check``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphsplit.check.record import (
+    Kind,
+    Operation,
+    Record,
+    Value,
+    What,
+    operation_line,
+    record_line,
+)
+from graphsplit.check.request import Request, operations_file, read_request, requested_file
+from graphsplit.planning.task import Task
+from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.witness.operations import WorkersOperations, watching_plain_loop
+from graphsplit.witness.values import Generators, ModelValues, plain_value, tensor_value
+
+
+class Witness:
+    """Sees what a Model computes. This one notes nothing: nobody asked."""
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether all training steps were seen that were asked for: the script is to end."""
+        return False
+
+    def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
+        """What the run of a program runs inside; without one, a training step of the plain loop."""
+        return nullcontext()
+
+    def begins(self) -> None:
+        """A training step begins."""
+
+    def trained(self, loss: torch.Tensor) -> None:
+        """A training step has given a loss."""
+
+    def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """See the training steps of an epoch, by their losses."""
+        return losses
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """A call of eval has given metrics."""
+
+    def predicted(self, outputs: Any) -> None:
+        """A call of predict has given outputs."""
+
+
+def witness_for(task: Task) -> Witness:
+    """Who sees what a new Model computes."""
+    file = requested_file(os.environ)
+    return Witness() if file is None else _NotingWitness(_notebook(file), task)
+
+
+class _Notebook:
+    """What this process notes, of all its Models.
+
+    Args:
+        file: Where.
+        request: What.
+
+    Attributes:
+        num_models: How many Models there are.
+        num_steps: How many training steps have begun.
+    """
+
+    def __init__(self, file: Path, request: Request) -> None:
+        self.request = request
+        self.num_models = self.num_steps = 0
+        self._file = file
+        self._generators = Generators()
+        self._calls: dict[What, int] = {}
+        self._num_noted = 0
+        file.touch()
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether all training steps were noted that were asked for."""
+        return self._num_noted >= self.request.num_steps
+
+    @property
+    def watches_now(self) -> bool:
+        """Whether the operations of the step that has begun are asked for; before all, none is."""
+        return 0 < self.num_steps == self.request.operations_of and not self.has_enough
+
+    def note(self, what: What, model: int, number: int, values: Iterator[Value]) -> None:
+        """Note some values, and the generators."""
+        if self.has_enough:
+            return
+        record = Record(what, model, number, (*values, *self._generators.values()))
+        self._write(self._file, record_line(record))
+        self._num_noted += what is What.STEP
+
+    def next_call(self, what: What) -> int:
+        """The number of a call."""
+        self._calls[what] = self._calls.get(what, 0) + 1
+        return self._calls[what]
+
+    def note_operation(self, operation: Operation) -> None:
+        """Note an operation of the step that is watched."""
+        self._write(operations_file(self._file), operation_line(operation))
+
+    def _write(self, path: Path, line: str) -> None:
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+
+
+@lru_cache(maxsize=1)
+def _notebook(file: Path) -> _Notebook:
+    """The one of this process."""
+    return _Notebook(file, read_request(file))
+
+
+class _NotingWitness(Witness):
+    """Notes what one Model computes."""
+
+    def __init__(self, notebook: _Notebook, task: Task) -> None:
+        notebook.num_models += 1
+        self._notebook = notebook
+        self._number = notebook.num_models
+        self._task = task
+        self._values = ModelValues(task, notebook.request.whole)
+        self._has_begun = False
+        self._operations = WorkersOperations(notebook.note_operation)
+
+    @property
+    def has_enough(self) -> bool:
+        return self._notebook.has_enough
+
+    def begins(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._note(What.START, 0, self._at_start())
+        self._notebook.num_steps += 1
+
+    def trained(self, loss: torch.Tensor) -> None:
+        self._note(What.STEP, self._notebook.num_steps, self._after_step(loss))
+
+    def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        self.begins()
+        for loss in losses:
+            self.trained(loss)
+            yield loss
+            self.begins()
+        self._notebook.num_steps -= 1  # there was none after the last
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        values = (plain_value(Kind.METRIC, name, float(v)) for name, v in metrics.items())
+        self._note(What.EVAL, self._notebook.next_call(What.EVAL), values)
+
+    def predicted(self, outputs: Any) -> None:
+        values = self._values.tree(Kind.OUTPUT, "", outputs)
+        self._note(What.PREDICT, self._notebook.next_call(What.PREDICT), values)
+
+    def _note(self, what: What, number: int, values: Iterator[Value]) -> None:
+        self._notebook.note(what, self._number, number, values)
+
+    def _at_start(self) -> Iterator[Value]:
+        yield plain_value(Kind.THREADS, "", torch.get_num_threads())
+        yield from self._values.state()
+
+    def _after_step(self, loss: torch.Tensor) -> Iterator[Value]:
+        yield tensor_value(Kind.LOSS, "", loss, whole=False)
+        yield from self._values.state()
+
+    def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
+        if not self._notebook.watches_now:
+            return nullcontext()
+        if runner is None:
+            return watching_plain_loop(self._task, self._notebook.note_operation)
+        return self._operations.watching(runner)

@@ -1,0 +1,152 @@
+"""What a Model holds, as values that can be compared bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from graphsplit.check.record import TORCHS, UNTOUCHED, Kind, Value
+from graphsplit.deferred.guard import is_guarded
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.task import Task, named_state
+
+_FEW = 16  # elements that are noted unasked
+_MOST = 1 << 16  # ... and at the most
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Equal for equal bytes alone."""
+    digest = hashlib.sha256()
+    for part in _parts(tensor.detach()):
+        digest.update(part.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor, in the order of its elements."""
+    if tensor.layout is torch.sparse_coo:
+        yield from (*_parts(tensor._indices()), *_parts(tensor._values()))
+    elif tensor.is_quantized:
+        yield from _parts(tensor.int_repr())
+    elif tensor.layout is not torch.strided:
+        yield from _parts(tensor.to_dense())
+    else:
+        plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8)
+
+
+def tensor_value(kind: Kind, name: str, tensor: torch.Tensor | None, *, whole: bool) -> Value:
+    """A tensor as a value; ``whole``: with all its elements."""
+    if tensor is None:
+        return Value(kind, name, "None", "")
+    form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if tensor.is_meta:
+        return Value(kind, name, f"{form} on meta", "")
+    elements: tuple[str, ...] = ()
+    if tensor.numel() <= (_MOST if whole else _FEW) and not tensor.is_quantized:
+        dense = tensor.detach()
+        dense = dense.to_dense() if dense.layout is not torch.strided else dense
+        elements = tuple(map(repr, dense.reshape(-1).tolist()))
+    return Value(kind, name, form, digest_of(tensor), elements)
+
+
+def plain_value(kind: Kind, name: str, value: Any) -> Value:
+    """Something that is no tensor. What has no value to compare is compared by its type."""
+    form = type(value).__name__
+    if not isinstance(value, (bool, int, float, complex, str, bytes, type(None), tuple, list)):
+        return Value(kind, name, form, "")
+    text = repr(value)
+    return Value(kind, name, form, hashlib.sha256(text.encode()).hexdigest(), (text[:200],))
+
+
+class ModelValues:
+    """What one Model holds here.
+
+    Args:
+        task: The Model's.
+        whole: Kind and name of a value of which all elements are noted.
+    """
+
+    def __init__(self, task: Task, whole: tuple[str, str]) -> None:
+        self._task = task
+        self._whole = whole
+
+    def state(self) -> Iterator[Value]:
+        """Parameters, gradients, buffers, optimizers and scaler: of what lives here."""
+        here = dict(self._here())
+        for name, tensor in here.items():
+            if isinstance(tensor, torch.nn.Parameter):
+                yield self._tensor(Kind.PARAMETER, name, tensor)
+                yield self._tensor(Kind.GRADIENT, name, tensor.grad)
+            else:
+                yield self._tensor(Kind.BUFFER, name, tensor)
+        names = {id(tensor): name for name, tensor in here.items()}
+        for number, optimizer in enumerate(self._task.optimizers):
+            yield from self._optimizer(f"optimizer {number}", optimizer, names)
+        if self._task.scaler is not None:
+            for name, value in self._task.scaler.state_dict().items():
+                yield plain_value(Kind.SCALER, name, value)
+
+    def tree(self, kind: Kind, name: str, found: Any) -> Iterator[Value]:
+        """Everything in a structure of tensors and plain values."""
+        for path, leaf in pytree.tree_flatten_with_path(found)[0]:
+            whole_name = f"{name}{pytree.keystr(path)}"
+            if isinstance(leaf, torch.Tensor):
+                yield self._tensor(kind, whole_name, leaf)
+            else:
+                yield plain_value(kind, whole_name, leaf)
+
+    def _here(self) -> Iterator[tuple[str, torch.Tensor]]:
+        seen: set[int] = set()
+        for name, tensor in named_state(self._task.network, self._task.loss_fn).items():
+            if id(tensor) in seen or is_elsewhere(tensor) or is_guarded(tensor):
+                continue
+            seen.add(id(tensor))
+            yield name, tensor
+
+    def _optimizer(
+        self, which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    ) -> Iterator[Value]:
+        for number, group in enumerate(optimizer.param_groups):
+            owned = [p for p in group["params"] if id(p) in names]
+            if owned:
+                settings = {key: value for key, value in group.items() if key != "params"}
+                yield from self.tree(Kind.SETTING, f"{which}, group {number}", settings)
+            for parameter in owned:
+                # Not by [...]: that would make an empty state.
+                state = optimizer.state.get(parameter, {})
+                yield from self.tree(Kind.OPTIMIZER, f"{which}, {names[id(parameter)]}", state)
+
+    def _tensor(self, kind: Kind, name: str, tensor: torch.Tensor | None) -> Value:
+        return tensor_value(kind, name, tensor, whole=(kind.value, name) == self._whole)
+
+
+class Generators:
+    """The states of the generators that scripts draw from, from now on.
+
+    Python seeds its own and NumPy's anew in every process. While nobody has used one, that counts
+    as one state.
+    """
+
+    def __init__(self) -> None:
+        self._at_first = {name: digest for name, digest in self._digests() if name != TORCHS}
+
+    def values(self) -> Iterator[Value]:
+        """One value for each."""
+        for name, digest in self._digests():
+            is_untouched = self._at_first.get(name) == digest
+            yield Value(Kind.GENERATOR, name, "state", UNTOUCHED if is_untouched else digest)
+
+    @staticmethod
+    def _digests() -> Iterator[tuple[str, str]]:
+        yield TORCHS, digest_of(torch.default_generator.get_state())
+        yield "random", hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        text = f"{kind} {np.asarray(keys).tobytes().hex()} {rest}"
+        yield "numpy", hashlib.sha256(text.encode()).hexdigest()
