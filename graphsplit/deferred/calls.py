@@ -7,7 +7,6 @@ parameter are two specs with the same storage number.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphsplit.errors import DeferredInitError
+from graphsplit.frames import is_users
 
 SHAPE_ONLY = -1
 """Storage number of an operand of which only shape, strides and dtype are looked at."""
 
 _CPU = torch.device("cpu")
-_OWN_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
@@ -40,11 +39,10 @@ def new_storage(size_bytes: int) -> torch.UntypedStorage:
 
 
 def user_line() -> str:
-    """Returns ``file:line`` of the innermost frame outside torch and this package."""
+    """Returns ``file:line`` of the user's innermost frame."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_OWN_FOLDERS, "<")):
+        if is_users(frame.f_code.co_filename):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

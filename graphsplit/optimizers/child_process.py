@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import GraphsplitError
+from graphsplit.users_line import users_frame
 
 _SEED = 0x5EED
 
@@ -131,12 +132,9 @@ def _write(writer: int, data: bytes) -> None:
 
 
 def raised_where(error: BaseException) -> str:
-    """An error in one line, with the innermost line of code outside PyTorch and this library."""
+    """An error in one line, with the innermost line of the user's code."""
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
         ": "
     )
-    own = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(own):
-            return f"{text} ({frame.filename}:{frame.lineno})"
-    return text
+    frame = users_frame(traceback.extract_tb(error.__traceback__))
+    return text if frame is None else f"{text} ({frame.filename}:{frame.lineno})"
