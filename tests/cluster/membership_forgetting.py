@@ -23,8 +23,8 @@ def rewind(job: JobState) -> None:
     job.generation.next_report = _SOON_S
     job.ending.leave_deadline = LEAVE_TIMEOUT_S
     job.gathering.meeting.last_arrival = 0.0
-    job.door.strangers = dict.fromkeys(job.door.strangers, 0.0)
-    job.door.num_refused = 0
+    job.candidates.strangers = dict.fromkeys(job.candidates.strangers, 0.0)
+    job.candidates.num_refused = 0
     job.effects = []
     for worker in job.roster:
         worker.last_seen = worker.last_change = 0.0
@@ -48,7 +48,9 @@ def forget(job: JobState) -> None:
     if not job.is_healthy:
         job.liveness.suspicion = Suspicion()
         job.gathering.meeting = Meeting(job.rules.num_workers)
-    job.door.spares = {node: _first_attempt(one) for node, one in job.door.spares.items()}
+    job.candidates.spares = {
+        node: _first_attempt(one) for node, one in job.candidates.spares.items()
+    }
     for worker in [*job.recovery.former.values(), *job.roster]:
         worker.registration = _first_attempt(worker.registration)
         if worker.node != NO_NODE and (not worker.is_connected or _is_former(job, worker)):

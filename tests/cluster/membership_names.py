@@ -90,10 +90,14 @@ def rename_in_head(head: Head, names: Renaming) -> Head:
 def _rename_in_job(
     job: JobState, nodes: dict[int, int], attempts: dict[tuple[str, int], int]
 ) -> None:
-    door, roster = job.door, job.roster
-    door.strangers = {nodes.get(node, node): since for node, since in door.strangers.items()}
-    door.spares = {nodes.get(node, node): one for node, one in door.spares.items()}
-    door.attempts = {life: attempts.get((life, n), n) for life, n in door.attempts.items()}
+    candidates, roster = job.candidates, job.roster
+    candidates.strangers = {
+        nodes.get(node, node): since for node, since in candidates.strangers.items()
+    }
+    candidates.spares = {nodes.get(node, node): one for node, one in candidates.spares.items()}
+    candidates.attempts = {
+        life: attempts.get((life, n), n) for life, n in candidates.attempts.items()
+    }
     roster._by_node = {nodes.get(node, node): one for node, one in roster._by_node.items()}
     for worker in roster:
         worker.node = nodes.get(worker.node, worker.node)

@@ -33,15 +33,22 @@ def view_of(slot: int, job: JobState | None, *, may_return: bool) -> View:
     """What matters to one slot of a scheduler, if there is one."""
     if job is None:
         return View(False, may_return)
-    door = job.door
+    candidates = job.candidates
     first = NODES_PER_SLOT * slot
-    nodes = {*job.roster._by_node, *door.strangers, *door.spares, *(one.node for one in job.roster)}
+    nodes = {
+        *job.roster._by_node,
+        *candidates.strangers,
+        *candidates.spares,
+        *(one.node for one in job.roster),
+    }
     return View(
         True,
         may_return,
         heard=_heard(slot, job),
         nodes=tuple(sorted(one for one in nodes if first <= one < first + NODES_PER_SLOT)),
-        attempts=tuple(sorted(one for one in door.attempts.items() if slot_of(one[0]) == slot)),
+        attempts=tuple(
+            sorted(one for one in candidates.attempts.items() if slot_of(one[0]) == slot)
+        ),
     )
 
 

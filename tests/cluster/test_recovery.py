@@ -458,4 +458,6 @@ def test_lives_that_come_and_go_for_ever_take_no_memory(drive, registration, mon
     for life in range(30):
         scheduler.register(100 + life, registration("2", incarnation=f"life {life}"))
         scheduler.feed(Disconnected(100 + life))
-    assert list(scheduler.state._job.door.attempts) == [f"life {life}" for life in range(20, 30)]
+    assert list(scheduler.state._job.candidates.attempts) == [
+        f"life {life}" for life in range(20, 30)
+    ]

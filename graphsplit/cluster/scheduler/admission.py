@@ -1,4 +1,4 @@
-"""The scheduler's door: what a stream must show before the state machine hears of it.
+"""Admission of streams: what one must show before the scheduler's state machine hears of it.
 
 In this order, and each only after the one before::
 

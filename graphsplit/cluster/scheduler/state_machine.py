@@ -112,7 +112,7 @@ class SchedulerState:
             return []
         match event:
             case Connected():
-                job.door.strangers[event.node] = now
+                job.candidates.strangers[event.node] = now
             case Received():
                 _receive(job, event.node, event.message, event.generation)
             case Malformed():
@@ -138,7 +138,7 @@ def _receive(job: JobState, node: int, message: WorkerMessage, generation: int) 
     worker = job.roster.get(node)
     if worker is None:
         # Somebody who waits for a rank has a stream, and beats.
-        if node not in job.door.spares:
+        if node not in job.candidates.spares:
             what = f"sent {type(message).__name__} before it was registered"
             ending.protest(job, node, what)
         return

@@ -43,7 +43,7 @@ def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> No
     job.log(f"the job failed: {told}", event="failed", level="error")
     durable.persist(job)
     job.broadcast(Abort(cause))
-    for node in job.door.spares:
+    for node in job.candidates.spares:
         job.tell(node, Abort(cause))
     for worker in job.roster:
         if worker.is_lost and worker.is_connected:  # frozen: it will not leave by itself
@@ -54,7 +54,7 @@ def protest(job: JobState, node: int, what: str) -> None:
     """A node broke the protocol: a stranger is refused, a worker ends the job."""
     worker = job.roster.get(node)
     if worker is None:
-        if node in job.door.strangers or node in job.door.spares:
+        if node in job.candidates.strangers or node in job.candidates.spares:
             job.refuse(node, what)
     elif job.is_healthy:
         fail(job, worker.cause("refused", f"the scheduler refused it: it {what}"))
@@ -130,7 +130,7 @@ def _is_expected(job: JobState, worker: Worker) -> bool:
 
 def end(job: JobState) -> None:
     """The scheduler goes, whoever is still there."""
-    for node in [*job.door.strangers, *job.door.spares]:
+    for node in [*job.candidates.strangers, *job.candidates.spares]:
         job.refuse(node, "the job is ending")
     job.is_over = True
     if job.phase is Phase.DRAINING:

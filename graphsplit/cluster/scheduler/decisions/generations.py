@@ -17,10 +17,10 @@ def fill(job: JobState) -> None:
     """Give vacant ranks to those who wait for one; plan when all are there."""
     vacant = [] if job.roster.is_full else job.roster.vacant
     for rank in vacant:
-        node = _spare_for(job.door.spares, rank)
+        node = _spare_for(job.candidates.spares, rank)
         if node is None:
             continue
-        new = job.door.spares.pop(node)
+        new = job.candidates.spares.pop(node)
         worker = Worker(node, new, last_seen=job.now, last_change=job.now)
         job.roster.fill(worker, rank)
         job.generation.offering.add(new.incarnation)
@@ -103,7 +103,7 @@ def tick(job: JobState) -> None:
     missing = missing_ranks(job.roster.registrations, job.rules.num_workers)
     line = forming_line(job.rules.num_workers, missing)
     if is_late:
-        cause = causes.incomplete(job.rules.topo_timeout_s, line, job.door.num_refused)
+        cause = causes.incomplete(job.rules.topo_timeout_s, line, job.candidates.num_refused)
         ending.fail(job, cause)
     else:
         job.log(line, event="incomplete")

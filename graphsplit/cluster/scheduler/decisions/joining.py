@@ -14,12 +14,12 @@ from graphsplit.failure import FailureCause
 
 def register(job: JobState, node: int, new: Register) -> None:
     """The first message on a stream: who it is, and where it stands in the job."""
-    if job.roster.get(node) is not None or node in job.door.spares:
+    if job.roster.get(node) is not None or node in job.candidates.spares:
         ending.protest(job, node, "registered twice")
         return
     known = job.roster.of(new.incarnation)
     cause = job.ending.exit.cause
-    if new.attempt < job.door.attempts.get(new.incarnation, 0):
+    if new.attempt < job.candidates.attempts.get(new.incarnation, 0):
         job.refuse(node, "it has opened another stream since", new)
     elif new.resume is not None:
         returning.resume(job, node, new, new.resume)
@@ -36,7 +36,7 @@ def register(job: JobState, node: int, new: Register) -> None:
 
 
 def _tell_latecomer(job: JobState, node: int, new: Register, cause: FailureCause) -> None:
-    job.door.strangers.pop(node, None)
+    job.candidates.strangers.pop(node, None)
     job.ending.num_to_come -= 1
     job.accept(node, new)
     job.tell(node, Abort(cause))
@@ -47,7 +47,7 @@ def _enlist(job: JobState, node: int, new: Register) -> None:
     if reason is not None:
         job.refuse(node, reason, new)
         return
-    job.door.strangers.pop(node, None)
+    job.candidates.strangers.pop(node, None)
     job.liveness.absent.pop(new.incarnation, None)
     job.roster.add(Worker(node, new, last_seen=job.now, last_change=job.now))
     job.log(f"{new.who} registered", event="registered")
@@ -63,8 +63,8 @@ def _offer_place(job: JobState, node: int, new: Register) -> None:
     if reason is not None:
         job.refuse(node, reason, new)
         return
-    job.door.strangers.pop(node, None)
-    job.door.spares[node] = new
+    job.candidates.strangers.pop(node, None)
+    job.candidates.spares[node] = new
     job.accept(node, new)
     job.log(f"{new.who} registered, and waits for a rank that is free", event="spare_registered")
     if job.phase is Phase.RECOVERING:
@@ -73,7 +73,7 @@ def _offer_place(job: JobState, node: int, new: Register) -> None:
 
 def _forget_former_stream(job: JobState, new: Register) -> None:
     """A process that waits for a rank lost its stream, and is back before its end was noticed."""
-    spares = job.door.spares
+    spares = job.candidates.spares
     for node in [node for node, one in spares.items() if one.incarnation == new.incarnation]:
         del spares[node]
         job.effects.append(Drop(node))
@@ -85,13 +85,13 @@ def _spare_refusal(job: JobState, new: Register) -> str | None:
     reason = (
         misfit(new, holders.first, rules=rules) if may_wait else refusal(new, holders, rules=rules)
     )
-    if reason is None and any(new.node_id == one.node_id for one in job.door.spares.values()):
+    if reason is None and any(new.node_id == one.node_id for one in job.candidates.spares.values()):
         reason = f"another process with the name {new.node_id!r} waits already"
     return reason
 
 
 def tick(job: JobState) -> None:
     """Refuse streams that were opened and did not register in time."""
-    for node, since in list(job.door.strangers.items()):
+    for node, since in list(job.candidates.strangers.items()):
         if job.now - since >= REGISTER_TIMEOUT_S:
             job.refuse(node, f"it did not register within {REGISTER_TIMEOUT_S:g} s")

@@ -46,8 +46,8 @@ def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_prese
 
 def disconnect(job: JobState, node: int) -> None:
     """A stream has ended."""
-    job.door.strangers.pop(node, None)
-    if (spare := job.door.spares.pop(node, None)) is not None:
+    job.candidates.strangers.pop(node, None)
+    if (spare := job.candidates.spares.pop(node, None)) is not None:
         job.log(f"{spare.who} does not wait for a rank any more", event="spare_left")
     worker = job.roster.get(node)
     if worker is None or not worker.is_connected:

@@ -68,7 +68,7 @@ def _revived(job: JobState, new: Register, stands: Resume) -> Worker | None:
 
 
 def _attach(job: JobState, worker: Worker, node: int, new: Register) -> None:
-    job.door.strangers.pop(node, None)
+    job.candidates.strangers.pop(node, None)
     if worker.is_connected:
         job.effects.append(Drop(worker.node))
     job.roster.attach(worker, node)

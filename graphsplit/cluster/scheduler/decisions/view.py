@@ -20,7 +20,7 @@ def status(job: JobState, now: float) -> JobStatus:
             _worker_status(job, one, now) for one in sorted(job.roster, key=lambda one: one.rank)
         ),
         cause=job.ending.exit.cause or job.recovery.cause,
-        num_refused=job.door.num_refused,
+        num_refused=job.candidates.num_refused,
         num_recoveries=job.recovery.num_recoveries,
         recovery=job.rules.recovery,
     )

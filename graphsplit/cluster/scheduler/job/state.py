@@ -32,8 +32,8 @@ _HEALTHY = frozenset({Phase.FORMING, Phase.PLANNED, Phase.RUNNING, Phase.RECOVER
 
 
 @dataclass(eq=False)
-class Door:
-    """Who has a stream, but no rank.
+class Candidates:
+    """Processes that have a stream, but no rank.
 
     Attributes:
         strangers: Nodes that have not registered yet, and since when they are there.
@@ -155,7 +155,7 @@ class JobState:
         is_over: Whether the scheduler may go: nobody is left to be told anything.
         effects: The effects of this event, in order.
         roster: Who has a rank.
-        door: Who has none.
+        candidates: Who has none.
         generation: The membership that is to be formed, is planned, or runs.
         recovery: The recoveries of the job.
         gathering: Where the workers meet.
@@ -172,7 +172,7 @@ class JobState:
         self.is_over = False
         self.effects: list[Effect] = []
         self.roster = Roster(rules.num_workers)
-        self.door = Door()
+        self.candidates = Candidates()
         self.generation = Generation.begun(identity.generation, now)
         self.recovery = Recovery()
         self.gathering = Gathering(Meeting(rules.num_workers))
@@ -206,7 +206,7 @@ class JobState:
     def accept(self, node: int, new: Register) -> None:
         """Tell a process that its registration counts."""
         rules = self.rules
-        attempts = self.door.attempts
+        attempts = self.candidates.attempts
         if new.incarnation not in attempts and len(attempts) >= MAX_LIVES:
             del attempts[next(iter(attempts))]
         attempts[new.incarnation] = new.attempt
@@ -214,9 +214,9 @@ class JobState:
 
     def refuse(self, node: int, reason: str, new: Register | None = None) -> None:
         """Send somebody away who has no rank."""
-        self.door.strangers.pop(node, None)
-        self.door.spares.pop(node, None)
-        self.door.num_refused += 1
+        self.candidates.strangers.pop(node, None)
+        self.candidates.spares.pop(node, None)
+        self.candidates.num_refused += 1
         name = new.who if new is not None else "a connection"
         self.log(f"refused {name}: {reason}", event="refused", level="warning")
         self.effects.append(Refuse(node, reason))
