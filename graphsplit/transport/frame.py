@@ -48,11 +48,6 @@ Numbers = tuple[int, int, int]
 """A header's own numbers: sequence number, step and microbatch."""
 
 
-def num_dims(spec: ChannelSpec) -> int:
-    """Dimensions of every value of a channel."""
-    return len(spec.shape)
-
-
 def _fits(shape: tuple[int, ...], spec: ChannelSpec) -> bool:
     """Whether every size that the spec fixes is as it says."""
     return len(shape) == len(spec.shape) and all(
@@ -73,7 +68,7 @@ def _bytes_taken(layout: Layout, spec: ChannelSpec) -> int:
 
 def header_bytes(spec: ChannelSpec) -> int:
     """Size of every header of a channel."""
-    return MESSAGE.size + _FIXED.size + 16 * num_dims(spec)
+    return MESSAGE.size + _FIXED.size + 16 * len(spec.shape)
 
 
 def describe(spec: ChannelSpec) -> str:
@@ -120,6 +115,11 @@ class Frame:
             return value
         assert self.layout is not None
         return wire_view(value, self.layout)
+
+    def is_payload(self, value: torch.Tensor) -> bool:
+        """Whether the bytes in a value's memory are its payload."""
+        # Conjugation and negation may be pending in a value, and are not in its memory yet.
+        return self.is_dense and not (value.is_conj() or value.is_neg())
 
     def payload(self, memory: torch.Tensor) -> torch.Tensor | None:
         """The payload in ``memory`` (contiguous bytes), shaped like ``wire``; None if absent."""
@@ -231,7 +231,7 @@ class FrameEncoder:
         return _frame(self._raw(layout, offset), layout, spec, misalignment)
 
     def _raw(self, layout: Layout | None, offset: int) -> bytes:
-        spec, dims = self._spec, num_dims(self._spec)
+        spec, dims = self._spec, len(self._spec.shape)
         shape = layout.shape if layout else (0,) * dims
         strides = layout.strides if layout else (0,) * dims
         fixed = _FIXED.pack(
@@ -262,7 +262,7 @@ class FrameDecoder:
         self._spec = spec
         self._generation = generation
         self._size = header_bytes(spec)
-        self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
+        self._dims = struct.Struct(f"<{2 * len(spec.shape)}q")
         self._known: BoundedCache[bytes, Frame] = BoundedCache(_MAX_KNOWN)
         self._last: Frame | None = None
 
@@ -324,7 +324,7 @@ class FrameDecoder:
         self._expect("(plan, edge)", (spec.plan, spec.edge), (plan, edge))
         if code != CODE_OF.get(spec.dtype):
             self._refuse("dtype", spec.dtype, name_of(code))
-        self._expect("dimensions", num_dims(spec), dims)
+        self._expect("dimensions", len(spec.shape), dims)
         if flags & ~ABSENT:
             self._refuse("flags", "0 or 1", flags)
         numbers = self._dims.unpack_from(raw, _FIXED.size)
