@@ -31,7 +31,6 @@ from graphsplit.transport.layout import (
     Layout,
     empty_value,
     layout_of,
-    payload_view,
     unpack,
     wire_view,
 )
@@ -120,10 +119,6 @@ class Frame:
         """Whether the bytes in a value's memory are its payload."""
         # Conjugation and negation may be pending in a value, and are not in its memory yet.
         return self.is_dense and not (value.is_conj() or value.is_neg())
-
-    def payload(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """The payload in ``memory`` (contiguous bytes), shaped like ``wire``; None if absent."""
-        return None if self.layout is None else payload_view(memory, self.layout, self.dtype)
 
     def empty(self) -> torch.Tensor:
         """Fresh memory for a value of this layout."""
@@ -285,22 +280,18 @@ class FrameDecoder:
         """The checked frame of a whole header, which must be that of exactly this message.
 
         Raises:
-            FrameError: As ``frame_of`` and ``check_message``.
+            FrameError: As ``frame_of`` and ``check_numbers``.
         """
         last = self._last
         if last is not None and header == MESSAGE.pack(sequence, step, microbatch) + last.raw:
             return last
         frame = self.frame_of(header)
-        self.check_message(header, sequence=sequence, step=step, microbatch=microbatch)
+        self.check_numbers(MESSAGE.unpack_from(header), (sequence, step, microbatch))
         return frame
 
     def check_sequence(self, header: bytes, sequence: int) -> None:
         """Raise ``FrameError`` unless the header is that of message number ``sequence``."""
         self._expect("sequence number", sequence, MESSAGE.unpack_from(header)[0])
-
-    def check_message(self, header: bytes, *, sequence: int, step: int, microbatch: int) -> None:
-        """Raise ``FrameError`` unless the header is that of exactly this message."""
-        self.check_numbers(MESSAGE.unpack_from(header), (sequence, step, microbatch))
 
     def check_numbers(self, actual: Numbers, expected: Numbers) -> None:
         """Raise ``FrameError`` unless a header's own numbers are these.
