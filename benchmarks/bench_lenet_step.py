@@ -96,7 +96,7 @@ def work(arguments: argparse.Namespace) -> None:
 def sides_by_hand(
     parts: Sequence[LeNetByHand], model: gs.Model, layer: str, batches: Sequence[Batch]
 ) -> dict[str, Callable[[], None]]:
-    """What is written by hand; and it, as well as graphsplit, with this worker bound to a core."""
+    """The sides by hand; and they, as well as graphsplit, with this worker bound to a core."""
     free, bound = parts
     keep = LastLoss()
 

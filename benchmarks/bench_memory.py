@@ -129,7 +129,7 @@ def memory_row(
 
 
 def building_rows(arguments: argparse.Namespace, kind: str) -> Iterator[Row]:
-    """What is held after planning, and at the peak until then, by the bounds."""
+    """The memory after planning, and at the peak until then, by the bounds."""
     rounds = [launch(__file__, 2, arguments, only=[kind]) for _ in range(arguments.rounds)]
     planned = OWNED_MB + MORE_MB
     peak = planned if kind == "deferred" else 2 * OWNED_MB + PEAK_MORE_MB

@@ -1,4 +1,4 @@
-"""How planning grows with the size of the graph, from placement to the proof of no deadlock.
+"""The growth of planning with the size of the graph, from placement to the proof of no deadlock.
 
     python benchmarks/bench_planning.py [--rounds 3] [--quick] [--json FILE]
 
@@ -16,10 +16,8 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row
+from common import Row, checked, environment, parser
 from torch import nn
 
 from graphsplit.batches.batch import run_train
@@ -184,12 +182,9 @@ def capture_once(num_layers: int) -> dict[str, Any]:
 
 
 def in_fresh_process(*arguments: str) -> dict[str, Any]:
-    """What this script finds when it is given one job."""
+    """The findings of this script for one job."""
     command = [sys.executable, __file__, "--job", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
+    done = checked(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -253,24 +248,16 @@ def rows_of(name: str, found: dict[str, Any]) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="nothing above 10,000 operations")
-    parser.add_argument("--json")
-    parser.add_argument("--job", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--quick", action="store_true", help="nothing above 10,000 operations")
+    options.add_argument("--job", nargs="+", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.job:
         size, *rest = arguments.job
         found = plan_once(int(size), rest[0], int(rest[1])) if rest else capture_once(int(size))
         print(json.dumps(found))
         return
-    results: dict[str, Any] = {
-        "hardware": platform.machine(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "rounds": arguments.rounds,
-    }
+    results = environment() | {"rounds": arguments.rounds, "notes": arguments.notes}
     for placement, number, sizes in CASES:
         kept = [size for size in sizes if size <= 10_000 or not arguments.quick]
         name = f"{placement}, {number} microbatch{'es' if number > 1 else ''}"

@@ -1,4 +1,4 @@
-"""How long a job stands still when a worker is killed, and where that time goes.
+"""The time that a job stands still when a worker is killed, part by part.
 
     python benchmarks/bench_recovery_time.py [--rounds 5] [--workers 5] [--json FILE]
 
@@ -68,7 +68,7 @@ def run_job(arguments: Namespace) -> list[Mark]:
 
 
 def breakdown(marks: Sequence[Mark], killed: Mark, step_s: float) -> dict[str, float]:
-    """Where the time from one kill to the first new step went, in seconds."""
+    """The parts of the time from one kill to the first new step, in seconds."""
     later = [mark for mark in marks if mark["at_s"] > killed["at_s"]]
     pid = next(
         mark["pid"]

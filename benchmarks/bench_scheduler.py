@@ -1,4 +1,4 @@
-"""How many members one scheduler can serve: they join, beat, meet, and leave.
+"""The number of members that one scheduler can serve: they join, beat, meet, and leave.
 
     python benchmarks/bench_scheduler.py [--sizes 100,300,1000] [--seconds 10] [--json FILE]
 
@@ -244,7 +244,7 @@ def run_scheduler(num_workers: int) -> int:
 
 
 def _log(line: str) -> None:
-    """What went wrong; the usual lines would be thousands."""
+    """Print what went wrong; the usual lines would be thousands."""
     if "refused" in line or "failed" in line or "lost" in line:
         print(line, file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What snapshots cost: steps with one every ten steps against steps without any.
+"""The cost of snapshots: steps with one every ten steps against steps without any.
 
     python benchmarks/bench_snapshots.py [--rounds 9] [--steps 100] [--only lenet gpt]
 

@@ -47,7 +47,7 @@ OURS, ONE, ALONE, FLOOR = "graphsplit", "one process", "two processes", "busiest
 
 @dataclass(frozen=True)
 class Bound:
-    """What a case is judged by.
+    """The side and the ratio that a case is judged by.
 
     Attributes:
         against: The other side.

@@ -1,4 +1,4 @@
-"""What mutual TLS costs a step of LeNet on five workers over gRPC.
+"""The cost of mutual TLS for a step of LeNet on five workers over gRPC.
 
     python benchmarks/bench_tls.py [--rounds 3] [--steps 150] [--json FILE]
 

@@ -177,7 +177,7 @@ class LeNetByHand:
 
 
 def stages(net: nn.Module) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """What each layer's process computes, in order."""
+    """The functions that the layers' processes compute, in order."""
     return {
         "conv1": lambda x: F.max_pool2d(F.relu(net.conv1(x)), 2),
         "conv2": lambda x: F.max_pool2d(F.relu(net.conv2(x)), 2),

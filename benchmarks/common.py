@@ -1,4 +1,4 @@
-"""What all benchmarks have in common: equal conditions, page faults, figures, JSON.
+"""Used by all benchmarks: equal conditions, page faults, figures, JSON.
 
 A benchmark gives *rows*. A row is one piece of work done by two *sides* in turn, A B A B, and its
 figure is the median of the rounds' ratios; see docs/benchmarks/README.md.
@@ -58,7 +58,7 @@ def minor_faults() -> int:
 
 @dataclass
 class Samples:
-    """What one side took, round by round.
+    """The times and page faults of one side, round by round.
 
     Attributes:
         seconds: Of one step, or one operation.
@@ -146,7 +146,7 @@ class Row:
 
 
 def ratios(upper: Samples, lower: Samples) -> list[float]:
-    """How many times as long one side took as the other, in each round."""
+    """The ratio of two sides' times, in each round."""
     return [a / b for a, b in zip(upper.seconds, lower.seconds, strict=True)]
 
 

@@ -198,7 +198,7 @@ def watch(model: gs.Model, spent: Counter[str], clock: Callable[[], float]) -> P
 
 
 class ComputeClock:
-    """How long this worker's core computes in each round, whoever else has it meanwhile."""
+    """The seconds that this worker computes in each round, whoever else has the core meanwhile."""
 
     def __init__(self, model: gs.Model, num_steps: int) -> None:
         self._model, self._num_steps = model, num_steps
@@ -300,6 +300,6 @@ def same_training(model: gs.Model, other: torch.nn.Module, losses: Sequence[floa
 
 
 def agreed(words: Sequence[str]) -> str:
-    """What all workers found: ``"equal"``, or what differs."""
+    """The common finding of all workers: ``"equal"``, or what differs."""
     different = [word for word in words if word != "equal"]
     return different[0] if different else "equal"

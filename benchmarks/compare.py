@@ -26,7 +26,7 @@ def rows_of(content: File) -> dict[Key, File]:
 
 
 def differences(before: File, after: File) -> list[str]:
-    """Where hardware, versions and conditions of two files are not the same."""
+    """The differences between two files in hardware, versions and conditions."""
     found = []
     for part in ("hardware", "versions", "conditions"):
         a, b = before.get(part, {}), after.get(part, {})

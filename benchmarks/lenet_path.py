@@ -1,4 +1,4 @@
-"""Where the time of a LeNet step on five workers goes, along its critical path.
+"""The parts of a LeNet step on five workers, along its critical path.
 
     python benchmarks/lenet_path.py [--steps 150] [--schedule zero_bubble]
 

@@ -35,7 +35,7 @@ def process_began_s() -> float:
 
 
 class Marks:
-    """What this process did when.
+    """A log of what this process does, with its times.
 
     Args:
         folder: Where all processes write, each to a file of its own.

@@ -207,7 +207,7 @@ class Soak:
 
 
 def wrong_lines(folder: Path, workers: int, expected: list[str]) -> list[str]:
-    """What the workers printed and should not have; the last life of each prints everything."""
+    """Lines that the workers should not have printed; the last life of each prints everything."""
     wrong = []
     for rank in range(workers):
         log = (folder / "logs" / f"worker_{rank}.log").read_text(errors="replace").splitlines()

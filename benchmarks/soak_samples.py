@@ -1,4 +1,4 @@
-"""What the soak sees of processes: memory, threads and file descriptors over their lives. Linux."""
+"""Samples of processes for the soak: memory, threads and file descriptors. Linux."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Life:
         return warm if is_long else []
 
     def growth(self) -> dict[str, float]:
-        """How much each figure grew over the judged part, by a slope that outliers do not move."""
+        """The growth of each figure over the judged part, by a slope that outliers do not move."""
         samples = self.judged()
         if not samples:
             return {}

@@ -133,7 +133,7 @@ class Cluster:
 
 
 def _devices(inputs: Mapping[str, Any]) -> dict[str, str]:
-    """Where each layer's operations go."""
+    """The task of each layer's operations."""
     tasks = {name.removeprefix("layer "): int(inputs[name]) for name in inputs if "layer " in name}
     return {name: f"/job:worker/task:{task}/cpu:0" for name, task in tasks.items()}
 

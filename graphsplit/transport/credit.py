@@ -22,7 +22,7 @@ import threading
 from abc import abstractmethod
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -57,6 +57,11 @@ class CreditedSender(Sender):
         self._what = describe(spec)
         self._encoder = FrameEncoder(spec, generation=generation)
         self._num_sent = 0
+        self._holds = False
+
+    def hold(self) -> None:
+        """See ``Sender.hold``."""
+        self._holds = True
 
     def has_credit(self) -> bool:
         """True if ``send`` would return at once."""
@@ -181,17 +186,25 @@ class Outgoing(Generic[_S]):
             self._changed.notify_all()
 
 
-class Arrived(Protocol):
+class Arrived:
     """A message that has arrived, whole.
 
     Attributes:
         numbers: Sequence number, step and microbatch, as its header says.
+        frame: The layout of its value.
+        memory: The payload, in memory of its own.
     """
 
-    numbers: Numbers
+    __slots__ = ("frame", "memory", "numbers")
+
+    def __init__(self, numbers: Numbers, frame: Frame, memory: torch.Tensor | None) -> None:
+        self.numbers = numbers
+        self.frame = frame
+        self.memory = memory
 
     def value(self) -> torch.Tensor | None:
         """Its value, whose memory is its own."""
+        return self.frame.value_in(self.memory)
 
 
 class CreditedReceiver(Receiver):

@@ -31,7 +31,6 @@ from graphsplit.transport.layout import (
     Layout,
     empty_value,
     layout_of,
-    payload_view,
     unpack,
     wire_view,
 )
@@ -46,11 +45,6 @@ MESSAGE = struct.Struct("<Qqq")
 _FIXED = struct.Struct("<4sHHqqqQHH4x")
 Numbers = tuple[int, int, int]
 """A header's own numbers: sequence number, step and microbatch."""
-
-
-def num_dims(spec: ChannelSpec) -> int:
-    """Dimensions of every value of a channel."""
-    return len(spec.shape)
 
 
 def _fits(shape: tuple[int, ...], spec: ChannelSpec) -> bool:
@@ -73,7 +67,7 @@ def _bytes_taken(layout: Layout, spec: ChannelSpec) -> int:
 
 def header_bytes(spec: ChannelSpec) -> int:
     """Size of every header of a channel."""
-    return MESSAGE.size + _FIXED.size + 16 * num_dims(spec)
+    return MESSAGE.size + _FIXED.size + 16 * len(spec.shape)
 
 
 def describe(spec: ChannelSpec) -> str:
@@ -121,9 +115,10 @@ class Frame:
         assert self.layout is not None
         return wire_view(value, self.layout)
 
-    def payload(self, memory: torch.Tensor) -> torch.Tensor | None:
-        """The payload in ``memory`` (contiguous bytes), shaped like ``wire``; None if absent."""
-        return None if self.layout is None else payload_view(memory, self.layout, self.dtype)
+    def is_payload(self, value: torch.Tensor) -> bool:
+        """Whether the bytes in a value's memory are its payload."""
+        # Conjugation and negation may be pending in a value, and are not in its memory yet.
+        return self.is_dense and not (value.is_conj() or value.is_neg())
 
     def empty(self) -> torch.Tensor:
         """Fresh memory for a value of this layout."""
@@ -231,7 +226,7 @@ class FrameEncoder:
         return _frame(self._raw(layout, offset), layout, spec, misalignment)
 
     def _raw(self, layout: Layout | None, offset: int) -> bytes:
-        spec, dims = self._spec, num_dims(self._spec)
+        spec, dims = self._spec, len(self._spec.shape)
         shape = layout.shape if layout else (0,) * dims
         strides = layout.strides if layout else (0,) * dims
         fixed = _FIXED.pack(
@@ -262,7 +257,7 @@ class FrameDecoder:
         self._spec = spec
         self._generation = generation
         self._size = header_bytes(spec)
-        self._dims = struct.Struct(f"<{2 * num_dims(spec)}q")
+        self._dims = struct.Struct(f"<{2 * len(spec.shape)}q")
         self._known: BoundedCache[bytes, Frame] = BoundedCache(_MAX_KNOWN)
         self._last: Frame | None = None
 
@@ -285,22 +280,18 @@ class FrameDecoder:
         """The checked frame of a whole header, which must be that of exactly this message.
 
         Raises:
-            FrameError: As ``frame_of`` and ``check_message``.
+            FrameError: As ``frame_of`` and ``check_numbers``.
         """
         last = self._last
         if last is not None and header == MESSAGE.pack(sequence, step, microbatch) + last.raw:
             return last
         frame = self.frame_of(header)
-        self.check_message(header, sequence=sequence, step=step, microbatch=microbatch)
+        self.check_numbers(MESSAGE.unpack_from(header), (sequence, step, microbatch))
         return frame
 
     def check_sequence(self, header: bytes, sequence: int) -> None:
         """Raise ``FrameError`` unless the header is that of message number ``sequence``."""
         self._expect("sequence number", sequence, MESSAGE.unpack_from(header)[0])
-
-    def check_message(self, header: bytes, *, sequence: int, step: int, microbatch: int) -> None:
-        """Raise ``FrameError`` unless the header is that of exactly this message."""
-        self.check_numbers(MESSAGE.unpack_from(header), (sequence, step, microbatch))
 
     def check_numbers(self, actual: Numbers, expected: Numbers) -> None:
         """Raise ``FrameError`` unless a header's own numbers are these.
@@ -324,7 +315,7 @@ class FrameDecoder:
         self._expect("(plan, edge)", (spec.plan, spec.edge), (plan, edge))
         if code != CODE_OF.get(spec.dtype):
             self._refuse("dtype", spec.dtype, name_of(code))
-        self._expect("dimensions", num_dims(spec), dims)
+        self._expect("dimensions", len(spec.shape), dims)
         if flags & ~ABSENT:
             self._refuse("flags", "0 or 1", flags)
         numbers = self._dims.unpack_from(raw, _FIXED.size)

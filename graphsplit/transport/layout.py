@@ -30,6 +30,11 @@ from graphsplit.transport.dtypes import carrier_of
 ALIGNMENT = 64
 
 
+def aligned(size_bytes: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class Layout:
     """The positions of a value's elements, in its own memory and in a payload.

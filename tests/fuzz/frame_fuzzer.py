@@ -202,8 +202,7 @@ class Target:
         decoder, tally = self.decoders[number], self.tally
         tally.frames += 1
         try:
-            frame = decoder.frame_of(header)
-            decoder.check_message(header, sequence=0, step=0, microbatch=0)
+            frame = decoder.frame_of_message(header, sequence=0, step=0, microbatch=0)
         except FrameError:
             tally.refused += 1
             assert kind != "nothing", f"a valid header was refused: {header.hex()}"

@@ -14,7 +14,7 @@ from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import ChannelSpec
 from graphsplit.transport.dtypes import CODE_OF
 from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, header_bytes
-from graphsplit.transport.layout import layout_of, pack, unpack
+from graphsplit.transport.layout import layout_of, pack, payload_view, unpack
 
 SPEC = spec_of(torch.float32, (2, 3), max_bytes=256, edge=4, plan=9)
 LIST_SPEC = spec_of(torch.int16, (None,), max_bytes=64)
@@ -42,7 +42,7 @@ def test_a_header_says_what_was_encoded() -> None:
     frame = decoder.frame_of(header)
     assert len(header) == header_bytes(SPEC)
     assert frame.shape == (2, 3) and frame.strides == (1, 2) and frame.payload_bytes == 24
-    decoder.check_message(header, sequence=0, step=5, microbatch=2)
+    decoder.frame_of_message(header, sequence=0, step=5, microbatch=2)
     assert decoder.frame_of(header) is frame
 
 
@@ -113,7 +113,7 @@ def test_the_wrong_message_is_refused(
 ) -> None:
     decoder = FrameDecoder(SPEC, generation=1)
     with pytest.raises(FrameError, match=message):
-        decoder.check_message(
+        decoder.frame_of_message(
             header_of(SPEC, None), sequence=sequence, step=step, microbatch=microbatch
         )
 
@@ -137,9 +137,7 @@ def decode_and_build(spec: ChannelSpec, header: bytes) -> None:
     value = frame.empty()
     assert value.untyped_storage().nbytes() <= spec.max_bytes + 64
     payload = torch.zeros(frame.payload_bytes, dtype=torch.uint8)
-    view = frame.payload(payload)
-    assert view is not None
-    frame.wire(value).copy_(view)
+    frame.wire(value).copy_(payload_view(payload, frame.layout, frame.dtype))
 
 
 @settings(max_examples=300, deadline=None)

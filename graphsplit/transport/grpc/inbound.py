@@ -38,44 +38,39 @@ TAKEN = b"taken"
 _MAX_REST_BYTES = 4096  # channel, credits
 
 
-class _Whole:
+class _Whole(Arrived):
     """A message in one piece. It stays one until it is taken: the polling thread has other work."""
 
-    __slots__ = ("_data", "_frame", "_receiver", "_start", "numbers")
+    __slots__ = ("_data", "_receiver", "_start")
 
     def __init__(
         self, receiver: GrpcReceiver, numbers: Numbers, data: bytes, start: int, frame: Frame
     ) -> None:
-        self.numbers = numbers
+        super().__init__(numbers, frame, None)
         self._receiver = receiver
         self._data = data
         self._start = start
-        self._frame = frame
 
     def value(self) -> torch.Tensor | None:
         """See ``Arrived.value``."""
-        frame = self._frame
+        frame = self.frame
         memory = self._receiver.memory_for(frame)
         if memory is not None and frame.payload_bytes:
             copy_payload(self._data, self._start, frame.payload_bytes, memory.data_ptr())
         return frame.value_in(memory)
 
 
-class _Arriving:
+class _Arriving(Arrived):
     """A message whose pieces are still coming."""
 
-    def __init__(self, numbers: Numbers, frame: Frame, memory: torch.Tensor | None) -> None:
-        self.numbers = numbers
-        self.frame = frame
-        self.filled = 0
-        self._memory = memory
+    filled = 0
 
     def fill(self, piece: Piece) -> bool:
         """Write the next piece where it belongs; False if it does not fit."""
         if self.filled + piece.size > self.frame.payload_bytes:
             return False
-        if piece.size and self._memory is not None:
-            address = self._memory.data_ptr() + self.filled
+        if piece.size and self.memory is not None:
+            address = self.memory.data_ptr() + self.filled
             copy_payload(piece.data, piece.start, piece.size, address)
             self.filled += piece.size
         return True
@@ -84,10 +79,6 @@ class _Arriving:
     def is_complete(self) -> bool:
         """True once all pieces are there."""
         return self.filled == self.frame.payload_bytes
-
-    def value(self) -> torch.Tensor | None:
-        """The value; its memory is this message's own."""
-        return self.frame.value_in(self._memory)
 
 
 class GrpcReceiver(CreditedReceiver):

@@ -67,11 +67,6 @@ class GrpcSender(CreditedSender):
         self._outbound = outbound
         self._prefix = pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()
         self._first = first_prefix(self._prefix, header_bytes(spec))
-        self._holds = False
-
-    def hold(self) -> None:
-        """See ``Sender.hold``."""
-        self._holds = True
 
     def send(
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
@@ -82,8 +77,7 @@ class GrpcSender(CreditedSender):
         header = self._next_header(frame, step, microbatch)
         address = 0
         if value is not None:
-            # Conjugation and negation may be pending in a value, and are not in its memory yet.
-            if not frame.is_dense or value.is_conj() or value.is_neg():
+            if not frame.is_payload(value):
                 value, _ = pack(value.detach())
             address = value.data_ptr()
         size_bytes = frame.payload_bytes

@@ -28,7 +28,7 @@ import torch
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.frame import Frame, header_bytes
-from graphsplit.transport.layout import ALIGNMENT, payload_view
+from graphsplit.transport.layout import ALIGNMENT, aligned, payload_view
 from graphsplit.transport.shm.region import Region, can_populate
 
 LEND_BYTES = 128 << 10
@@ -43,11 +43,6 @@ _copy_unlocked = ctypes.CDLL(None).memmove
 for _function in (_copy, _copy_unlocked):
     _function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     _function.restype = None
-
-
-def aligned(size_bytes: int) -> int:
-    """The next multiple of a cache line."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def num_spare(spec: ChannelSpec) -> int:

@@ -20,30 +20,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphsplit.transport.frame import MESSAGE, Frame, Numbers
-from graphsplit.transport.layout import unpack
+from graphsplit.transport.credit import Arrived
+from graphsplit.transport.frame import MESSAGE, Frame
 from graphsplit.transport.torch.meeting import Meeting
 from graphsplit.transport.torch.wire import FOREVER, octets
 
 
-class DeviceMessage:
+class DeviceMessage(Arrived):
     """A value whose payload arrives on the device, in the order of its stream."""
 
+    __slots__ = ("_ready",)
+
     def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor, ready: Any) -> None:
-        self.numbers: Numbers = MESSAGE.unpack_from(header)
-        self._frame = frame
-        self._memory = memory
+        super().__init__(MESSAGE.unpack_from(header), frame, memory)
         self._ready = ready
 
     def value(self) -> torch.Tensor | None:
         """See ``Arrived.value``. The current stream waits for the payload, the caller does not."""
-        stream = torch.cuda.current_stream(self._memory.device)
-        stream.wait_event(self._ready)
-        self._memory.record_stream(stream)
-        layout = self._frame.layout
-        if layout is None or layout.is_dense:
-            return self._memory
-        return unpack(self._memory, layout, self._frame.dtype, self._frame.offset)
+        if self.memory is not None:
+            stream = torch.cuda.current_stream(self.memory.device)
+            stream.wait_event(self._ready)
+            self.memory.record_stream(stream)
+        return super().value()
 
 
 class DeviceWire:

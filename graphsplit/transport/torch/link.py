@@ -40,7 +40,7 @@ from graphsplit.transport.credit import (
     Incoming,
     Outgoing,
 )
-from graphsplit.transport.frame import MESSAGE, Frame, Numbers
+from graphsplit.transport.frame import MESSAGE, Frame
 from graphsplit.transport.torch.device import DeviceWire
 from graphsplit.transport.torch.wire import (
     ABORT_TAG,
@@ -80,19 +80,6 @@ class Group:
     mine: bytes
     theirs: bytes
     store: object
-
-
-class HostMessage:
-    """A value whose payload has arrived in host memory of its own."""
-
-    def __init__(self, header: bytes, frame: Frame, memory: torch.Tensor | None) -> None:
-        self.numbers: Numbers = MESSAGE.unpack_from(header)
-        self._frame = frame
-        self._memory = memory
-
-    def value(self) -> torch.Tensor | None:
-        """See ``Arrived.value``."""
-        return self._frame.value_in(self._memory)
 
 
 class _Outgoing(Outgoing[CreditedSender]):
@@ -345,7 +332,7 @@ class TorchLink:
             ctypes.memmove(memory.data_ptr(), address, frame.payload_bytes)
         elif memory is not None:
             self._receive(group, octets(memory, frame.payload_bytes))
-        return HostMessage(record.header, frame, memory)
+        return Arrived(MESSAGE.unpack_from(record.header), frame, memory)
 
     def _receive(self, group: Group, memory: torch.Tensor) -> None:
         group.gloo.recv([memory], group.peer, PAYLOAD_TAG).wait(FOREVER)

@@ -23,12 +23,6 @@ from graphsplit.transport.torch.wire import (
 )
 
 
-def is_plain(value: torch.Tensor, frame: Frame) -> bool:
-    """Whether the bytes in a value's memory are its payload."""
-    # Conjugation and negation may be pending in a value, and are not in its memory yet.
-    return frame.is_dense and not (value.is_conj() or value.is_neg())
-
-
 class TorchSender(CreditedSender):
     """The sending end."""
 
@@ -39,14 +33,9 @@ class TorchSender(CreditedSender):
         if header_bytes(spec) > MAX_HEADER_BYTES:
             raise TransportError(f"{describe(spec)}: too many dimensions for this transport")
         self._link = link
-        self._holds = False
         # Large payloads that the peer has not taken yet; None for each small one.
         self._under_way: deque[tuple[torch.Tensor, Any] | None] = deque()
         self._spare: list[torch.Tensor] = []
-
-    def hold(self) -> None:
-        """See ``Sender.hold``."""
-        self._holds = True
 
     def send(
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
@@ -72,14 +61,14 @@ class TorchSender(CreditedSender):
     def _send_small(
         self, record: Record, frame: Frame, memory: torch.Tensor | None, hold: bool
     ) -> None:
-        if memory is not None and not is_plain(memory, frame):
+        if memory is not None and not frame.is_payload(memory):
             memory, _ = pack(memory)
         self._under_way.append(None)
         address = 0 if memory is None else memory.data_ptr()
         self._link.writer.put(record, address=address, hold=hold)
 
     def _send_large(self, record: Record, frame: Frame, memory: torch.Tensor) -> None:
-        if is_plain(memory, frame):
+        if frame.is_payload(memory):
             payload = self._copied(octets(memory, frame.payload_bytes))
         else:
             payload, _ = pack(memory)

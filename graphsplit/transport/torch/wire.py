@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import FrameError
+from graphsplit.transport.layout import ALIGNMENT, aligned
 
 INLINE_BYTES = 64 << 10
 """Payloads up to this size travel inside a message."""
@@ -33,7 +34,6 @@ MESSAGE_TAG, PAYLOAD_TAG, ABORT_TAG = 0, 1, 2
 
 _COUNT = struct.Struct("<I")
 _RECORD = struct.Struct("<BxHIqqQ")
-_LINE = 64
 
 
 class Kind(IntEnum):
@@ -75,11 +75,6 @@ class Record:
         return self.payload_bytes if self.kind is Kind.SMALL else 0
 
 
-def aligned(size_bytes: int) -> int:
-    """The next multiple of 64."""
-    return -(-size_bytes // _LINE) * _LINE
-
-
 def record_bytes(record: Record) -> int:
     """Room that a record takes in a message."""
     return aligned(_RECORD.size + len(record.header)) + aligned(record.inline_bytes)
@@ -101,13 +96,13 @@ class MessageBuffer:
             self.memory = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
         self._view = memoryview(self.memory.numpy().data).cast("B")
-        self.used = _LINE
+        self.used = ALIGNMENT
         self.count = 0
         self.work: Any = None
 
     def clear(self) -> None:
         """Begin a new message."""
-        self.used, self.count = _LINE, 0
+        self.used, self.count = ALIGNMENT, 0
 
     def has_room(self, record: Record) -> bool:
         """Whether a record fits behind the others."""
@@ -146,7 +141,7 @@ class MessageBuffer:
         """
         (count,) = _COUNT.unpack_from(self._view)
         records = []
-        at = _LINE
+        at = ALIGNMENT
         for _ in range(count):
             if at + _RECORD.size > MESSAGE_BYTES:
                 raise FrameError(f"a message of {count} records, which is more than fit in it")
