@@ -104,7 +104,7 @@ def _num_rows(tree: Any, *, what: str, fix: str) -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchDescription:
     """What all workers must know of a batch before its step, whether they have it or not.
 
     Attributes:
@@ -146,11 +146,11 @@ class Division:
     weights: tuple[float, ...] = ()
     alike: tuple[int, ...] = ()
 
-    def shape(self) -> Shape:
+    def shape(self) -> BatchDescription:
         """What other workers must know of it."""
         whole = Signature.of(self.arguments)
         if not self.weights:
-            return Shape(whole)
+            return BatchDescription(whole)
         known: dict[int, Signature] = {}
         signatures = []
         for index, microbatch in enumerate(self.microbatches):
@@ -159,7 +159,7 @@ class Division:
                 known[key] = Signature.of(microbatch)
             signatures.append(known[key])
         parts = [(key, len(list(group))) for key, group in itertools.groupby(signatures)]
-        return Shape(whole, tuple(parts), self.weights)
+        return BatchDescription(whole, tuple(parts), self.weights)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def write_manifest(folder: Path, told: list[dict[str, Any]], slot: int, num_shar
         num_shards: How many workers wrote files.
 
     Raises:
-        OSError: The disk does not want it.
+        OSError: The write failed.
     """
     by_name = {f["name"]: FileRecord(**f) for report in told for f in report["files"]}
     manifest = Manifest(

@@ -32,7 +32,7 @@ from torch import nn
 
 from graphsplit.batches import records
 from graphsplit.batches.batch import fingerprint
-from graphsplit.batches.microbatches import Divider, Division, Shape
+from graphsplit.batches.microbatches import BatchDescription, Divider, Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
@@ -226,7 +226,7 @@ class Feed:
             takes=self._cursor is None,
         )
 
-    def _planned(self, shape: Shape) -> PlannedStep:
+    def _planned(self, shape: BatchDescription) -> PlannedStep:
         before, self._planner.catch_up = self._planner.catch_up, self._catch_up
         try:
             return plan_step(
@@ -235,7 +235,7 @@ class Feed:
         finally:
             self._planner.catch_up = before
 
-    def _check_python(self, ticket: Ticket, shape: Shape) -> None:
+    def _check_python(self, ticket: Ticket, shape: BatchDescription) -> None:
         """What the leader's data set has changed of the Python around the step is changed here."""
         mine = self._planner.python_step(self._mode, shape.first)
         if not mine.agrees_with(ticket.python):
@@ -337,7 +337,7 @@ class Feed:
         if self._job.rank not in self._reading.ranks:
             self._cursor = self._next = self._next_checksum = None
 
-    def _sent(self, shape: Shape) -> Division:
+    def _sent(self, shape: BatchDescription) -> Division:
         return receive_batch(self._job.control, shape, source=self._leader)
 
     def _compare_previous(self, ticket: Ticket) -> None:
@@ -357,7 +357,7 @@ class Feed:
         cursor = self._cursor or self._open_cursor()
         return cursor.draw()
 
-    def _drawn_for(self, ticket: Ticket, announced: Shape) -> Division:
+    def _drawn_for(self, ticket: Ticket, announced: BatchDescription) -> Division:
         """This reader's batch, compared with the ticket."""
         division = self._draw() if self._cursor is None else self._next
         self._next = None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from graphsplit.batches.batch import Arguments, Signature, leaves
-from graphsplit.batches.microbatches import Division, Shape
+from graphsplit.batches.microbatches import BatchDescription, Division
 from graphsplit.checkpoint.group import ControlGroup
 from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.job.control import ControlChannels
@@ -26,7 +26,7 @@ def send_batch(control: ControlChannels, division: Division, *, destination: int
                 group.send(leaf.detach().contiguous(), destination=destination)
 
 
-def receive_batch(control: ControlChannels, shape: Shape, *, source: int) -> Division:
+def receive_batch(control: ControlChannels, shape: BatchDescription, *, source: int) -> Division:
     """Take a batch of a known look from a worker."""
     group = ControlGroup(control, lambda: None)
     signatures = [shape.whole]

@@ -14,11 +14,11 @@ import torch
 from graphsplit.checkpoint.group import ControlGroup
 from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.job.control import ControlChannels
-from graphsplit.planning.planner import Planned
+from graphsplit.planning.planner import ReadyPlan
 
 
 def share_written(
-    control: ControlChannels, planned: Planned, inputs: Sequence[Any], holders: Collection[int]
+    control: ControlChannels, planned: ReadyPlan, inputs: Sequence[Any], holders: Collection[int]
 ) -> None:
     """Give what was written to all workers that hold the batch. All of these call it.
 

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.batches.batch import Signature
-from graphsplit.batches.microbatches import Shape
+from graphsplit.batches.microbatches import BatchDescription
 from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.errors import FrameError
 from graphsplit.job.job import Job
@@ -48,7 +48,7 @@ class Ticket(NamedTuple):
     """
 
     step: int
-    shape: Shape | None
+    shape: BatchDescription | None
     checksum: int = 0
     previous_checksum: int = 0
     generator: bytes = b""
@@ -64,11 +64,11 @@ class Tickets:
         self._job = job
         self._texts: dict[str, str] = {}
         self._step = -1
-        self._shape: Shape | None = None  # announced last
+        self._shape: BatchDescription | None = None  # announced last
 
     def send(
         self,
-        shape: Shape | None,
+        shape: BatchDescription | None,
         *,
         generator: torch.Tensor | None,
         process: ProcessStates = NOTHING_DRAWN,
@@ -116,7 +116,7 @@ class Tickets:
         self._job.is_stopping |= is_last
         self._job.control.send_ticket(data, quiet=quiet)
 
-    def _describe_shape(self, shape: Shape, ticket: StepTicket) -> None:
+    def _describe_shape(self, shape: BatchDescription, ticket: StepTicket) -> None:
         self._describe(shape.whole, ticket)
         for signature, count in shape.parts:
             self._describe(signature, ticket.microbatches.add(count=count))
@@ -197,8 +197,8 @@ class Tickets:
         check_signature_text(signature.text, what=f"worker {leader} describes a batch wrongly")
         self._texts[signature.digest] = signature.text
 
-    def _shape_of(self, message: StepTicket) -> Shape:
-        return Shape(
+    def _shape_of(self, message: StepTicket) -> BatchDescription:
+        return BatchDescription(
             self._signature(message, message),
             tuple((self._signature(message, run), run.count) for run in message.microbatches),
             tuple(message.loss_weights),

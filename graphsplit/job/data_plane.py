@@ -18,7 +18,7 @@ GENERATOR_KEY = "generator"
 
 
 @dataclass(frozen=True)
-class Doors:
+class DataPlane:
     """Opens this worker's part of the data plane, anew for every generation.
 
     A new generation has new addresses and a new secret, so that what was sent in an earlier one

@@ -19,7 +19,7 @@ from graphsplit.errors import (
 )
 from graphsplit.failure import AbortSignal
 from graphsplit.job.control import ControlChannels
-from graphsplit.job.data_plane import Doors
+from graphsplit.job.data_plane import DataPlane
 from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
@@ -65,7 +65,7 @@ class Job:
         transport: Transport,
         abort: AbortSignal,
         *,
-        doors: Doors | None = None,
+        doors: DataPlane | None = None,
         meter: Meter | None = None,
         trace_folder: str = "",
         recapture_every: int = 0,

@@ -17,7 +17,7 @@ from graphsplit.cluster.member.identity import NodeIdentity
 from graphsplit.cluster.member.member import Member
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
-from graphsplit.job.data_plane import GENERATOR_KEY, Doors
+from graphsplit.job.data_plane import GENERATOR_KEY, DataPlane
 from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
@@ -81,7 +81,7 @@ def init() -> None:
 def _join(settings: ClusterSettings) -> Job:
     abort = AbortSignal()
     meter = None if settings.watching.metrics_port is None else Meter()
-    doors = Doors(settings, _generator_digest(), meter)
+    doors = DataPlane(settings, _generator_digest(), meter)
     hub = doors.open()
     try:
         member = Member.join(
@@ -242,7 +242,7 @@ def barrier() -> None:
     """
     job = current()
     if job is not None:
-        job.script.run(Call("barrier", _wait_barrier, (job,)))
+        job.script.collective(Call("barrier", _wait_barrier, (job,)))
 
 
 def _wait_barrier(job: Job) -> None:

@@ -38,11 +38,11 @@ class Script:
     def add_subject(self, subject: Any, *parts: Any) -> None:
         """A Model was built of some parts."""
 
-    def run(self, call: Call) -> Any:
+    def collective(self, call: Call) -> Any:
         """Run a call that all workers make."""
         return call()
 
-    def look(self, call: Call) -> Any:
+    def local(self, call: Call) -> Any:
         """Run a call that each worker makes for itself, and that changes nothing."""
         return call()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import EdgeKind, PartitionPlan, SumTerm
 from graphsplit.tensor_meta import TensorMeta
 
 
@@ -47,7 +47,7 @@ def describe_plan(plan: PartitionPlan) -> str:
     return "\n".join(lines)
 
 
-def _sum(terms: Sequence[FoldTerm]) -> str:
+def _sum(terms: Sequence[SumTerm]) -> str:
     parts = (
         f"leaf{t.contribution}" if t.contribution is not None else f"edge{t.edge}" for t in terms
     )

@@ -16,7 +16,7 @@ from graphsplit.errors import PlacementError
 from graphsplit.partition.drawing import drawing_node
 from graphsplit.partition.foresight import foresee_splits
 from graphsplit.partition.gradients import Contribution, GradientOrder, order_gradients
-from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan, SegmentIO
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SegmentIO, SumTerm
 from graphsplit.partition.segments import Segmentation, cut_into_segments
 from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 from graphsplit.tensor_meta import TensorMeta
@@ -203,20 +203,20 @@ class _Partitioner:
                 edge = Edge(number, kind, drawing, source, worker, PROCESS_GENERATORS_META)
                 self.edges.append(edge)
 
-    def _fold(self, value: int, fold: tuple[int, ...], destination: int) -> tuple[FoldTerm, ...]:
+    def _fold(self, value: int, fold: tuple[int, ...], destination: int) -> tuple[SumTerm, ...]:
         """Add the gradient edges of a value; fold on the sender what may be folded there."""
-        terms: list[FoldTerm] = []
+        terms: list[SumTerm] = []
         by_worker = groupby(fold, key=lambda c: self._worker_of(self.gradients.contributions[c]))
         for worker, group in by_worker:
             contributions = tuple(group)
             if worker == destination:
-                terms += [FoldTerm(contribution=c) for c in contributions]
+                terms += [SumTerm(contribution=c) for c in contributions]
                 continue
             parts = [contributions] if not terms else [(c,) for c in contributions]
             for part in parts:
                 meta = self.nodes[value].meta
                 assert meta is not None
-                terms.append(FoldTerm(edge=len(self.edges)))
+                terms.append(SumTerm(edge=len(self.edges)))
                 self.edges.append(
                     Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part)
                 )

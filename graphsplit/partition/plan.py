@@ -52,7 +52,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldTerm:
+class SumTerm:
     """One term of the sum that makes a value's gradient: local, or received."""
 
     contribution: int | None = None
@@ -171,8 +171,8 @@ class PartitionPlan:
     io: tuple[SegmentIO, ...]
     edges: tuple[Edge, ...]
     contributions: tuple[Contribution, ...]
-    folds: dict[int, tuple[FoldTerm, ...]]
-    seeds: dict[int, tuple[FoldTerm, ...]]
+    folds: dict[int, tuple[SumTerm, ...]]
+    seeds: dict[int, tuple[SumTerm, ...]]
     home: int
     is_microbatched: bool = False
     tally: Tally | None = None

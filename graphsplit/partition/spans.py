@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.capture.operations.effects import aliased_operands
-from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import EdgeKind, PartitionPlan, SumTerm
 
 
 def value_spans(plan: PartitionPlan) -> dict[int, int]:
@@ -43,7 +43,7 @@ def gradient_spans(plan: PartitionPlan) -> dict[int, int]:
     nodes = plan.placed.graph.nodes
     reach = [0] * len(plan.segments)
 
-    def reach_of(terms: Iterable[FoldTerm]) -> int:
+    def reach_of(terms: Iterable[SumTerm]) -> int:
         found = 0
         for term in terms:
             edge = plan.edges[term.edge] if term.edge is not None else None

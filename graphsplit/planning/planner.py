@@ -65,7 +65,7 @@ _MAX_PLANS = 64
 
 
 @dataclass(frozen=True)
-class Planned:
+class ReadyPlan:
     """An agreed plan, ready to run on this worker.
 
     Attributes:
@@ -105,7 +105,7 @@ class Planner:
         self._task = task
         self._job = job
         # By the number of a recording and the part of a step.
-        self._plans: OrderedDict[tuple[int, StepPart], Planned] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, StepPart], ReadyPlan] = OrderedDict()
         self._numbers: dict[tuple[int, StepPart], int] = {}
         self.parameters = tuple(task.network.parameters())
         self.trainable = _trainable(task)
@@ -242,7 +242,7 @@ class Planner:
                 f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
             )
 
-    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: str = "") -> Planned:
+    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: str = "") -> ReadyPlan:
         """The plan for a recorded step; made now if it is new.
 
         Collective where it is new. The 64 plans used last are kept.
@@ -295,7 +295,7 @@ class Planner:
         self.parameters = parameters
         self.updater.renew(self._task.update_rules, parameters)
 
-    def latest(self, mode: Mode) -> Planned | None:
+    def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan of a mode that was used last, if there is any."""
         for planned in reversed(self._plans.values()):
             if planned.plan.placed.graph.mode is mode:
@@ -310,7 +310,7 @@ class Planner:
     def _circumstances(self) -> tuple[tuple[bool, ...], Any]:
         return self.requires_grad(), self._task.loss_fn
 
-    def _make(self, found: Found, part: StepPart, note: str) -> Planned:
+    def _make(self, found: Found, part: StepPart, note: str) -> ReadyPlan:
         recording = found.recording
         mode, number = recording.mode, self._job.next_plan_number()
         plan, programs = self._pure_passes(recording.graph, part)
@@ -329,7 +329,7 @@ class Planner:
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 
-    def is_open(self, planned: Planned) -> bool:
+    def is_open(self, planned: ReadyPlan) -> bool:
         """Whether a plan can still run: a callback may have ended it, with another loss."""
         return planned.runner.plan_number in self._numbers.values()
 
@@ -338,7 +338,7 @@ class Planner:
         """Whether the next ``plan_for`` lowers a plan again: its channels will be new ones."""
         return bool(self._due)
 
-    def use_costs(self, planned: Planned, costs: Costs) -> None:
+    def use_costs(self, planned: ReadyPlan, costs: Costs) -> None:
         """Lower a plan again before it runs next, with what its steps were found to cost.
 
         All workers call it with equal costs, after the same step.
@@ -372,7 +372,7 @@ class Planner:
         plan: PartitionPlan,
         programs: tuple[WorkerProgram, ...],
         numbers: Mapping[str, Any],
-    ) -> Planned:
+    ) -> ReadyPlan:
         """Make an agreed plan ready to run."""
         mark_planned(self._task.network)
         self._settle_ownership(plan)
@@ -392,7 +392,7 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
-        return Planned(
+        return ReadyPlan(
             plan,
             programs,
             runner,

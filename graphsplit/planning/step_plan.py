@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from graphsplit.batches.batch import leaves
-from graphsplit.batches.microbatches import Divider, Division, Shape, own_views
+from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
-from graphsplit.planning.planner import Planned, Planner
+from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.program.lower import StepPart
 from graphsplit.runtime.random.randomness import microbatch_rng_state
@@ -84,7 +84,7 @@ class Phase:
         weights: What the losses are multiplied by; empty where the batch is whole.
     """
 
-    planned: Planned
+    planned: ReadyPlan
     start: int
     inputs: Sequence[Sequence[Any]]
     weights: Sequence[float]
@@ -108,13 +108,13 @@ class PlannedStep:
             those that are trained while it runs.
     """
 
-    plans: tuple[Planned, ...]
+    plans: tuple[ReadyPlan, ...]
     sizes: tuple[int, ...] = (1,)
     weights: tuple[float, ...] = ()
     marks: tuple[Callable[[], None], ...] = ()
 
     @property
-    def first(self) -> Planned:
+    def first(self) -> ReadyPlan:
         """The plan that runs first."""
         return self.plans[0]
 
@@ -157,7 +157,7 @@ def total_loss(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torc
 
 
 def _inputs(
-    plan: Planned, size: int, division: Division | None, part: slice
+    plan: ReadyPlan, size: int, division: Division | None, part: slice
 ) -> Sequence[Sequence[Any]]:
     if division is None:
         return [plan.no_inputs] * size
@@ -169,7 +169,7 @@ def _inputs(
 def plan_step(
     planner: Planner,
     mode: Mode,
-    shape: Shape,
+    shape: BatchDescription,
     *,
     note: str = "",
     progress: Progress | None = None,
@@ -192,7 +192,7 @@ def plan_step(
         found = planner.recording_for(mode, shape.whole, note=note)
         return PlannedStep((planner.plan_for(found, part, note=note),))
     planner.keep_at_least(2 * len(shape.parts))
-    plans: list[Planned] = []
+    plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[bool, ...]] = []
     waiting = [*shape.parts]

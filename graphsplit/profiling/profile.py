@@ -22,7 +22,7 @@ from graphsplit.checkpoint.group import Group
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.job import Job
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.planning.planner import Planned
+from graphsplit.planning.planner import ReadyPlan
 from graphsplit.profiling import pings
 from graphsplit.profiling.estimate import MIN_RUNS, estimate
 from graphsplit.profiling.measurements import (
@@ -122,20 +122,20 @@ class Profiler:
         self._found: Profile | None = None  # since it was turned on
         self._job = job
         self._group = group
-        self._recorders: dict[ProgramRunner, tuple[Planned, Recorder]] = {}
+        self._recorders: dict[ProgramRunner, tuple[ReadyPlan, Recorder]] = {}
 
     def turn_on(self) -> None:
         """Measure every plan from now on."""
         self.is_on = True
         self._found = None
 
-    def begin(self, planned: Planned, step: int) -> None:
+    def begin(self, planned: ReadyPlan, step: int) -> None:
         """A plan runs next."""
         known = self._recorders.get(planned.runner)
         if known is not None:
             known[1].begin(step)
 
-    def end(self, planned: Planned) -> None:
+    def end(self, planned: ReadyPlan) -> None:
         """It has run."""
         known = self._recorders.get(planned.runner)
         if known is None:
@@ -143,32 +143,32 @@ class Profiler:
         else:
             known[1].end()
 
-    def watches(self, planned: Planned) -> bool:
+    def watches(self, planned: ReadyPlan) -> bool:
         """Whether a plan is measured."""
         is_training = planned.plan.placed.graph.mode is Mode.TRAIN
         return planned.wants_costs or (self.is_on and is_training)
 
-    def has_enough(self, planned: Planned) -> bool:
+    def has_enough(self, planned: ReadyPlan) -> bool:
         """Whether a plan's costs are known well enough to choose a schedule."""
         return self.num_timed(planned) >= _ENOUGH
 
-    def has_all(self, planned: Planned) -> bool:
+    def has_all(self, planned: ReadyPlan) -> bool:
         """Whether as many of a plan's runs were timed as ever are."""
         return self.num_timed(planned) >= _NUM_RUNS
 
-    def num_timed(self, planned: Planned) -> int:
+    def num_timed(self, planned: ReadyPlan) -> int:
         """How many runs of a plan were timed."""
         known = self._recorders.get(planned.runner)
         return 0 if known is None else len(known[1].runs)
 
-    def forget(self, planned: Planned | None = None) -> None:
+    def forget(self, planned: ReadyPlan | None = None) -> None:
         """Measure a plan no longer, or none at all, and drop what was measured."""
         for runner in list(self._recorders) if planned is None else [planned.runner]:
             known = self._recorders.pop(runner, None)
             if known is not None:
                 known[1].stop()
 
-    def most_timed(self) -> Planned | None:
+    def most_timed(self) -> ReadyPlan | None:
         """The plan with the most timed runs, the latest of those; None if there is none."""
         found = [planned for planned, _ in self._recorders.values()]
         return max(reversed(found), key=self.num_timed, default=None)
@@ -187,7 +187,7 @@ class Profiler:
             return self._found
         return self.collect(most)
 
-    def collect(self, planned: Planned | None) -> Profile:
+    def collect(self, planned: ReadyPlan | None) -> Profile:
         """Exchange what all workers measured of a plan. Collective.
 
         Raises:
@@ -231,7 +231,7 @@ class Profiler:
         )
         return self.latest
 
-    def _mine(self, planned: Planned, recorder: Recorder) -> Measurements:
+    def _mine(self, planned: ReadyPlan, recorder: Recorder) -> Measurements:
         control = self._job.control
         clock, (cores, num_cores) = pings.clock_name(), pings.usable_cores()
         return Measurements(
@@ -264,7 +264,7 @@ def _pairs(plan: PartitionPlan) -> Iterable[tuple[int, int]]:
     return dict.fromkeys((edge.source, edge.destination) for edge in plan.edges)
 
 
-def _estimated(planned: Planned, texts: list[str]) -> tuple[str, str, str]:
+def _estimated(planned: ReadyPlan, texts: list[str]) -> tuple[str, str, str]:
     """On worker 0: costs and the measured timeline for all, as texts."""
     measured = [
         Measurements.from_text(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from graphsplit.capture.graph import Mode
-from graphsplit.partition.plan import Edge, EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.traffic import Traffic
 
@@ -225,7 +225,7 @@ class _Lowering:
             self._move(edge, 0, opcode)
         self.out.append(Instruction(Opcode.CLIP))
 
-    def _receive_terms(self, terms: Iterable[FoldTerm], microbatch: int) -> None:
+    def _receive_terms(self, terms: Iterable[SumTerm], microbatch: int) -> None:
         for term in terms:
             if term.edge is not None:
                 self._move(self.plan.edges[term.edge], microbatch, Opcode.RECEIVE)

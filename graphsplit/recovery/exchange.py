@@ -14,7 +14,7 @@ from graphsplit.job.job import Job
 from graphsplit.recovery.agreement import Target
 from graphsplit.recovery.results import MAX_RESULTS_BYTES
 from graphsplit.recovery.snapshot.disk import SnapshotFolder, parse, text_of
-from graphsplit.recovery.snapshot.part import Part
+from graphsplit.recovery.snapshot.part import SnapshotShard
 
 Pieces = Sequence[torch.Tensor]
 _MAX_PART_BYTES = 1 << 40  # memory is taken for what has come, not for what is announced
@@ -32,7 +32,7 @@ def group_of(job: Job) -> Group:
 
 def exchange_parts(
     group: Group, target: Target, held: Pieces, log: Pieces
-) -> tuple[Part, list[str]] | None:
+) -> tuple[SnapshotShard, list[str]] | None:
     """Give every worker that has just started the part of the one whose place it takes.
 
     Args:
@@ -53,7 +53,7 @@ def exchange_parts(
                 for piece in pieces:
                     group.send(piece, destination=rank)
         elif group.rank == rank:
-            part = Part.read(
+            part = SnapshotShard.read(
                 _receive(group, holder, _MAX_PART_BYTES), what=f"the part held by worker {holder}"
             )
             lines = _lines(_receive(group, holder, 2 * MAX_RESULTS_BYTES))

@@ -20,7 +20,7 @@ from graphsplit.job.script import Call
 from graphsplit.planning.modes import ensure_training
 from graphsplit.recovery.log import Entry
 from graphsplit.recovery.results import pack, unpack
-from graphsplit.recovery.snapshot.share import ModelShare
+from graphsplit.recovery.snapshot.share import ModelSnapshot
 from graphsplit.train.epochs import load_callbacks
 
 
@@ -35,20 +35,20 @@ class Kind:
         """
         return pack(result, what=f"{call.name}()")
 
-    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
         """The result again."""
         return unpack(node, what=f"{call.name}()")
 
-    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
         """What else the call left, beside what snapshots hold; None if nothing."""
         return None
 
-    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         """Leave it again."""
 
 
 class _Train(Kind):
-    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
         assert share is not None
         _, loader, callbacks, _ = call.arguments
         states = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
@@ -60,7 +60,7 @@ class _Train(Kind):
         }
         return pack(values, what="callbacks and loader after train()")
 
-    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         _, loader, callbacks, _ = call.arguments
         values = unpack(after, what="callbacks and loader after train()")
@@ -78,7 +78,7 @@ class _Train(Kind):
 
 
 class _TrainStep(Kind):
-    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         ensure_training(share.task.network)
         share.engine.progress.begin()
@@ -86,19 +86,19 @@ class _TrainStep(Kind):
         _mark_stepped(share)
 
 
-def _mark_stepped(share: ModelShare) -> None:
+def _mark_stepped(share: ModelSnapshot) -> None:
     """Schedulers warn if an optimizer has not stepped before them; it has, in another process."""
     for optimizer in share.task.optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class _Eval(Kind):
-    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
         state = LoaderWatch(call.arguments[0]).state()
         has_any = state is not None and not is_same(state, entry.loader)
         return pack(state, what="the loader after eval()") if has_any else None
 
-    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         share.task.network.eval()
         if after is not None:
@@ -113,7 +113,7 @@ class _Predict(Kind):
             return pack({"plain": result}, what="predict()")
         return pack({"leaves": pytree.tree_leaves(result)}, what="predict()")
 
-    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
         assert share is not None
         found = unpack(node, what="predict()")
         if "plain" in found:
@@ -121,7 +121,7 @@ class _Predict(Kind):
         graph = share.engine.planner.graph_of(Mode.PREDICT, Signature.of(call.arguments))
         return graph.output_spec.rebuild(found["leaves"])
 
-    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         share.task.network.eval()
 
@@ -140,15 +140,15 @@ class _Load(Kind):
         values = {"position": vars(result.position), "extra": dict(result.extra)}
         return pack(values, what="load()")
 
-    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
         found = unpack(node, what="load()")
         return Loaded(Position.read(found["position"]), found["extra"])
 
-    def after(self, call: Call, share: ModelShare | None, entry: Entry) -> Any:
+    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
         states = {n: v.state_dict() for n, v in _stateful(call).items()}
         return pack(states, what="extra after load()") if states else None
 
-    def give_again(self, call: Call, share: ModelShare | None, after: Any) -> None:
+    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         if after is not None:
             states = unpack(after, what="extra after load()")
             for name, value in _stateful(call).items():
@@ -163,7 +163,7 @@ class _Path(Kind):
     def pack(self, call: Call, result: Any) -> Any:
         return pack(None if result is None else str(result), what=f"{call.name}()")
 
-    def unpack(self, call: Call, share: ModelShare | None, node: Any) -> Any:
+    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
         found = unpack(node, what=f"{call.name}()")
         return None if found is None else Path(found)
 

@@ -18,7 +18,7 @@ from graphsplit.job.script import Call
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
     Given,
-    ModelShare,
+    ModelSnapshot,
     members_of,
     put_settings,
     settings_of,
@@ -72,7 +72,7 @@ class ModelBefore:
         resumption: What the next ``train`` is to do first.
     """
 
-    share: ModelShare
+    share: ModelSnapshot
     given: Given
     states: list[dict[Any, Any]] | None
     settings: list[list[dict[str, Any]]]
@@ -83,7 +83,7 @@ class ModelBefore:
     resumption: Resumption | None
 
     @classmethod
-    def of(cls, share: ModelShare) -> ModelBefore:
+    def of(cls, share: ModelSnapshot) -> ModelBefore:
         """Look at a Model."""
         given = share.given()
         is_new = not given.is_same(share.given_before)
@@ -137,7 +137,7 @@ class Entry:
     callbacks: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, ordinal: int, call: Call, shares: Sequence[ModelShare]) -> Entry:
+    def of(cls, ordinal: int, call: Call, shares: Sequence[ModelSnapshot]) -> Entry:
         """A call that is about to run."""
         entry = cls(
             ordinal,

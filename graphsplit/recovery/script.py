@@ -44,8 +44,8 @@ from graphsplit.recovery.kinds import kind_of
 from graphsplit.recovery.log import Entry, refuse_what_ends
 from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.share import ModelShare, loads_state
-from graphsplit.recovery.snapshots import Place, Snapshots
+from graphsplit.recovery.snapshot.share import ModelSnapshot, loads_state
+from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _STEPPING = ("train", "train_step")
@@ -62,8 +62,8 @@ class RecoveringScript(Script):
     def __init__(self, job: Job, settings: SnapshotSettings) -> None:
         self._job = job
         self.settings = settings
-        self._shares: list[ModelShare] = []
-        self._subjects: dict[int, ModelShare] = {}
+        self._shares: list[ModelSnapshot] = []
+        self._subjects: dict[int, ModelSnapshot] = {}
         self._results = Results()
         self._snapshots = Snapshots(job, settings, self._shares, self._results)
         self._entries: dict[int, Entry] = {}
@@ -74,7 +74,7 @@ class RecoveringScript(Script):
         self._generators: tuple[Any, ...] | None = None  # after the last call
         self._has_joined = False
         self._memory: Memory | None = None  # what an earlier process returned
-        self._place: Place | None = None  # where the script goes on for real
+        self._place: ScriptPoint | None = None  # where the script goes on for real
         job.after_recovery = self._recover_at_the_end
 
     def add_subject(self, subject: Any, *parts: Any) -> None:
@@ -82,7 +82,7 @@ class RecoveringScript(Script):
         task, engine, states = parts
         if not isinstance(engine, ClusterEngine):
             return
-        share = ModelShare(len(self._shares), task, engine, states, self._job.rank)
+        share = ModelSnapshot(len(self._shares), task, engine, states, self._job.rank)
         engine.planner.keep_graphs()
         engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
         self._shares.append(share)
@@ -90,7 +90,7 @@ class RecoveringScript(Script):
 
     # Calls.
 
-    def run(self, call: Call) -> Any:
+    def collective(self, call: Call) -> Any:
         """Run a call that all workers make; or return what it returned before."""
         if self._depth:  # made by a callback: part of another call
             with self._nested():
@@ -108,7 +108,7 @@ class RecoveringScript(Script):
             self._restore()  # the snapshot is inside this call
         return self._carry_out(entry)
 
-    def look(self, call: Call) -> Any:
+    def local(self, call: Call) -> Any:
         """Run a call that changes nothing; or return what it returned before."""
         if self._depth:
             return call()
@@ -156,7 +156,7 @@ class RecoveringScript(Script):
         finally:
             self._depth -= 1
 
-    def _share(self, call: Call) -> ModelShare | None:
+    def _share(self, call: Call) -> ModelSnapshot | None:
         return self._subjects.get(id(call.subject))
 
     def _index(self, call: Call) -> int:
@@ -283,7 +283,7 @@ class RecoveringScript(Script):
         for share in self._shares:
             share.engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
 
-    def _last_given(self, place: Place) -> int:
+    def _last_given(self, place: ScriptPoint) -> int:
         """The last call that returns without running."""
         return place.first_needed - 1
 
@@ -363,7 +363,7 @@ class RecoveringScript(Script):
         for share in self._shares:
             share.engine.start_over()
 
-    def _go_back(self) -> Place | None:
+    def _go_back(self) -> ScriptPoint | None:
         with self._job.reporting():
             place, _ = self._snapshots.agree(can_start=0 in self._entries)
             self._expect_owners()
@@ -372,7 +372,7 @@ class RecoveringScript(Script):
         self._generators = _generators() if place is not None else None
         return place
 
-    def _run_again(self, place: Place | None, entry: Entry | None) -> None:
+    def _run_again(self, place: ScriptPoint | None, entry: Entry | None) -> None:
         first = 0 if place is None else place.ordinal + (not place.inside)
         for ordinal in sorted(self._entries):
             earlier = self._entries[ordinal]

@@ -20,9 +20,9 @@ from graphsplit.recovery.exchange import exchange_parts, group_of, pieces_of, sh
 from graphsplit.recovery.results import Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import KEEP, DiskWriter, SnapshotFolder, model_folder
-from graphsplit.recovery.snapshot.part import FlatTensors, Part
-from graphsplit.recovery.snapshot.replicator import Held, Replicator
-from graphsplit.recovery.snapshot.share import ModelShare
+from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
+from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
+from graphsplit.recovery.snapshot.share import ModelSnapshot
 
 _GENERATOR, _PROCESS = "generator", "process"
 _SMALLEST_LIMIT = 64 * 1024 * 1024
@@ -30,7 +30,7 @@ _STATE_FACTOR = 16  # an optimizer that keeps more per parameter is not known
 
 
 @dataclass(frozen=True)
-class Place:
+class ScriptPoint:
     """Where in the script a snapshot was taken.
 
     Attributes:
@@ -70,7 +70,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, job: Job, settings: SnapshotSettings, shares: list[ModelShare], results: Results
+        self, job: Job, settings: SnapshotSettings, shares: list[ModelSnapshot], results: Results
     ) -> None:
         self._job = job
         self._settings = settings
@@ -78,7 +78,7 @@ class Snapshots:
         self._results = results
         self._folder = SnapshotFolder(settings.folder) if settings.folder else None
         self._number = START
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, ScriptPoint] = {}
         self._free: list[FlatTensors] = []
         self._used: dict[int, FlatTensors] = {}
         self._replicator: Replicator | None = None
@@ -87,7 +87,7 @@ class Snapshots:
         self._since_disk = 0
         self._on_disk: tuple[int, ...] = ()  # that may be there, or are on their way
         self._target: Target | None = None
-        self._part: Part | None = None  # of the target, where it is in memory
+        self._part: SnapshotShard | None = None  # of the target, where it is in memory
         self._owners: Mapping[str, Mapping[str, int]] = {}
         self._script_on_disk: Mapping[str, Any] = {}
         self._is_established = False
@@ -122,14 +122,14 @@ class Snapshots:
             CheckpointError: An earlier one could not be written.
         """
         self._is_established = True
-        replicator = self._replicator or self._new_replicator(Held())
+        replicator = self._replicator or self._new_replicator(HeldCopies())
         replicator.wait_committed(replicator.offered)  # [Note: at most two]
         self._forget_old(replicator.committed)
         self._number += 1
         self._since_disk += steps
         models = tuple(share.index for share in self._shares if share.matters)
         num_lines = len(self._results.lines)
-        place = Place(self._number, ordinal, inside, model, num_lines, models)
+        place = ScriptPoint(self._number, ordinal, inside, model, num_lines, models)
         self._places[self._number] = place
         for share in self._shares:
             share.given_at[self._number] = share.given()
@@ -144,7 +144,7 @@ class Snapshots:
             self._on_disk = (*self._on_disk, self._number)[-KEEP - 1 :]
         self._offer(part, self._script(place) if goes_to_disk else None)
 
-    def _offer(self, part: Part, script: Mapping[str, Any] | None = None) -> None:
+    def _offer(self, part: SnapshotShard, script: Mapping[str, Any] | None = None) -> None:
         assert self._replicator is not None
         lines = self._results.lines
         self._replicator.offer(part, pieces_of(lines[self._num_sent :]), script=script)
@@ -161,7 +161,7 @@ class Snapshots:
         assert self._replicator is not None
         self._replicator.wait_committed(self._number)
 
-    def _copy(self, place: Place) -> Part:
+    def _copy(self, place: ScriptPoint) -> SnapshotShard:
         tensors: dict[str, torch.Tensor] = {_GENERATOR: torch.default_generator.get_state()}
         process = process_generators()
         nodes = [share.collect(tensors, process) for share in self._shares if share.matters]
@@ -170,14 +170,14 @@ class Snapshots:
         flat.copy(tensors)
         self._used[place.number] = flat
         values = {"place": place.to_json(), "models": nodes, _PROCESS: encoded}
-        return Part(place.number, values, flat.memory, flat.slots)
+        return SnapshotShard(place.number, values, flat.memory, flat.slots)
 
-    def _release(self, part: Part) -> None:
+    def _release(self, part: SnapshotShard) -> None:
         flat = self._used.pop(part.number, None)
         if flat is not None:
             self._free.append(flat)
 
-    def _script(self, place: Place) -> dict[str, Any]:
+    def _script(self, place: ScriptPoint) -> dict[str, Any]:
         """The place in the script, as it goes to disk."""
         source = self._shares[place.model].engine.loader_rank
         mine = self._job.rank == source
@@ -203,7 +203,7 @@ class Snapshots:
             if share.index in place.models:
                 share.start = None
 
-    def _new_replicator(self, held: Held) -> Replicator:
+    def _new_replicator(self, held: HeldCopies) -> Replicator:
         if self._replicator is not None:
             self._replicator.close()
         if self._disk is not None:
@@ -227,7 +227,7 @@ class Snapshots:
 
     # Going back.
 
-    def agree(self, *, can_start: bool) -> tuple[Place | None, list[str]]:
+    def agree(self, *, can_start: bool) -> tuple[ScriptPoint | None, list[str]]:
         """Find out with all others where to go on. Collective.
 
         Args:
@@ -242,7 +242,7 @@ class Snapshots:
         old = self._replicator
         if old is not None:
             old.close()
-        held = old.held if old is not None else Held()
+        held = old.held if old is not None else HeldCopies()
         own = dict(old.own) if old is not None else {}
         group = group_of(self._job)
         offer = self._make_offer(own, held, can_start)
@@ -252,13 +252,13 @@ class Snapshots:
         if number == START:
             self._results.cut(0)
             self._places.clear()
-            self._begin_again(number, Held(), own, None)
+            self._begin_again(number, HeldCopies(), own, None)
             return None, []
         if target.from_disk:
             self._script_on_disk = share_script(group, self._folder, number)
             place = _read_place(self._script_on_disk.get("place"))
             self._results.replace(_lines_of(self._script_on_disk))
-            self._begin_again(number, Held(), own, place)
+            self._begin_again(number, HeldCopies(), own, place)
             return place, list(self._results.lines)
         kept = held.only(number)
         given = exchange_parts(group, target, kept.parts.get(number, ()), kept.lines())
@@ -274,7 +274,9 @@ class Snapshots:
         self._offer(self._part)
         return place, list(self._results.lines)
 
-    def _make_offer(self, own: Mapping[int, Part], held: Held, can_start: bool) -> Offer:
+    def _make_offer(
+        self, own: Mapping[int, SnapshotShard], held: HeldCopies, can_start: bool
+    ) -> Offer:
         owners = {
             str(share.index): dict(share.engine.owners())
             for share in self._shares
@@ -291,7 +293,11 @@ class Snapshots:
         )
 
     def _begin_again(
-        self, number: int, held: Held, own: Mapping[int, Part], place: Place | None
+        self,
+        number: int,
+        held: HeldCopies,
+        own: Mapping[int, SnapshotShard],
+        place: ScriptPoint | None,
     ) -> None:
         """A new generation begins at a snapshot: forget what came after it."""
         self._is_established = True
@@ -351,14 +357,14 @@ class Snapshots:
         for share in sorted(others, key=lambda share: -share.began):
             share.put_back_start()
 
-    def _put_back(self, share: ModelShare, place: Place) -> None:
+    def _put_back(self, share: ModelSnapshot, place: ScriptPoint) -> None:
         assert self._part is not None
         if not share.is_settled and (owners := self.owners_of(share.index)):
             share.engine.planner.adopt(owners)
         share.go_on_with(share.given_at.get(place.number, share.given()))
         share.put_back(self._part, inside=place.inside and share.index == place.model)
 
-    def _load(self, share: ModelShare, place: Place) -> None:
+    def _load(self, share: ModelSnapshot, place: ScriptPoint) -> None:
         assert self._folder is not None
         folder = model_folder(self._folder.path(place.number), share.index)
         share.load(folder, inside=place.inside and share.index == place.model)
@@ -382,7 +388,7 @@ class Snapshots:
             self._disk.close()
 
 
-def _read_place(node: Any) -> Place:
+def _read_place(node: Any) -> ScriptPoint:
     """Read what a part, or a file, says of the place in the script.
 
     Raises:
@@ -397,7 +403,7 @@ def _read_place(node: Any) -> Place:
             "num_lines": int(num_lines),
             "models": list(models),
         } if all(type(index) is int for index in models):
-            return Place(number, ordinal, inside, model, num_lines, tuple(models))
+            return ScriptPoint(number, ordinal, inside, model, num_lines, tuple(models))
     raise CheckpointError(f"a snapshot stands at {str(node)[:100]}; expected a place in the script")
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from graphsplit.partition.plan import FoldTerm, PartitionPlan
+from graphsplit.partition.plan import PartitionPlan, SumTerm
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _backward(plan: PartitionPlan) -> tuple[frozenset[int] | None, ...]:
     return tuple(found)
 
 
-def _contributing(plan: PartitionPlan, terms: Iterable[FoldTerm]) -> set[int]:
+def _contributing(plan: PartitionPlan, terms: Iterable[SumTerm]) -> set[int]:
     """The segments whose backward makes the terms of a sum."""
     contributions: set[int] = set()
     for term in terms:

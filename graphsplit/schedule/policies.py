@@ -10,7 +10,7 @@ from graphsplit.program.lower import Policy
 from graphsplit.schedule.auto import auto
 from graphsplit.schedule.named import NAMED
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({**NAMED, "auto": auto})
+POLICIES: Mapping[str, Policy] = MappingProxyType({"gpipe": NAMED["gpipe"], **NAMED, "auto": auto})
 # With one microbatch these are one and the same.
 _WHOLE = ("gpipe", "1f1b", "interleaved_1f1b")
 

@@ -35,7 +35,7 @@ from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.passes import capture_graph
-from graphsplit.planning.planner import Planned, Planner
+from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
@@ -289,7 +289,7 @@ class SimulatedCluster:
             for state in states
         ]
 
-    def latest(self, mode: Mode) -> Planned | None:
+    def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan that was used last in a mode, as worker 0 has it."""
         return self.workers[0].planner.latest(mode)
 

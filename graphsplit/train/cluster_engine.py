@@ -10,7 +10,7 @@ import torch
 
 from graphsplit.batches import records
 from graphsplit.batches.batch import Arguments, fingerprint, leaves
-from graphsplit.batches.microbatches import Divider, Division, Shape
+from graphsplit.batches.microbatches import BatchDescription, Divider, Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.gather import StateGatherer
 from graphsplit.checkpoint.group import ControlGroup, Group
@@ -23,7 +23,7 @@ from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.modes import ensure_training, evaluating
-from graphsplit.planning.planner import Planned, Planner
+from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
 from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiler
@@ -289,7 +289,7 @@ class ClusterEngine(Engine):
             self._compare_with_leader(mode, division, shape)
         return plan_step(self.planner, mode, shape, note=note, progress=progress)
 
-    def _compare_with_leader(self, mode: Mode, division: Division, shape: Shape) -> None:
+    def _compare_with_leader(self, mode: Mode, division: Division, shape: BatchDescription) -> None:
         leader = self._consumers(mode)[0]
         checksum = fingerprint(division.arguments)
         if self._job.rank == leader:
@@ -374,7 +374,7 @@ class ClusterEngine(Engine):
 
     def _update_metrics(
         self,
-        planned: Planned,
+        planned: ReadyPlan,
         arguments: Arguments,
         values: dict[int, torch.Tensor],
         metrics: Mapping[str, Metric],

@@ -60,7 +60,6 @@ class Model:
             large weights fill idle time), ``"auto"`` (the fastest of many, by simulation), or a
             function ``(plan, microbatches) -> orders``. Results are the same:
             ``docs/how-to/choose-a-schedule.md``.
-        capture: ``"auto"``: ``torch.export``.
         unplaced: Where operations go that nobody placed: ``"affinity"`` or ``"worker0"``.
         dynamic_dims: Dimensions of the batch's tensors whose sizes may change without a new plan,
             each with the largest size it may have: ``{0: 32, 1: 512}``. Other sizes, and sizes
@@ -98,7 +97,6 @@ class Model:
         split: Split | None = None,
         loss_weight: LossWeight | None = None,
         schedule: str | Policy = "1f1b",
-        capture: str = "auto",
         unplaced: UnplacedRule = "affinity",
         dynamic_dims: Mapping[int, int] | None = None,
         clip: Clip | None = None,
@@ -118,7 +116,6 @@ class Model:
             split=split,
             loss_weight=loss_weight,
             schedule=schedule,
-            capture=capture,
             unplaced=unplaced,
             dynamic_dims=dynamic_dims,
             clip=clip,
@@ -215,7 +212,7 @@ class Model:
         need_optimizer(self._task, "train")
         check_run(epochs, loader, callbacks)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
-        self._script.run(
+        self._script.collective(
             Call("train", self._run_train, (epochs, loader, callbacks, resume), subject=self)
         )
 
@@ -245,7 +242,7 @@ class Model:
         """
         need_optimizer(self._task, "train_step")
         call = Call("train_step", self._run_train_step, (batch, kwargs), subject=self)
-        loss: torch.Tensor = self._script.run(call)
+        loss: torch.Tensor = self._script.collective(call)
         self._stop_between_calls()
         return loss
 
@@ -268,7 +265,7 @@ class Model:
             ConfigurationError: The Model has no metrics, or a batch does not fit.
         """
         need_metrics(self._metrics)
-        found: dict[str, float] = self._script.run(
+        found: dict[str, float] = self._script.collective(
             Call("eval", self._run_eval, (loader,), subject=self)
         )
         self._stop_between_calls()
@@ -302,7 +299,7 @@ class Model:
             The network's outputs in its own structure, on every worker.
         """
         call = Call("predict", self._run_predict, (args, kwargs), subject=self)
-        outputs = self._script.run(call)
+        outputs = self._script.collective(call)
         self._stop_between_calls()
         return outputs
 
@@ -326,7 +323,7 @@ class Model:
             ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail.
         """
         call = Call("explain", self._explainer.explain, (batch, kwargs, detail), subject=self)
-        text: str = self._script.look(call)
+        text: str = self._script.local(call)
         return text
 
     def profile(self) -> Profiling:
@@ -360,7 +357,7 @@ class Model:
             beside it.
         """
         call = Call("placement", self._explainer.as_mapping, (batch, kwargs), subject=self)
-        found: dict[str, Any] = self._script.look(call)
+        found: dict[str, Any] = self._script.local(call)
         return found
 
     def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
@@ -372,7 +369,7 @@ class Model:
             kwargs: One batch, as keyword arguments.
         """
         given = (path, batch, kwargs)
-        self._script.look(Call("save_placement", self._explainer.save, given, subject=self))
+        self._script.local(Call("save_placement", self._explainer.save, given, subject=self))
 
     @overload
     def state_dict(self) -> dict[str, Any]: ...
@@ -393,7 +390,7 @@ class Model:
             CheckpointError: The file cannot be written; the same on every worker.
         """
         call = Call("state_dict", self._stored.network, (to,), subject=self)
-        found: dict[str, Any] | None = self._script.run(call)
+        found: dict[str, Any] | None = self._script.collective(call)
         return found
 
     def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
@@ -410,7 +407,9 @@ class Model:
                 which may catch it (for a dictionary in one process: what PyTorch raises).
             CheckpointError: The file is not there, or damaged.
         """
-        self._script.run(Call("load_state_dict", self._stored.load_network, (state,), subject=self))
+        self._script.collective(
+            Call("load_state_dict", self._stored.load_network, (state,), subject=self)
+        )
 
     def optimizer_state_dict(self, *, to: PathLike | None = None) -> Any:
         """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker.
@@ -423,7 +422,7 @@ class Model:
         """
         need_optimizer(self._task, "optimizer_state_dict")
         call = Call("optimizer_state_dict", self._stored.optimizers, (to,), subject=self)
-        return self._script.run(call)
+        return self._script.collective(call)
 
     def load_optimizer_state_dict(self, state: Any) -> None:
         """Load a full state of the optimizer, or a list of them, as ``optimizer_state_dict`` gives.
@@ -438,7 +437,7 @@ class Model:
         call = Call(
             "load_optimizer_state_dict", self._stored.load_optimizers, (state,), subject=self
         )
-        self._script.run(call)
+        self._script.collective(call)
 
     def save(
         self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
@@ -460,7 +459,9 @@ class Model:
             CheckpointError: It could not be saved; the same on every worker, and a save that was
                 there before still is.
         """
-        self._script.run(Call("save", self._stored.save, (path, gather, extra or {}), subject=self))
+        self._script.collective(
+            Call("save", self._stored.save, (path, gather, extra or {}), subject=self)
+        )
 
     def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
         """Load a whole training state, from any number of workers and any placement.
@@ -480,7 +481,7 @@ class Model:
             StateError: It does not fit; lists all that does not. Nothing was loaded.
         """
         call = Call("load", self._stored.load, (path, extra or {}), subject=self)
-        loaded: Loaded = self._script.run(call)
+        loaded: Loaded = self._script.collective(call)
         return loaded
 
     @property
@@ -495,5 +496,5 @@ class Model:
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
         call = Call("last_gradient_norm", lambda: self._engine.last_gradient_norm, subject=self)
-        norm: torch.Tensor | None = self._script.look(call)
+        norm: torch.Tensor | None = self._script.local(call)
         return norm

@@ -19,7 +19,7 @@ class Training:
         engine: Runs the steps.
         states: Saves and loads the Model's state.
         context: What callbacks see.
-        callbacks: They, in the order in which they are called.
+        callbacks: Callbacks, in call order.
         after_step: Called after every step, callbacks included; what it raises ends training.
     """
 

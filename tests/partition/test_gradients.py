@@ -17,7 +17,7 @@ from pass_helpers import Op, placed_graph, placed_graphs
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.edges import partition
-from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import EdgeKind, PartitionPlan, SumTerm
 from graphsplit.placement.resolve import PlacedGraph
 
 Tree = Any
@@ -50,7 +50,7 @@ def sum_as_planned(plan: PartitionPlan, value: int) -> Tree:
         own = [term for term in terms if by_leaf.get(term[:2]) == contribution]
         return total([*received(plan.seeds.get(contribution, ())), *own])
 
-    def received(fold: Sequence[FoldTerm]) -> list[Tree]:
+    def received(fold: Sequence[SumTerm]) -> list[Tree]:
         found: list[Tree] = []
         for term in fold:
             edge = plan.edges[term.edge] if term.edge is not None else None

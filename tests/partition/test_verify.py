@@ -10,7 +10,7 @@ from pass_helpers import Op, placed_graph
 
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
-from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import EdgeKind, PartitionPlan, SumTerm
 from graphsplit.partition.segments import Segment
 
 
@@ -86,7 +86,7 @@ def a_gradient_that_is_not_summed(plan: PartitionPlan) -> PartitionPlan:
 
 def a_gradient_that_is_summed_twice(plan: PartitionPlan) -> PartitionPlan:
     edge = next(e for e in plan.edges if e.kind is EdgeKind.GRADIENT)
-    twice = (*plan.folds[edge.value], FoldTerm(edge=edge.index))
+    twice = (*plan.folds[edge.value], SumTerm(edge=edge.index))
     return replace(plan, folds={**plan.folds, edge.value: twice})
 
 

@@ -11,7 +11,7 @@ from pass_helpers import Op, placed_graph, placed_graphs
 
 from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.partition.edges import partition
-from graphsplit.partition.plan import EdgeKind, FoldTerm, PartitionPlan
+from graphsplit.partition.plan import EdgeKind, PartitionPlan, SumTerm
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import Policy, WorkerProgram, late_edges, lower
@@ -45,7 +45,7 @@ def needs(plan: PartitionPlan, instruction: Instruction) -> set[int]:
                 or (e.kind is EdgeKind.GENERATOR and io.is_random)
             )
         }
-    sums: list[tuple[FoldTerm, ...]] = []
+    sums: list[tuple[SumTerm, ...]] = []
     if instruction.opcode is Opcode.BACKWARD:
         io = plan.io[instruction.operand]
         sums = [plan.folds.get(root, ()) for root in io.roots]

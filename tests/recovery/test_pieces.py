@@ -17,7 +17,7 @@ from graphsplit.recovery.agreement import START, Offer, choose
 from graphsplit.recovery.log import kept
 from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.snapshot import replicator
-from graphsplit.recovery.snapshot.part import FlatTensors, Part
+from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
 from graphsplit.recovery.stream import (
     CHUNK_BYTES,
     TOGETHER_BYTES,
@@ -32,7 +32,7 @@ from graphsplit.transport.wait import WaitPolicy
 assert threads_as_workers
 
 
-def made_part() -> tuple[Part, dict[str, torch.Tensor]]:
+def made_part() -> tuple[SnapshotShard, dict[str, torch.Tensor]]:
     tensors = {
         "plain": torch.randn(3, 4),
         "turned": torch.randn(4, 5).t(),
@@ -43,14 +43,14 @@ def made_part() -> tuple[Part, dict[str, torch.Tensor]]:
     }
     flat = FlatTensors()
     flat.copy(tensors)
-    return Part(4, {"models": [], "x": 1.5}, flat.memory, flat.slots), tensors
+    return SnapshotShard(4, {"models": [], "x": 1.5}, flat.memory, flat.slots), tensors
 
 
 def test_a_part_comes_back_however_it_was_cut():
     part, tensors = made_part()
     octets = torch.cat(part.pieces())
     for size in (1, 7, 4096):
-        found = Part.read(octets.split(size), what="a part")
+        found = SnapshotShard.read(octets.split(size), what="a part")
         assert (found.number, found.values) == (4, part.values)
         for name, tensor in tensors.items():
             assert difference(tensor.contiguous(), found.tensor(name).contiguous()) is None
@@ -61,7 +61,7 @@ def test_a_part_comes_back_however_it_was_cut():
 def test_a_part_that_was_cut_off_is_refused(size: int):
     octets = torch.cat(made_part()[0].pieces())
     with pytest.raises(FrameError, match="worker 3's part"):
-        Part.read([octets[:size]], what="worker 3's part")
+        SnapshotShard.read([octets[:size]], what="worker 3's part")
 
 
 def ends(limit: int) -> tuple[Outgoing, Incoming]:
@@ -206,7 +206,7 @@ def test_computing_goes_first_but_not_for_ever(
         abort=SimpleNamespace(add_waker=lambda wake: None, cause=None),
         member=SimpleNamespace(position=position),
     )
-    beside = replicator.Replicator(cast(Any, job), held=replicator.Held(), limit_bytes=1)
+    beside = replicator.Replicator(cast(Any, job), held=replicator.HeldCopies(), limit_bytes=1)
     beside._let_computing_first()
     assert clock.now == pytest.approx(expected, abs=replicator.LOOK_S)
     beside._num_waiting = 1  # the computing thread waits for the snapshot itself

@@ -82,7 +82,7 @@ class TensorFileWriter:
             pieces: Its bytes, as one-dimensional ``uint8`` tensors.
 
         Raises:
-            OSError: The disk does not want it.
+            OSError: The write failed.
         """
         expected = list(self._layout.metas)[len(self._checksums)]
         assert name == expected, f"{name} is written, but {expected} is next"
@@ -101,7 +101,7 @@ class TensorFileWriter:
         """Write the checksums, bring all to the disk, and give the file its name.
 
         Raises:
-            OSError: The disk does not want it.
+            OSError: The write failed.
         """
         header = self._layout.header(self._checksums)
         self._file.seek(0)
@@ -134,7 +134,7 @@ def write_file(
     """Write tensors that are all here.
 
     Raises:
-        OSError: The disk does not want it; nothing is left behind.
+        OSError: The write failed; nothing is left behind.
     """
     writer = TensorFileWriter(path, layout, tick)
     try:
@@ -150,7 +150,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a small file as a whole, durably.
 
     Raises:
-        OSError: The disk does not want it; what was there before is still there.
+        OSError: The write failed; what was there before is still there.
     """
     part = path.with_name(path.name + PART)
     try:

@@ -99,7 +99,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     if job is None:
         return latest_of(Path(folder), Alone())
     call = Call("latest_checkpoint", _latest_on_all, (Path(folder), job))
-    found: Path | None = job.script.run(call)
+    found: Path | None = job.script.collective(call)
     return found
 
 

@@ -33,7 +33,7 @@ from graphsplit.checkpoint.layout import FileInfo, FileLayout, plain_meta
 from graphsplit.checkpoint.save import write_manifest
 from graphsplit.checkpoint.values import from_text, to_text
 from graphsplit.errors import CheckpointError
-from graphsplit.recovery.snapshot.part import Part
+from graphsplit.recovery.snapshot.part import SnapshotShard
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
@@ -45,7 +45,7 @@ WRITTEN, COMPLETE = "written", "complete"
 _NAME = re.compile(r"\d{8}")
 
 Done = tuple[str, int, str]
-_Job = tuple[Part | int, Any]
+_Job = tuple[SnapshotShard | int, Any]
 
 
 def model_folder(folder: Path, index: int) -> Path:
@@ -163,7 +163,7 @@ class DiskWriter:
         self._done: deque[Done | Exception] = deque()
         self._thread: threading.Thread | None = None
 
-    def put(self, part: Part, script: Mapping[str, Any]) -> None:
+    def put(self, part: SnapshotShard, script: Mapping[str, Any]) -> None:
         """Write this worker's files of a snapshot.
 
         Args:
@@ -213,7 +213,7 @@ class DiskWriter:
         while (item := self._jobs.get()) is not None:
             try:
                 subject, rest = item
-                if isinstance(subject, Part):
+                if isinstance(subject, SnapshotShard):
                     text = self._write(subject, rest)
                     self._done.append((WRITTEN, subject.number, text))
                 elif rest is not None:
@@ -226,7 +226,7 @@ class DiskWriter:
                 reason = error.strerror if isinstance(error, OSError) else error
                 self._done.append(CheckpointError(f"no snapshot can be kept in {where}: {reason}"))
 
-    def _write(self, part: Part, script: Mapping[str, Any]) -> str:
+    def _write(self, part: SnapshotShard, script: Mapping[str, Any]) -> str:
         models = {}
         for node in part.values["models"]:
             index = int(node["index"])
@@ -275,7 +275,7 @@ class DiskWriter:
         write_text(folder / SNAPSHOT, text_of(number, script))
 
 
-def contents_of(part: Part, node: Mapping[str, Any]) -> Contents:
+def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> Contents:
     """One Model's share of a part, as a save has it."""
     prefix = f"m{node['index']}"
     found = Contents(aliases=dict(node["aliases"]), sections=dict(node["sections"]))

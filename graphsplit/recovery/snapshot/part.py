@@ -115,7 +115,7 @@ class FlatTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SnapshotShard:
     """One worker's part of a snapshot.
 
     Attributes:
@@ -151,7 +151,7 @@ class Part:
         return [torch.frombuffer(header, dtype=torch.uint8), self.memory]
 
     @classmethod
-    def read(cls, pieces: Sequence[torch.Tensor], *, what: str) -> Part:
+    def read(cls, pieces: Sequence[torch.Tensor], *, what: str) -> SnapshotShard:
         """Read what ``pieces`` gave, cut anywhere, from another worker.
 
         Raises:

@@ -27,7 +27,7 @@ import torch
 from graphsplit.errors import FrameError, GraphsplitError
 from graphsplit.job.job import Job
 from graphsplit.recovery.snapshot.disk import WRITTEN, DiskWriter
-from graphsplit.recovery.snapshot.part import Part
+from graphsplit.recovery.snapshot.part import SnapshotShard
 from graphsplit.recovery.stream import Incoming, Message, Outgoing, stream_spec
 from graphsplit.transport.session import TICK_S
 
@@ -41,7 +41,7 @@ _COORDINATOR = 0
 
 
 @dataclass
-class Held:
+class HeldCopies:
     """What a worker keeps of the one before it, without looking inside.
 
     Attributes:
@@ -52,9 +52,9 @@ class Held:
     parts: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     log: list[tuple[int, tuple[torch.Tensor, ...]]] = field(default_factory=list)
 
-    def only(self, number: int) -> Held:
+    def only(self, number: int) -> HeldCopies:
         """What belongs to a snapshot."""
-        return Held(
+        return HeldCopies(
             {n: pieces for n, pieces in self.parts.items() if n == number},
             [(n, pieces) for n, pieces in self.log if n <= number],
         )
@@ -81,16 +81,16 @@ class Replicator:
     """
 
     def __init__(
-        self, job: Job, *, held: Held, limit_bytes: int, disk: DiskWriter | None = None
+        self, job: Job, *, held: HeldCopies, limit_bytes: int, disk: DiskWriter | None = None
     ) -> None:
         self._job = job
         self._rank, self._num_workers = job.rank, job.num_workers
         self._limit_bytes = limit_bytes
         self._disk = disk
-        self.own: dict[int, Part] = {}
+        self.own: dict[int, SnapshotShard] = {}
         self.held = held
         self.committed = self.on_disk = -1
-        self.on_release: Callable[[Part], None] = _keep_nothing
+        self.on_release: Callable[[SnapshotShard], None] = _keep_nothing
         self._offered = self._to_store = -1
         self._holders: dict[int, set[int]] = {}
         self._stored: dict[int, dict[int, str]] = {}
@@ -106,7 +106,11 @@ class Replicator:
     # The computing thread.
 
     def offer(
-        self, part: Part, lines: Sequence[torch.Tensor], *, script: Mapping[str, Any] | None = None
+        self,
+        part: SnapshotShard,
+        lines: Sequence[torch.Tensor],
+        *,
+        script: Mapping[str, Any] | None = None,
     ) -> None:
         """Let a part be brought away. Its memory must stay as it is until it is released.
 

@@ -29,7 +29,7 @@ from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
-from graphsplit.recovery.snapshot.part import FlatTensors, Part
+from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
@@ -64,7 +64,7 @@ class Given(NamedTuple):
         return self.loss_fn is other.loss_fn and self.optimizer is other.optimizer
 
 
-class ModelShare:
+class ModelSnapshot:
     """One worker's share of a Model.
 
     Args:
@@ -89,7 +89,7 @@ class ModelShare:
         self.engine = engine
         self.states = states
         self.was_loaded = False
-        self.start: Part | None = None
+        self.start: SnapshotShard | None = None
         self.began = 0
         self.given_at: dict[int, Given] = {}
         self.given_before = self.given()
@@ -171,7 +171,7 @@ class ModelShare:
         tensors: dict[str, torch.Tensor] = {}
         node = self.collect(tensors)
         flat.copy(tensors)
-        self.start = Part(0, {"models": [node]}, flat.memory, flat.slots)
+        self.start = SnapshotShard(0, {"models": [node]}, flat.memory, flat.slots)
 
     # Copying.
 
@@ -243,7 +243,7 @@ class ModelShare:
 
     # Putting back.
 
-    def put_back(self, part: Part, *, inside: bool) -> None:
+    def put_back(self, part: SnapshotShard, *, inside: bool) -> None:
         """Everything, as it was.
 
         Args:
@@ -288,7 +288,7 @@ class ModelShare:
             self.go_on_with(self.given_at[START])
             self.put_back(self.start, inside=False)
 
-    def node_in(self, part: Part) -> dict[str, Any] | None:
+    def node_in(self, part: SnapshotShard) -> dict[str, Any] | None:
         """What a part has of this Model, if anything."""
         nodes = part.values["models"]
         return next((node for node in nodes if node["index"] == self.index), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from graphsplit.optimizers.update import Updater
-from graphsplit.partition.plan import FoldTerm, PartitionPlan
+from graphsplit.partition.plan import PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import made_leaves
 from graphsplit.runtime.segments.autograd import (
@@ -157,11 +157,11 @@ class BackwardBinder:
         return accumulate_shared
 
 
-def _fold(state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> Gradient:
+def _fold(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> Gradient:
     return fold(_terms(state, microbatch, terms))
 
 
-def _terms(state: StepState, microbatch: int, terms: tuple[FoldTerm, ...]) -> list[Gradient]:
+def _terms(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> list[Gradient]:
     return [
         state.collected[microbatch].pop(term.contribution)
         if term.contribution is not None
