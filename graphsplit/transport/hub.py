@@ -252,7 +252,6 @@ class Hub:
             session=session,
             targets=tuple(peer.get("grpc") for peer in peers),
             policy=policy,
-            protection=self._protection,
             names=self._certified_names(peers),
         )
 

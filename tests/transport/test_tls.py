@@ -136,7 +136,6 @@ def victim() -> Iterator[str]:
         session=VICTIM,
         targets=(None, None),
         policy=WaitPolicy(deadline_s=DEADLINE_S),
-        protection=mine,
     )
     transport.open_receiver(SPEC)
     yield listener.address

@@ -87,6 +87,7 @@ class GrpcListener:
 
     Attributes:
         address: ``host:port``, for peers to dial.
+        protection: As it was given.
         silence_s: As it was given.
     """
 
@@ -99,6 +100,7 @@ class GrpcListener:
         silence_s: float = NODE_TIMEOUT_S,
     ) -> None:
         require_protection(bind_host, protection, what="this worker")
+        self.protection = protection
         self.silence_s = silence_s
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._is_serving = False

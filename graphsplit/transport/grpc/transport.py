@@ -35,7 +35,6 @@ from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.names import why_not_worker
-from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.grpc.calls import HELLO_KEY, hello_of, write_hello
 from graphsplit.transport.grpc.chunk import PULLS, Piece, read_chunk
@@ -85,7 +84,6 @@ class GrpcTransport(Transport):
         session: The job and this worker's place in it.
         targets: The address of each worker, by rank; None for those reached in another way.
         policy: The rule for every wait.
-        protection: What protects the streams.
         names: Under TLS, the name in each worker's certificate, by rank.
 
     Attributes:
@@ -101,12 +99,11 @@ class GrpcTransport(Transport):
         session: Session,
         targets: tuple[str | None, ...],
         policy: WaitPolicy,
-        protection: Protection = UNPROTECTED,
         names: tuple[str, ...] = (),
     ) -> None:
         self._session = session
         self._targets = targets
-        self._protection = protection
+        self._protection = listener.protection
         self._names = names
         self._watch = AbortWatch(policy)
         self._lock = threading.Lock()
