@@ -117,7 +117,7 @@ class Feed:
         self._planner = planner
         self._tickets = tickets
         self._mode = mode
-        self._leader = leader
+        self.leader = leader
         self._readers = readers
         self._reading = readers.reading(loader, job.num_workers)
         self._have_read = {leader}
@@ -144,12 +144,12 @@ class Feed:
         if self._job.num_workers == 1:
             yield from self._alone()
             return
-        with self._readers.being_read(self._reading, self._leader):
+        with self._readers.being_read(self._reading, self.leader):
             yield from self._lead() if self._is_leading else self._follow()
 
     @property
     def _is_leading(self) -> bool:
-        return self._job.rank == self._leader
+        return self._job.rank == self.leader
 
     def _alone(self) -> Iterator[Fed]:
         """There is nobody to tell, and nothing to compare."""
@@ -222,7 +222,7 @@ class Feed:
             self._job.control,
             self._loader,
             memory,
-            source=self._leader,
+            source=self.leader,
             takes=self._cursor is None,
         )
 
@@ -240,7 +240,7 @@ class Feed:
         mine = self._planner.python_step(self._mode, shape.first)
         if not mine.agrees_with(ticket.python):
             self._draw_missed()
-        self._planner.check_python_step(self._mode, shape.first, ticket.python, self._leader)
+        self._planner.check_python_step(self._mode, shape.first, ticket.python, self.leader)
 
     def _catch_up(self, text: str | None) -> bool:
         """Compare a new graph with the leader's; if it is another, read what was not read here.
@@ -254,7 +254,7 @@ class Feed:
         digest = hashlib.sha256((text or "").encode(errors="replace")).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         meta = TensorMeta.of(mine)
-        leaders = self._job.control.broadcast(mine, meta, source=self._leader)
+        leaders = self._job.control.broadcast(mine, meta, source=self.leader)
         return not (self._is_leading or torch.equal(mine, leaders)) and self._draw_missed()
 
     def _draw_missed(self) -> bool:
@@ -283,11 +283,11 @@ class Feed:
 
     def holders(self, planned: PlannedStep) -> set[int]:
         """The workers that have the batch of a step."""
-        return {self._leader, *planned.consumers}
+        return {self.leader, *planned.consumers}
 
     def _follow(self) -> Iterator[Fed]:
         while True:
-            ticket = self._tickets.receive(self._leader)
+            ticket = self._tickets.receive(self.leader)
             self._compare_previous(ticket)
             if ticket.shape is None:
                 self._end(ticket)
@@ -338,7 +338,7 @@ class Feed:
             self._cursor = self._next = self._next_checksum = None
 
     def _sent(self, shape: BatchDescription) -> Division:
-        return receive_batch(self._job.control, shape, source=self._leader)
+        return receive_batch(self._job.control, shape, source=self.leader)
 
     def _compare_previous(self, ticket: Ticket) -> None:
         """Compare the batch before with the leader's, if this worker drew it."""
@@ -414,8 +414,8 @@ class Feed:
 
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(
-            f"the loaders of workers {self._leader} and {self._job.rank} disagree at "
+            f"the loaders of workers {self.leader} and {self._job.rank} disagree at "
             f"{self._mode.value} step {self._step} of the epoch\n"
-            f"  worker {self._job.rank}: {mine}\n  worker {self._leader}: {leaders}\n"
+            f"  worker {self._job.rank}: {mine}\n  worker {self.leader}: {leaders}\n"
             f"  Fix: {fix}"
         )

@@ -37,6 +37,7 @@ class Job:
         member: Membership: peers, agreement, barriers.
         rank: This worker's rank.
         num_workers: How many workers the job has.
+        ranks: The ranks of all of them.
         transport: Moves tensors between workers.
         control: Small and chunked messages outside any plan.
         abort: Set when the job fails, anywhere.
@@ -72,6 +73,7 @@ class Job:
     ) -> None:
         self.member = member
         self.rank, self.num_workers = member.rank, member.num_workers  # for the job's whole life
+        self.ranks = range(self.num_workers)
         self.transport = transport
         self.abort = abort
         self.control = ControlChannels(transport, member.rank, member.num_workers)

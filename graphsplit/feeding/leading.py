@@ -1,0 +1,114 @@
+"""Which worker leads a step: it reads the batch first, and tells the others what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from graphsplit.batches.batch import fingerprint
+from graphsplit.batches.microbatches import BatchDescription, Divider, Division
+from graphsplit.capture.graph import Mode
+from graphsplit.checkpoint.position import EpochStart
+from graphsplit.errors import LoaderMismatchError
+from graphsplit.feeding.feed import Feed, likely_first_reader
+from graphsplit.feeding.tickets import Tickets
+from graphsplit.job.job import Job
+from graphsplit.planning.planner import Planner
+from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.task import Task
+
+
+class Leading:
+    """Has every step's batch agreed on: one that a loader gives, or one that all were given.
+
+    Args:
+        task: What is trained.
+        job: The job.
+        planner: Makes the plans.
+        progress: How far training is.
+    """
+
+    def __init__(self, task: Task, job: Job, planner: Planner, progress: Progress) -> None:
+        self._task = task
+        self._job = job
+        self._planner = planner
+        self._progress = progress
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The job has new channels: tell signatures again."""
+        self._tickets = Tickets(self._job)
+
+    def feed(self, mode: Mode, loader: Iterable[Any], start: EpochStart) -> Feed:
+        """The steps of an epoch, each with its batch where that is needed.
+
+        Args:
+            mode: Train or eval.
+            loader: The loader.
+            start: Where the epoch goes on.
+        """
+        is_training = mode is Mode.TRAIN
+        return Feed(
+            self._job,
+            self._planner,
+            self._tickets,
+            mode=mode,
+            leader=self._leader(mode, loader),
+            loader=loader,
+            start=start,
+            divider=self._task.divider if is_training else Divider(),
+            has_loss_fn=self._task.loss_fn is not None,
+            note=self._note() if is_training else "",
+            progress=self._progress if is_training else None,
+            readers=self._job.readers,
+        )
+
+    def given(self, mode: Mode, division: Division, step: int) -> PlannedStep:
+        """The step for a batch that all workers were given.
+
+        Raises:
+            LoaderMismatchError: They were given different ones.
+        """
+        batch = division.shape()
+        note = self._note() if mode is Mode.TRAIN else ""
+        progress = self._progress if mode is Mode.TRAIN else None
+        if self._job.num_workers > 1:
+            self._compare_with_leader(mode, division, batch, step)
+        return plan_step(self._planner, mode, batch, note=note, progress=progress)
+
+    def _note(self) -> str:
+        """What workers must agree on besides plans, once training has begun."""
+        self._progress.begin()
+        return self._progress.agreement(self._task.divider)
+
+    def _leader(self, mode: Mode, loader: Iterable[Any]) -> int:
+        """The earliest consumer, if it has read all that was read from the loader so far."""
+        readers = self._job.readers.reading(loader, self._job.num_workers).ranks
+        return next((r for r in self._consumers(mode) if r in readers), min(readers))
+
+    def _consumers(self, mode: Mode) -> tuple[int, ...]:
+        """Workers that probably consume the next batch, the earliest in the pipeline first."""
+        latest = self._planner.latest(mode) or self._planner.latest(Mode.TRAIN)
+        if latest is not None:
+            return latest.consumers
+        task = self._task
+        return (likely_first_reader(task.network, task.unplaced, self._job.num_workers),)
+
+    def _compare_with_leader(
+        self, mode: Mode, division: Division, batch: BatchDescription, step: int
+    ) -> None:
+        leader = self._consumers(mode)[0]
+        checksum = fingerprint(division.arguments)
+        if self._job.rank == leader:
+            python = self._planner.python_step(mode, batch.first)
+            self._tickets.send(batch, generator=None, checksum=checksum, python=python)
+            return
+        ticket = self._tickets.receive(leader)
+        if (ticket.shape, ticket.checksum) != (batch, checksum):
+            raise LoaderMismatchError(
+                f"workers {leader} and {self._job.rank} were given different batches at "
+                f"{mode.value} step {step}\n"
+                f"  Fix: pass the same tensors on every worker, and let split and loss_weight "
+                f"depend on nothing else."
+            )
+        self._planner.check_python_step(mode, batch.first, ticket.python, leader)

@@ -1,0 +1,160 @@
+"""One worker's share of a Model's state: gathered for all, or loaded out of a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from graphsplit.batches import records
+from graphsplit.batches.batch import Arguments
+from graphsplit.checkpoint.gather import StateGatherer
+from graphsplit.checkpoint.group import ControlGroup, Group
+from graphsplit.errors import ConfigurationError
+from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.planner import Planner
+from graphsplit.planning.task import Task
+from graphsplit.tensor_meta import TensorMeta
+from graphsplit.train.engine import Engine, update_metrics
+from graphsplit.train.metrics import Metric
+from graphsplit.transport.hub import Router
+
+
+class ClusterState(Engine):
+    """The state of a Model over all workers; every method is called by all in the same order."""
+
+    def __init__(self, task: Task, job: Job) -> None:
+        self._task = task
+        self._job = job
+        records.trust_network(task.network, task.loss_fn)
+        self.planner = Planner(task, job)
+        self._waiting: dict[str, Callable[[], None]] = {}
+        self.planner.on_settled = self._settle
+        self.on_first_settled: Callable[[], None] | None = None
+
+    def group(self) -> Group:
+        """All workers of the job."""
+        return ControlGroup(self._job.control, self._show_progress)
+
+    def _show_progress(self) -> None:
+        self._job.member.position.progress += 1
+
+    def owners(self) -> Mapping[str, int]:
+        """The owners that are fixed: those of all tensors once this Model has a plan."""
+        return self.planner.known_owners()
+
+    def when_settled(self, what: str, action: Callable[[], None]) -> None:
+        """Do it as soon as there is a plan."""
+        if self.planner.owners:
+            action()
+        else:
+            self._waiting[what] = action
+
+    def settle_now(self) -> None:
+        """Do what waits for a plan without one."""
+        waiting, self._waiting = self._waiting, {}
+        for action in waiting.values():
+            action()
+
+    def _settle(self) -> None:
+        """Owners are fixed: forget the optimizer state of others, and load what waits."""
+        for optimizer in self._task.optimizers:
+            for key in list(optimizer.state):
+                if isinstance(key, torch.Tensor) and is_elsewhere(key):
+                    del optimizer.state[key]
+        self.settle_now()
+        first, self.on_first_settled = self.on_first_settled, None
+        if first is not None:
+            first()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: gather the network's full state on every worker."""
+        return self._gatherer().gather_network()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what this worker owns out of a full state."""
+        self._gatherer().load_network(state)
+
+    def optimizer_state_dicts(self) -> list[dict[str, Any]]:
+        """Collective: gather the optimizers' full states on every worker."""
+        gatherer = self._gatherer()
+        return [gatherer.gather_optimizer(optimizer) for optimizer in self._task.optimizers]
+
+    def load_optimizer_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load what this worker owns out of the optimizers' full states."""
+        gatherer = self._gatherer()
+        for optimizer, state in zip(self._task.optimizers, states, strict=True):
+            gatherer.load_optimizer(optimizer, state)
+
+    def _update_metrics(
+        self, metrics: Mapping[str, Metric], arguments: Arguments, outputs: Any
+    ) -> None:
+        loss, outputs = outputs if self._task.with_loss else (None, outputs)
+        has_loss_fn = self._task.loss_fn is not None
+        with torch.no_grad():
+            update_metrics(metrics, arguments, outputs, loss, has_loss_fn=has_loss_fn)
+
+    def _share_metrics(self, metrics: Mapping[str, Metric], home: int) -> dict[str, float]:
+        computed = None
+        if self._job.rank == home:
+            found = [float(metric.compute()) for metric in metrics.values()]
+            computed = torch.tensor(found, dtype=torch.float64)
+        meta = TensorMeta(torch.float64, (len(metrics),), (1,))
+        values = self._job.control.broadcast(computed, meta, source=home)
+        return dict(zip(metrics, values.tolist(), strict=True))
+
+    @property
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """The norm of all workers' gradients at the last clipping."""
+        return self.planner.updater.last_norm
+
+    def renew(self) -> None:
+        """The task has another loss, or other optimizers."""
+        records.trust_network(self._task.network, self._task.loss_fn)
+        self.planner.renew()
+
+    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
+        """Note what to call when the owned gradients of a step are complete."""
+        self.planner.updater.on_gradients = function
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether the step that is done was the last one: the job was asked to end."""
+        return self._job.is_stopping
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether a call of a Model is under way."""
+        return self._job.depth > 0
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Report errors raised inside, so that all workers end."""
+        _refuse_autocast_around()
+        return self._job.reporting()
+
+    def routes(self, plan: PartitionPlan) -> dict[tuple[int, int], tuple[str, str]]:
+        """The transport between each pair of workers that a plan connects, and why."""
+        transport = self._job.transport
+        if not isinstance(transport, Router):
+            return {}
+        pairs = {(min(e.source, e.destination), max(e.source, e.destination)) for e in plan.edges}
+        return {pair: transport.route(*pair) for pair in pairs}
+
+    def _gatherer(self) -> StateGatherer:
+        self.settle_now()
+        return StateGatherer(self._task, self._job, self.owners())
+
+
+def _refuse_autocast_around() -> None:
+    """Around a whole step it would reach backward and the optimizer, on some operations only."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ConfigurationError(
+                "torch.autocast is on around a call of the Model; it would reach beyond network "
+                "and loss\n"
+                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
+            )
