@@ -159,7 +159,7 @@ def play_pairs(
         tell_measuring(True)
     for number in range(rounds + 1):
         for size in SIZES:
-            value, count = torch.zeros(size // 4), 3 if size > 1 << 20 else 100
+            value, count = torch.zeros(size // 4), 8 if size > 1 << 20 else 100
             times: dict[str, list[float]] = {side: [] for side in sides}
             faults = dict.fromkeys(sides, 0)
             # Back and forth: no side always comes after the same one.
