@@ -136,6 +136,7 @@ class ModelArguments:
     split: Any
     loss_weight: Any
     schedule: Any
+    capture: Any
     unplaced: Any
     dynamic_dims: Any
     clip: Any
@@ -199,6 +200,8 @@ class ModelArguments:
         problems += _problems_of_metrics(self.metrics)
         problems += _problems_of_microbatches(self.microbatches, self.split, self.loss_weight)
         problems += _problems_of_schedule(self.schedule)
+        if self.capture != "auto":
+            problems.append(f"capture={self.capture!r}; expected 'auto'")
         if self.unplaced not in ("affinity", "worker0"):
             problems.append(f"unplaced={self.unplaced!r}; expected 'affinity' or 'worker0'")
         return problems

@@ -60,6 +60,7 @@ class Model:
             large weights fill idle time), ``"auto"`` (the fastest of many, by simulation), or a
             function ``(plan, microbatches) -> orders``. Results are the same:
             ``docs/how-to/choose-a-schedule.md``.
+        capture: ``"auto"``, the only value; goes with the next version.
         unplaced: Where operations go that nobody placed: ``"affinity"`` or ``"worker0"``.
         dynamic_dims: Dimensions of the batch's tensors whose sizes may change without a new plan,
             each with the largest size it may have: ``{0: 32, 1: 512}``. Other sizes, and sizes
@@ -97,6 +98,7 @@ class Model:
         split: Split | None = None,
         loss_weight: LossWeight | None = None,
         schedule: str | Policy = "1f1b",
+        capture: str = "auto",
         unplaced: UnplacedRule = "affinity",
         dynamic_dims: Mapping[int, int] | None = None,
         clip: Clip | None = None,
@@ -116,6 +118,7 @@ class Model:
             split=split,
             loss_weight=loss_weight,
             schedule=schedule,
+            capture=capture,
             unplaced=unplaced,
             dynamic_dims=dynamic_dims,
             clip=clip,
@@ -220,12 +223,10 @@ class Model:
         self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
     ) -> None:
         context = RunContext(self, joined.get_rank(), epochs, length_of(loader))
-        run = Training(
-            self._engine, self._states, context, callbacks, after_step=self._after_train_step
-        )
+        run = Training(self._engine, self._states, context, callbacks, self._after_step)
         run.run(loader, resume=resume)
 
-    def _after_train_step(self) -> None:
+    def _after_step(self) -> None:
         self._script.step_done()
         self._stop_if_asked()
 
@@ -357,8 +358,7 @@ class Model:
             beside it.
         """
         call = Call("placement", self._explainer.as_mapping, (batch, kwargs), subject=self)
-        found: dict[str, Any] = self._script.local(call)
-        return found
+        return dict(self._script.local(call))
 
     def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
         """Write the placement that was resolved to a file for ``gs.apply_placement``.

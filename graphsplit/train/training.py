@@ -29,7 +29,6 @@ class Training:
         states: States,
         context: RunContext,
         callbacks: Sequence[Callback],
-        *,
         after_step: Callable[[], None],
     ) -> None:
         self._engine = engine

@@ -116,6 +116,7 @@ def test_a_failure_is_told_to_callbacks_and_raised():
     [
         ({"microbatches": 0}, "expected an int of 1 or more"),
         ({"schedule": "fastest"}, "expected one of gpipe, 1f1b"),
+        ({"capture": "magic"}, "expected 'auto'"),
         ({"unplaced": "nowhere"}, "'affinity' or 'worker0'"),
     ],
 )
