@@ -40,7 +40,7 @@ from graphsplit.capture.state.owned_tensors import make_buffers, written_attribu
 from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
     refuse_own_generators,
-    silent_losses_refused,
+    unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
 
@@ -239,7 +239,7 @@ def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]
         stack.enter_context(kept_whole_unasked(recorder))
         stack.enter_context(nested_tensors_kept_whole(recorder))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
-        stack.enter_context(silent_losses_refused(recorder))
+        stack.enter_context(unrecordable_effects_refused(recorder))
         stack.enter_context(checkpoints_noted())
         stack.enter_context(_draws_checked())
         yield

@@ -60,7 +60,7 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
 
 
 @contextmanager
-def silent_losses_refused(recorder: Recorder) -> Iterator[None]:
+def unrecordable_effects_refused(recorder: Recorder) -> Iterator[None]:
     """Let the network's code stumble where it would do something that is not recorded."""
     with ExitStack() as stack:
         for owner, name, what, way_out in _REFUSED:
