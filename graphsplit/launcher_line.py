@@ -1,4 +1,4 @@
-"""What the launcher and the scheduler that it started tell each other. Datagrams of JSON.
+"""The line between the launcher and the scheduler that it started. Datagrams of JSON.
 
 ``graphsplit run`` knows when a process ends, even one that no scheduler has heard of yet; only it
 can end one that is frozen. The scheduler knows which worker was given up. Each has one end of a
@@ -110,7 +110,7 @@ class Line:
             self._link.send(text.encode())
 
     def read(self) -> Iterator[Note]:
-        """What was told and not read yet. Anything that is no note is left out."""
+        """The notes that were told and not read yet. Anything that is no note is left out."""
         while True:
             try:
                 data = self._link.recv(_MAX_BYTES)

@@ -1,4 +1,4 @@
-"""What graphsplit itself has to say while a job runs: Python's ``logging``, under ``graphsplit``.
+"""Graphsplit's own messages while a job runs: Python's ``logging``, under ``graphsplit``.
 
 ::
 
@@ -64,7 +64,7 @@ def _nothing() -> Mapping[str, Any]:
 
 
 class Context:
-    """What every line of this process belongs to: job, generation, rank, step."""
+    """The fields that every line of this process carries: job, generation, rank, step."""
 
     def __init__(self) -> None:
         self.source: Callable[[], Mapping[str, Any]] = _nothing

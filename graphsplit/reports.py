@@ -1,4 +1,4 @@
-"""What a process tells whoever started it about its end: one small file, named by the launcher.
+"""A process's report of its end to whoever started it: one small file, named by the launcher.
 
 ``graphsplit run`` gives each process the name of a file of its own. A process that fails, or the
 scheduler of a job that does, writes there what ended it, so that the launcher's last line can name
@@ -23,7 +23,7 @@ _MAX_CHARS = 2_000
 
 @dataclass(frozen=True)
 class Report:
-    """What ended a process.
+    """The end of a process.
 
     Attributes:
         headline: What happened, to whom, in one line.

@@ -1,4 +1,4 @@
-"""What is known about a failure, and where a worker is, as frozen values that can travel."""
+"""Failures, and where a worker is, as frozen values that can travel."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FailureCause:
 
     @property
     def headline(self) -> str:
-        """What happened, to whom: ``worker 1 (host alpha, pid 1852) failed: ValueError: no``."""
+        """The headline: ``worker 1 (host alpha, pid 1852) failed: ValueError: no``."""
         first = self._lines()[0]
         if self.rank < 0:
             return first.removeprefix(_LOST)
@@ -98,7 +98,7 @@ class FailureCause:
         return "; ".join([self.headline, *self.where()])
 
     def describe(self) -> str:
-        """What everybody is told: one line, what is to be done about it, and where to read more.
+        """The text that everybody is told: one line, the way out, and where to read more.
 
         A message of more than a few lines is left to the place where it was found out.
         """

@@ -1,4 +1,4 @@
-"""What the environment says about the cluster: the ``MS_*`` and ``GS_*`` variables.
+"""The cluster as the environment describes it: the ``MS_*`` and ``GS_*`` variables.
 
 ``ClusterSettings.from_environ`` is pure: it reads a mapping and returns a frozen value, or raises
 one ``ConfigurationError`` that lists every problem, so that a user mends them in one go.
@@ -189,7 +189,7 @@ def _read_watching(reader: _Reader) -> Watching:
 
 
 def read_security(environ: Mapping[str, str]) -> SecurityOptions:
-    """What the variables say about protection, for who takes no part in a job.
+    """The protection that the variables ask for, for who takes no part in a job.
 
     Raises:
         ConfigurationError: Some are malformed. Names every one of them.
@@ -201,7 +201,7 @@ def read_security(environ: Mapping[str, str]) -> SecurityOptions:
 
 
 def recovery_policy(environ: Mapping[str, str]) -> str:
-    """What the variables say about a lost worker; the default where they are malformed."""
+    """The policy for a lost worker; the default where the variables are malformed."""
     return _read_recovery(_Reader(environ))
 
 

@@ -1,4 +1,4 @@
-"""What is known about a tensor before it exists: dtype, shape and strides."""
+"""A tensor as it is known before it exists: dtype, shape and strides."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a batch looks like, and how it becomes microbatches."""
+"""Batches: their signatures, and how they become microbatches."""

@@ -1,4 +1,4 @@
-"""What a batch looks like (its signature), whether two are alike, and how a network takes it."""
+"""A batch's signature, whether two batches are alike, and how a network takes one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Signature:
         return args, kwargs
 
     def structure(self) -> str:
-        """What is equal for signatures that differ in the sizes of tensors alone."""
+        """The part that is equal for signatures that differ in the sizes of tensors alone."""
         return _SIZES.sub(_without_sizes, self.text)
 
 

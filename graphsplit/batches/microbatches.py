@@ -105,7 +105,7 @@ def _num_rows(tree: Any, *, what: str, fix: str) -> int:
 
 @dataclass(frozen=True)
 class BatchDescription:
-    """What all workers must know of a batch before its step, whether they have it or not.
+    """A batch as all workers must know it before its step, whether they have it or not.
 
     Attributes:
         whole: Signature of the batch.
@@ -147,7 +147,7 @@ class Division:
     alike: tuple[int, ...] = ()
 
     def shape(self) -> BatchDescription:
-        """What other workers must know of it."""
+        """The description that other workers must have of it."""
         whole = Signature.of(self.arguments)
         if not self.weights:
             return BatchDescription(whole)

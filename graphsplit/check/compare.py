@@ -72,7 +72,7 @@ class Difference:
 
     @property
     def first(self) -> Unequal:
-        """What is told."""
+        """The difference that is told."""
         return self.unequal[0]
 
 
@@ -93,7 +93,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared.
+    """The outcome of a comparison.
 
     Attributes:
         num_workers: How many workers there were.
@@ -116,7 +116,7 @@ class Comparison:
 
 @dataclass
 class _Count:
-    """What was the same so far."""
+    """The part that was the same so far."""
 
     steps: int = 0
     calls: int = 0
@@ -208,7 +208,7 @@ def _diverged(expected: Record | None, found: Sequence[Record | None]) -> Diverg
 
 
 def _owned_later(records: Sequence[Record], index: int) -> frozenset[tuple[Kind, str]] | None:
-    """What a worker owns of a Model that is about to be trained: only that counts of its start.
+    """The part of a Model that a worker owns, before it is trained: only that counts of its start.
 
     Before there is a plan, each worker has everything.
     """

@@ -65,7 +65,7 @@ def pinpoint(
 
 @dataclass(frozen=True)
 class _Results:
-    """What was computed on one side.
+    """The computations of one side.
 
     Attributes:
         digests: Of all results.

@@ -1,4 +1,4 @@
-"""What a process notes of a run: frozen values, and their lines in a file."""
+"""A process's notes of a run: frozen values, and their lines in a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class What(Enum):
-    """What was going on when something was noted."""
+    """The moment at which something was noted."""
 
     START = "start"
     STEP = "training step"
@@ -19,7 +19,7 @@ class What(Enum):
 
 
 class Kind(Enum):
-    """What a value is."""
+    """The kinds of values."""
 
     LOSS = "loss"
     METRIC = "metric"
@@ -68,7 +68,7 @@ class Value:
 
     @property
     def key(self) -> tuple[Kind, str]:
-        """What it is compared by."""
+        """The key by which it is compared."""
         return self.kind, self.name
 
     def is_same(self, other: Value) -> bool:
@@ -81,7 +81,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Record:
-    """What a process noted at one moment.
+    """A process's notes at one moment.
 
     Attributes:
         what: What was going on.

@@ -1,4 +1,4 @@
-"""What ``graphsplit check`` asks of a process, and where that leaves what it notes. Files.
+"""The request of ``graphsplit check`` to a process, and where that leaves its notes. Files.
 
 All processes of one pass share a folder::
 
@@ -28,7 +28,7 @@ _REFUSALS = ".refusals"
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is asked to note.
+    """The values that a process is asked to note.
 
     Attributes:
         num_steps: After how many training steps it leaves the script.
@@ -71,7 +71,7 @@ def requested_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def read_request(file: Path) -> Request:
-    """What is asked of the process that was given a file.
+    """The request to the process that was given a file.
 
     Raises:
         ConfigurationError: There is no request beside the file.
@@ -101,7 +101,7 @@ def write_refusal(records: Path, text: str) -> None:
 
 
 def read_refusals(records: Path) -> tuple[str, ...]:
-    """What a job would refuse, each once, in the order in which it was found."""
+    """The refusals of a job, each once, in the order in which they were found."""
     try:
         lines = records.with_suffix(_REFUSALS).read_text().splitlines()
     except FileNotFoundError:

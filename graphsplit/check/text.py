@@ -1,4 +1,4 @@
-"""What ``graphsplit check`` says. Pure."""
+"""The texts of ``graphsplit check``. Pure."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Findings:
 
 
 def findings(comparison: Comparison, *, asked: int) -> Findings:
-    """What is said of two runs that both ended well, as far as one pass shows it."""
+    """The text for two runs that both ended well, as far as one pass shows it."""
     compared = _compared(comparison)
     difference = comparison.difference
     if isinstance(difference, Diverged):
@@ -87,7 +87,7 @@ def nothing_to_compare(why: str) -> str:
 def failed(
     *, comparison: Comparison, job_status: int, plain_status: int, refusals: Sequence[str] = ()
 ) -> Findings:
-    """What is said where the job, or the plain loop, did not end well.
+    """The text where the job, or the plain loop, did not end well.
 
     Args:
         comparison: What both sides noted until then.
@@ -122,7 +122,7 @@ def failed(
 
 
 def difference_text(comparison: Comparison, difference: Difference, where: Pinpoint) -> str:
-    """What is said of a difference.
+    """The text for a difference.
 
     Args:
         comparison: All that was compared.
@@ -157,7 +157,7 @@ def unstable(comparison: Comparison, difference: Difference | Diverged) -> str:
 
 
 def _left_out(comparison: Comparison) -> list[str]:
-    """What was not compared, as a further line."""
+    """The values that were not compared, as a further line."""
     if not comparison.unseeded:
         return []
     names = " and ".join(_GENERATORS.get(name, name) for name in comparison.unseeded)
@@ -282,7 +282,7 @@ def _elements(plain: Value | None, found: Value | None) -> list[str]:
 
 
 def _others(difference: Difference) -> str:
-    """What else differs at that moment, by kind."""
+    """The other differences at that moment, by kind."""
     first = difference.first.value.key
     names: dict[Kind, dict[str, None]] = {}
     for unequal in difference.unequal:

@@ -1,4 +1,4 @@
-"""What there is to save: the network's tensors, its optimizers' state, and whose job it is.
+"""The contents of a save: the network's tensors, its optimizers' state, and whose job it is.
 
 Everything has one worker that saves it: its owner once there is a plan. Before that every worker
 has everything, and worker 0 saves it.
@@ -82,7 +82,7 @@ def module_of_extra(network: nn.Module, key: str) -> nn.Module:
 
 
 class Ownership:
-    """Who saves, and who loads, each tensor.
+    """The workers that save, and load, each tensor.
 
     Args:
         task: What is trained.
@@ -128,7 +128,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @dataclass
 class Contents:
-    """What one worker saves.
+    """One worker's part of a save.
 
     Attributes:
         weights: Tensors of the network's state dictionary.

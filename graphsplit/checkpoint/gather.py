@@ -37,7 +37,7 @@ class StateGatherer:
         }
 
     def gather_network(self) -> dict[str, Any]:
-        """What the network's own ``state_dict`` gives: hooks have run, values are copied."""
+        """The network's own ``state_dict``: hooks have run, values are copied."""
         network = self._task.network
         with plain_classes(network), torch.no_grad():
             if own_saving(network, with_extra=True):  # it may look at every value
@@ -105,7 +105,7 @@ class StateGatherer:
             raise StateError(f"the state does not fit {what}\n  {mine}") from error
 
     def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What the optimizer's own ``state_dict`` gives, with the entries of all workers."""
+        """The optimizer's own ``state_dict``, with the entries of all workers."""
         own, whole = optimizer.state, defaultdict(dict, optimizer.state)
         for parameter in parameters_of(optimizer):
             owner = self._owner_of.get(id(parameter), -1)
@@ -137,7 +137,7 @@ class StateGatherer:
 
 
 def _error_of(load: Callable[[], object]) -> Exception | None:
-    """What the user's code raised, if anything: all workers must have raised the same."""
+    """The error that the user's code raised, if any: all workers must have raised the same."""
     try:
         load()
     except Exception as error:

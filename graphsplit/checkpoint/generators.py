@@ -65,7 +65,7 @@ def _numpy_tuple(state: Any) -> tuple[Any, ...]:
 
 
 def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
-    """What decides the next batches of a loader beside generators that it was given by name.
+    """The state that decides a loader's next batches beside generators given by name.
 
     The process's generators; generators of any library in the attributes of its sampler and data
     set; and whole numbers that a sampler keeps, such as the epoch.

@@ -119,7 +119,7 @@ class Group(ABC):
 
 
 def read_message(text: str) -> dict[str, Any]:
-    """What another worker told, as an object.
+    """The object that another worker told.
 
     Raises:
         FrameError: It is none.

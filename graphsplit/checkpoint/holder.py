@@ -1,4 +1,4 @@
-"""What saving and loading must know of whoever holds the state."""
+"""The holder of a Model's state, as saving and loading know it."""
 
 from __future__ import annotations
 

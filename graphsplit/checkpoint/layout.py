@@ -50,7 +50,7 @@ def octets_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_meta(tensor: torch.Tensor) -> TensorMeta:
-    """What is kept of a tensor beside its bytes: dtype and shape."""
+    """A tensor as it is noted beside its bytes: dtype and shape."""
     shape = tuple(tensor.shape)
     return TensorMeta(tensor.dtype, shape, contiguous_strides(shape))
 
@@ -76,7 +76,7 @@ def meta_from_json(node: Any, *, what: str) -> TensorMeta:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file says beside its tensors.
+    """The notes of a file beside its tensors.
 
     Attributes:
         aliases: For a name that shares its tensor with another: the name it is stored under.
@@ -161,7 +161,7 @@ class FileLayout:
 
 
 def read_info(metadata: Mapping[str, str], *, what: str) -> FileInfo:
-    """What a file says beside its tensors; nearly nothing if it was written by others.
+    """The notes of a file beside its tensors; nearly none if it was written by others.
 
     Raises:
         CheckpointError: It was written by graphsplit in another format, or changed since.

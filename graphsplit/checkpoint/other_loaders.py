@@ -52,7 +52,7 @@ class OtherLoaders:
             self._known.append(_Known(weakref.ref(loader), before))
 
     def state(self) -> list[Any]:
-        """What each looks like, and its state."""
+        """The look of each loader, and its state."""
         alive = [known.loader() for known in self._known]
         return [[_looks(one), _own_state(one)] for one in alive if one is not None] + [
             list(due) for due in self._due
@@ -99,7 +99,7 @@ def _own_state(loader: Any) -> Any:
 
 
 def _looks(loader: Any) -> str:
-    """What tells one loader from another, in every process alike."""
+    """A name that tells one loader from another, in every process alike."""
     length = length_of(loader)
     parts = [type(getattr(loader, name, None)).__qualname__ for name in ("sampler", "dataset")]
     return f"{type(loader).__qualname__} {length} {' '.join(parts)}"

@@ -220,7 +220,7 @@ class LoaderWatch:
         self.remembered = None
 
     def state(self, process: Fixed | None = None) -> dict[str, Any] | None:
-        """What to save of the loader: its own state if it has one, else its generators'.
+        """The loader's part of a save: its own state if it has one, else its generators'.
 
         Args:
             process: What ``process_generators`` gave just now, if the caller knows.

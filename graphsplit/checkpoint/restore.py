@@ -136,7 +136,7 @@ class NetworkLoader:
         self._wanted.append(Wanted(target, name, holds))
 
     def requests(self, ownership: Ownership, num_workers: int) -> list[Request]:
-        """What every worker needs."""
+        """The tensors that every worker needs."""
         everybody = range(num_workers)
         stored = self._source.tensors["weights"]
         needed = self._state.values if self._load_whole is None else stored
@@ -240,7 +240,7 @@ class OptimizerLoader:
         ] + ([] if len(found) == len(names) else [f"{len(found)} parameters were saved"])
 
     def requests(self, ownership: Ownership, num_workers: int) -> list[Request]:
-        """What every worker needs.
+        """The sections that every worker needs.
 
         Raises:
             CheckpointError: The save lacks a tensor that it refers to.

@@ -1,4 +1,4 @@
-"""What a Model calls to save and to load; also the place to add what else belongs to its state."""
+"""Saving and loading as a Model calls it; also the place to add more to its state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What ``Model.load`` has found.
+    """The findings of ``Model.load``.
 
     Attributes:
         position: How far training had come.
@@ -66,7 +66,7 @@ class Loaded:
 
 @dataclass
 class Resumption:
-    """What the next ``train`` does first after a state was loaded.
+    """The first things that the next ``train`` does after a state was loaded.
 
     Attributes:
         position: Where it goes on.
@@ -84,7 +84,7 @@ class Resumption:
     is_rollback: bool = False
 
     def to_values(self) -> dict[str, Any]:
-        """What it takes to make it again."""
+        """The values from which it can be made again."""
         start = {k: v for k, v in vars(self.start).items() if k != "step"}
         return {
             "position": vars(self.position),
@@ -323,7 +323,7 @@ class States:
         return values
 
     def _shared_requests(self, source: Source) -> list[Request]:
-        """What every worker needs beside the network and the optimizers."""
+        """The values that every worker needs beside the network and the optimizers."""
         num_workers = self._holder.group().num_workers
         found = [
             Request(name, "training", by_worker.takers(section, source.values, num_workers))
@@ -412,7 +412,7 @@ class States:
     def _requests(
         self, network: NetworkLoader | None, optimizers: list[OptimizerLoader]
     ) -> list[Request]:
-        """What to verify. What nobody owns yet is shared out, so that all is read once."""
+        """The tensors to verify; those that nobody owns yet are shared out, so that all is read once."""
         group, ownership = self._holder.group(), self._ownership()
         found = network.requests(ownership, group.num_workers) if network is not None else []
         for optimizer in optimizers:

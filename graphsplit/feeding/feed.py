@@ -236,7 +236,7 @@ class Feed:
             self._planner.catch_up = before
 
     def _check_python(self, ticket: Ticket, shape: BatchDescription) -> None:
-        """What the leader's data set has changed of the Python around the step is changed here."""
+        """Change here what the leader's data set has changed of the Python around the step."""
         mine = self._planner.python_step(self._mode, shape.first)
         if not mine.agrees_with(ticket.python):
             self._draw_missed()
@@ -271,7 +271,7 @@ class Feed:
         return _Cursor(batches, divider=self._divider, has_loss_fn=self._has_loss_fn)
 
     def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
-        """What computes the checksum while the step waits; it is done now if the step writes."""
+        """Computes the checksum while the step waits; done now if the step writes."""
 
         def check() -> None:
             self._checksum = fingerprint(division.arguments)

@@ -77,7 +77,7 @@ class Leading:
         return plan_step(self._planner, mode, batch, note=note, progress=progress)
 
     def _note(self) -> str:
-        """What workers must agree on besides plans, once training has begun."""
+        """The text that workers must agree on besides plans, once training has begun."""
         self._progress.begin()
         return self._progress.agreement(self._task.divider)
 

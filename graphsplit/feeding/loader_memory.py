@@ -1,4 +1,4 @@
-"""What a loader remembers from epoch to epoch, as far as workers can tell it each other.
+"""A loader's memory from epoch to epoch, as far as workers can tell it each other.
 
 Generators of random numbers in the loader, its samplers and its data set; and whole numbers that a
 sampler keeps, such as the epoch. Only workers that read a loader draw from them: the others are
@@ -18,7 +18,7 @@ from graphsplit.job.control import ControlChannels
 
 
 def loader_memory(loader: Any) -> dict[str, Any]:
-    """What a loader remembers now."""
+    """A loader's memory now."""
     remembered = remembered_by(loader, Fixed())
     del remembered[""]  # the process's own generators
     given = {path: generator.get_state() for path, generator in generators_of(loader).items()}

@@ -34,7 +34,7 @@ _GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
 
 class Ticket(NamedTuple):
-    """What is announced of a batch.
+    """The announcement of a batch.
 
     Attributes:
         step: Which one it is.

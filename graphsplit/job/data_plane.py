@@ -46,7 +46,7 @@ class DataPlane:
         )
 
     def endpoints(self, hub: Hub) -> dict[str, str]:
-        """What to tell the peers."""
+        """The addresses to tell the peers."""
         return {**hub.endpoints, GENERATOR_KEY: self.generator}
 
     def connect(self, hub: Hub, member: Member) -> Transport:

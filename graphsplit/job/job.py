@@ -109,7 +109,7 @@ class Job:
 
     @property
     def recovery_policy(self) -> str:
-        """What the job does about a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        """The job's answer to a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
         return self.member.recovery
 
     def recover(self) -> None:
@@ -220,7 +220,7 @@ class Job:
         return self.abort.error()
 
     def _report_own(self, error: BaseException) -> None:
-        """What the script itself did wrong ends the job, even one that recovers.
+        """Report what the script itself did wrong: it ends the job, even one that recovers.
 
         Others may have found the same at once: whose error ended the job, the verdict says.
         """
@@ -236,7 +236,7 @@ class Job:
                 signal.pthread_kill(threading.main_thread().ident or 0, WAKE_SIGNAL)
 
     def log_fields(self) -> dict[str, Any]:
-        """What every line of this worker's log belongs to."""
+        """The fields that every line of this worker's log carries."""
         step = self.member.position.location().step
         rank, job = self.rank, self.member.job
         return {"job": job, "generation": self.generation, "rank": rank, "step": step}

@@ -152,7 +152,7 @@ def _share_generator(job: Job) -> None:
 
 
 def _begin_as_workers_did() -> None:
-    """What a script without a seed trains in one process is compared with what workers trained."""
+    """Start from the generator that a job's workers left: a script without a seed is compared."""
     file = requested_file(os.environ)
     state = left_generator(file) if file is not None else None
     if state is not None:

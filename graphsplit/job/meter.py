@@ -1,4 +1,4 @@
-"""What one worker counts for its metrics: steps and their times, traffic, and waiting."""
+"""One worker's counts for its metrics: steps and their times, traffic, and waiting."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class LoaderReaders:
         self._leaders: list[tuple[Reading, int]] = []  # of the epochs under way
 
     def reading(self, loader: Any, num_workers: int) -> Reading:
-        """What is known of a loader that is read next."""
+        """The readers of a loader that is read next, as far as is known."""
         self._drop_what_is_gone()
         parts = tuple(parts_of(loader))
         known = [self._known[id(part)] for part in parts if id(part) in self._known]
@@ -135,7 +135,7 @@ class LoaderReaders:
             self._known[id(part)] = _held(part), found, has_written or was_written
 
     def _drop_what_is_gone(self) -> None:
-        """What nobody else holds can be no part of a loader any more.
+        """Forget objects that nobody else holds: they can be no part of a loader any more.
 
         So it does not matter when that is noticed, which is not at the same time on all workers.
         """
@@ -167,7 +167,7 @@ def parts_of(loader: Any) -> list[Any]:
 
 
 def _held(part: Any) -> Any:
-    """What keeps a part's identity from becoming another's unnoticed."""
+    """A guard that keeps a part's identity from becoming another's unnoticed."""
     try:
         return weakref.ref(part)
     except TypeError:  # lists, dictionaries, iterators
@@ -197,7 +197,7 @@ def _is_atom(part: Any) -> bool:
 
 
 def _inside(part: Any) -> Iterator[Any]:
-    """What an object holds, one step further."""
+    """The objects that an object holds, one step further."""
     if isinstance(part, dict):
         yield from itertools.islice(part.values(), _MAX_ITEMS)
     elif isinstance(part, _CONTAINERS):

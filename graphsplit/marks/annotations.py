@@ -67,7 +67,7 @@ def callers_line(depth: int) -> str:
 
 
 def problem_with(role: object, rank: object) -> tuple[str, str] | None:
-    """What is wrong with a role and a rank, and how to mend it; None if nothing is."""
+    """The fault in a role and a rank, and how to mend it; None if there is none."""
     if role != WORKER_ROLE:
         return (
             f"role {role!r} is not known; expected {WORKER_ROLE!r}",

@@ -20,7 +20,7 @@ def recomputed_paths(net: nn.Module, recompute: Any) -> bool | tuple[str, ...]:
 
 
 def problems_of_recompute(net: Any, recompute: Any, compile: Any) -> list[str]:
-    """What is wrong with ``Model(recompute=...)``."""
+    """Problems of ``Model(recompute=...)``, in words."""
     if recompute is False or not isinstance(net, nn.Module):
         return []
     problems = []

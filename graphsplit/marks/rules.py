@@ -137,7 +137,7 @@ class _Applier:
         self._rules = rules
 
     def modules(self) -> list[tuple[nn.Module, Annotation]]:
-        """What to write on each module."""
+        """The annotation to write on each module."""
         decided: dict[str, Rule] = {}
         matched: dict[Rule, dict[str, nn.Module]] = {}
         for rule in self._section(MODULES):

@@ -72,7 +72,7 @@ class _Pairs(list[tuple[_Value, _Value]]):
 
 @dataclass
 class RulesRead:
-    """What was read.
+    """A placement that was read.
 
     Attributes:
         rules: All rules that could be read, in order.

@@ -1,4 +1,4 @@
-"""What Python objects keep, as text: to compare what two processes have left in them."""
+"""The state of Python objects as text: to compare what two processes have left in them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def digest(data: Any) -> str:
 
 
 def _parts(value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    """What a value holds, each with the step that leads to it."""
+    """The values that a value holds, each with the step that leads to it."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield _step_to(key, names), entry

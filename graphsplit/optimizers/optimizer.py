@@ -28,7 +28,7 @@ from graphsplit.optimizers.trial import Part, Trial, note_step
 
 
 class _Verdict(enum.Enum):
-    """What this worker does with an optimizer."""
+    """This worker's share of an optimizer."""
 
     STEP = "steps it over what lives here"
     LEAVE = "leaves it to the workers that have its parameters"
@@ -134,7 +134,7 @@ class OwnedOptimizer:
         return self.checks(scaler)
 
     def checks(self, scaler: torch.amp.GradScaler) -> dict[torch.device, torch.Tensor]:
-        """What the scaler has found in this optimizer's gradients; it decides by this alone."""
+        """The scaler's finding in this optimizer's gradients; it decides by this alone."""
         found: dict[torch.device, torch.Tensor]
         found = scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"]
         return found
@@ -200,7 +200,7 @@ class OwnedOptimizer:
 
     @contextmanager
     def _only_owned(self) -> Iterator[None]:
-        """What is not here has no gradient and would be skipped, but slowly."""
+        """Leave out what is not here: it has no gradient, but skipping it takes time."""
         groups = list(self._optimizer.param_groups)
         whole = [group["params"] for group in groups]
         given = [list(parameters) for parameters in self._refreshed()]

@@ -23,7 +23,7 @@ _GROUPING = "_group_tensors_by_device_and_dtype"
 
 
 class Share:
-    """What one worker has of a network's parameters.
+    """One worker's part of a network's parameters.
 
     Args:
         residence: Where they live.

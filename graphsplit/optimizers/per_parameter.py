@@ -67,7 +67,7 @@ def is_said(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What runs around its step, hooks of all optimizers included."""
+    """The hooks that run around its step, those of all optimizers included."""
     several: Iterable[Any] = (
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
@@ -96,7 +96,7 @@ def is_listed(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def replaced_step(optimizer: torch.optim.Optimizer) -> Any:
-    """What the script has put in the place of its step; None where it has not."""
+    """The function that the script has put in the place of its step; None where it has not."""
     own = vars(optimizer).get("step")
     return None if own is None or _is_torchs(own) else own
 

@@ -54,7 +54,7 @@ class Part(enum.Enum):
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried out.
+    """The subject of a trial.
 
     Attributes:
         optimizer: The user's.
@@ -67,7 +67,7 @@ class Trial:
     only_owned: OnlyOwned
 
     def difference(self, part: Part) -> str | None:
-        """What a step over some parameters does otherwise than one over all, in words.
+        """The difference between a step over some parameters and one over all, in words.
 
         Args:
             part: Over which.
@@ -120,7 +120,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Left:
-    """What the steps of one child have left.
+    """The outcome of the steps of one child.
 
     Attributes:
         kept: All that is kept, at each look.
@@ -138,7 +138,7 @@ class _Left:
 
     @classmethod
     def of_json(cls, value: Any) -> _Left:
-        """What a child has reported."""
+        """The report of a child."""
         looks, raised, drawn = value
         kept = [{tuple(path): text for path, text in look} for look in looks]
         return cls(kept, raised, drawn)
@@ -272,7 +272,7 @@ def _small(shape: tuple[int, ...], cap: int | None) -> tuple[int, ...]:
 
 
 def _tensors_in(value: Any, names: Mapping[int, str], seen: set[int]) -> Iterator[torch.Tensor]:
-    """What an optimizer keeps beside the network's own tensors."""
+    """The state that an optimizer keeps beside the network's own tensors."""
     if id(value) in names or id(value) in seen:
         return
     seen.add(id(value))

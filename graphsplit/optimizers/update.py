@@ -43,7 +43,7 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """What a Model does with gradients.
+    """The rules by which a Model treats gradients.
 
     Attributes:
         optimizers: Stepped one after the other.
@@ -261,7 +261,7 @@ def _described(value: Any) -> str:
 
 
 def rules_problems(optimizers: Any, clip: Any, scaler: Any) -> list[str]:
-    """What is wrong with the arguments of a Model, in words."""
+    """Problems of a Model's arguments, in words."""
     problems = []
     is_one = optimizers is None or isinstance(optimizers, torch.optim.Optimizer)
     if not is_one and not isinstance(optimizers, (list, tuple)):

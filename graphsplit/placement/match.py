@@ -20,7 +20,7 @@ def operation_name(target: str) -> str:
 
 @dataclass(frozen=True)
 class Matched:
-    """What the rules of operations say about a graph.
+    """The answer of the rules of operations for a graph.
 
     Attributes:
         deciding: The rule that decides, by position of the operation.

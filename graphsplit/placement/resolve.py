@@ -274,7 +274,7 @@ class _Resolver:
         return placed[1].rank if placed is not None else EVERYWHERE
 
     def _owner_by_rule(self, position: int) -> Annotation | None:
-        """What a rule for parameters says, by whichever of a tied parameter's names."""
+        """The answer of a rule for parameters, by whichever of a tied parameter's names."""
         names = self.state_names.get(position, (self.nodes[position].target,))
         found = (self.rules.parameters[n] for n in names if n in self.rules.parameters)
         return next(found, None)

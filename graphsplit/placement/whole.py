@@ -1,4 +1,4 @@
-"""What runs whole on one worker, though the modules inside it may be placed apart.
+"""Operations that run whole on one worker, though the modules inside may be placed apart.
 
 Branches, loops and calls kept whole are one operation of the graph. The modules inside are known
 by the parameters that they bring along. Branches whose modules are placed apart are taken apart.
@@ -43,7 +43,7 @@ def modules_inside(
 
 
 def torn_apart(graph: CapturedGraph, position: int, inside: Mapping[str, Annotation]) -> str | None:
-    """What is wrong with an operation that runs whole, if its modules are placed apart."""
+    """The fault of an operation that runs whole, if its modules are placed apart."""
     if not _is_apart(inside):
         return None
     node = graph.nodes[position]

@@ -49,7 +49,7 @@ class WrittenPlacement:
     title: str
 
     def as_mapping(self) -> dict[str, Any]:
-        """What ``gs.apply_placement`` takes."""
+        """The mapping that ``gs.apply_placement`` takes."""
         sections = {
             MODULES: self.modules,
             OPERATIONS: self.operations,
@@ -208,7 +208,7 @@ class _Writer:
         assert self._resolved().workers == self._placed.workers, "the rules give another placement"
 
     def _resolved(self) -> PlacedGraph:
-        """What the rules collected so far give, from a fresh start."""
+        """The placement that the rules collected so far give, from a fresh start."""
         ranks = {self._module_of[path]: rank for path, rank in self._modules.items()}
         self._decided = {
             path: Annotation(ranks[module], "")

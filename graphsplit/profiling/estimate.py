@@ -191,7 +191,7 @@ def _middle_mean(samples: Sequence[float]) -> float:
 def _moving(
     plan: PartitionPlan, measured: _Measured, sends: Mapping[int, float]
 ) -> tuple[dict[int, float], dict[tuple[int, int], Link]]:
-    """What receiving costs, by edge, and the links."""
+    """The costs of receiving, by edge, and the links."""
     sent: dict[_Message, int] = {}
     received: dict[_Message, _Moment] = {}
     for worker in range(len(measured.programs)):

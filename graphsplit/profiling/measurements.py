@@ -1,4 +1,4 @@
-"""What one worker measured, and what follows from it, as text between workers.
+"""One worker's measurements, and what follows from them, as text between workers.
 
 The text is JSON of a fixed shape. It is read strictly: what is not a number of the right kind, of
 the expected count and within bounds, is refused by name. Nothing is unpickled.
@@ -26,7 +26,7 @@ _MAX_WORKERS = 1 << 16
 
 @dataclass(frozen=True)
 class Measurements:
-    """What one worker measured.
+    """One worker's measurements.
 
     Attributes:
         worker: Its rank.

@@ -36,7 +36,7 @@ RoundTrip = tuple[int, int, int, int]  # t0, t1, t2, t3
 
 
 def clock_offset_ns(trips: Sequence[RoundTrip]) -> int:
-    """What to add to b's clock to get a's."""
+    """The nanoseconds to add to b's clock to get a's."""
     t0, t1, t2, t3 = min(trips, key=lambda trip: (trip[3] - trip[0]) - (trip[2] - trip[1]))
     return -((t1 - t0) + (t2 - t3)) // 2
 
@@ -52,7 +52,7 @@ def link_of(small_s: Sequence[float], large_s: Sequence[float], large_bytes: int
 
 
 def measure_offset(control: ControlChannels) -> int:
-    """What to add to this worker's clock to get worker 0's. All workers call it together."""
+    """The seconds to add to this worker's clock to get worker 0's. All workers call it together."""
     found = 0
     for peer in range(1, control.num_workers):
         if control.rank == 0:
@@ -112,7 +112,7 @@ def _take(control: ControlChannels, size: int, source: int) -> bytes:
 
 
 def clock_name() -> str:
-    """What workers have in common whose ``perf_counter`` is one clock."""
+    """A name that workers have in common whose ``perf_counter`` is one clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

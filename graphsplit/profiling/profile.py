@@ -249,7 +249,7 @@ class Profiler:
 
 
 def _about_part(part: StepPart) -> str:
-    """What of a step is told, where it is not all of it."""
+    """Which part of a step is told, in words; empty where it is all of it."""
     if part.first and part.last:
         return ""
     return (
@@ -292,7 +292,7 @@ class Profiling:
 
     @property
     def result(self) -> Profile:
-        """What was measured.
+        """The measurements.
 
         Raises:
             ConfigurationError: The block has not ended.

@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class Opcode(Enum):
-    """What an instruction does."""
+    """The kinds of instructions."""
 
     ZERO_GRADIENTS = "ZERO_GRADIENTS"
     FORWARD = "FORWARD"

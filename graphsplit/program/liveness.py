@@ -1,4 +1,4 @@
-"""What a worker may forget after each instruction, because nothing later reads it.
+"""The values that a worker may forget after each instruction: nothing later reads them.
 
     RECEIVE mb0 edge3
     FORWARD mb0 seg2    frees mb0 v7     v7 came by edge3, and no other segment here reads it
@@ -22,7 +22,7 @@ GENERATOR = -1  # in the place of a node: the state of a microbatch's generator
 
 
 def last_uses(plan: PartitionPlan, program: WorkerProgram) -> dict[int, tuple[Held, ...]]:
-    """What nothing reads any more once an instruction has run, by its position in the program.
+    """The values that nothing reads any more once an instruction has run, by its position.
 
     Outputs of the graph are not among it: they are what a step is for.
     """
@@ -48,7 +48,7 @@ def describe_liveness(plan: PartitionPlan, program: WorkerProgram) -> str:
 
 
 class _Uses:
-    """What an instruction makes, receives or reads, of what a worker holds for a while."""
+    """The values that an instruction makes, receives or reads, of those held for a while."""
 
     def __init__(self, plan: PartitionPlan, worker: int) -> None:
         self._plan = plan

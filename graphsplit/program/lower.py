@@ -94,7 +94,7 @@ def lower(
 
 @dataclass(frozen=True)
 class _Common:
-    """What the lowering of all workers has in common."""
+    """The tables that the lowering of all workers has in common."""
 
     plan: PartitionPlan
     traffic: Traffic

@@ -70,7 +70,7 @@ def verify_programs(
 
 
 def _check_order_of_changes(plan: PartitionPlan, programs: Sequence[WorkerProgram]) -> None:
-    """What operations modify in place, such as running statistics, meets microbatches in order."""
+    """Check that memory modified in place (running statistics) meets microbatches in order."""
     graph, workers = plan.placed.graph, plan.placed.workers
     segment_of = plan.segmentation.segment_of
     touched: dict[int, set[int]] = {}  # by segment, where it is the memory itself and no copy

@@ -16,7 +16,7 @@ START = 0
 
 @dataclass(frozen=True)
 class Offer:
-    """What one worker can do.
+    """The offer of one worker.
 
     Attributes:
         is_fresh: It has just started, and has nothing but what its script builds.

@@ -1,4 +1,4 @@
-"""What workers tell each other before they go on together after a loss."""
+"""The exchange between workers before they go on together after a loss."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _lines(pieces: Pieces) -> list[str]:
 
 
 def share_script(group: Group, folder: SnapshotFolder | None, number: int) -> dict[str, Any]:
-    """What a snapshot on disk says of the place in the script, from the first who sees it.
+    """The place in the script that a snapshot on disk has, from the first who sees it.
 
     Raises:
         CheckpointError: Nobody can read it; the same on all workers.

@@ -1,4 +1,4 @@
-"""What is remembered of each kind of call, and how it is given again without running."""
+"""The kinds of calls: what is remembered of each, and how it is given again without running."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kind:
         return unpack(node, what=f"{call.name}()")
 
     def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
-        """What else the call left, beside what snapshots hold; None if nothing."""
+        """The further effects of a call, beside what snapshots hold; None if there are none."""
         return None
 
     def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:

@@ -58,7 +58,7 @@ def kept_call(call: Call) -> Call:
 
 @dataclass(frozen=True)
 class ModelBefore:
-    """What the script may have changed about a Model before a call.
+    """The state of a Model that the script may have changed before a call.
 
     Attributes:
         share: The Model.

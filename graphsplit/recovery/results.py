@@ -1,4 +1,4 @@
-"""What calls returned, as lines of text: a worker that comes back is given them again.
+"""The results of calls, as lines of text: a worker that comes back is given them again.
 
 One line for each call: its number, its name, its result. Tensors stand in it by their bytes. A
 further line holds the state of the generator after a call, where the script drew from it before
@@ -161,7 +161,7 @@ class Results:
 
 
 class Memory:
-    """What an earlier process returned, call by call.
+    """The results of an earlier process, call by call.
 
     Args:
         lines: Its lines.
@@ -192,7 +192,7 @@ class Memory:
                 self._looks.append(found)
 
     def call(self, ordinal: int, name: str, model: int) -> Remembered:
-        """What a call returned.
+        """The result of a call.
 
         Raises:
             StateError: The script makes another call than before, or the result was not kept.
@@ -213,7 +213,7 @@ class Memory:
         return found
 
     def look(self, name: str, model: int) -> Remembered | None:
-        """What the next call that concerned one worker alone returned; None if there was none."""
+        """The result of the next call that concerned one worker alone; None if there was none."""
         if self._looks and (self._looks[0].name, self._looks[0].model) == (name, model):
             return self._looks.pop(0)
         return None

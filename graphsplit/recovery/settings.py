@@ -27,7 +27,7 @@ class SnapshotSettings:
 
     @classmethod
     def of(cls, settings: ClusterSettings) -> SnapshotSettings:
-        """What the environment says."""
+        """The settings that the environment gives."""
         path = settings.recovery_path
         folder = Path(path) / _FOLDER if path else None
         return cls(settings.snapshot_every, settings.snapshot_disk_every, folder)

@@ -47,7 +47,7 @@ def stream_spec(source: int, destination: int, num_workers: int) -> ChannelSpec:
 
 @dataclass(frozen=True)
 class Message:
-    """What has come from another worker.
+    """The messages that have come from another worker.
 
     Attributes:
         kind: What it is about.

@@ -53,7 +53,7 @@ def take_branches_apart(graph: CapturedGraph, names: AbstractSet[str]) -> Captur
 
 @dataclass(frozen=True)
 class _Around:
-    """What stands around an operation in a branch.
+    """The blocks and branches around an operation.
 
     Attributes:
         predicates: The predicates of all branches around it, the outermost first.
@@ -70,7 +70,7 @@ class _Around:
     stack: Any
 
     def inside(self, predicate: FxNode, taken: bool, name: str) -> _Around:
-        """What stands around the operations of one branch."""
+        """The blocks and branches around the operations of one branch."""
         return dataclasses.replace(
             self,
             predicates=(*self.predicates, predicate),
@@ -257,7 +257,7 @@ def _all_opened(attribute: FxNode, names: AbstractSet[str]) -> bool:
 
 
 def _fake_result(made: FxNode, like: FxNode) -> Any:
-    """What a new node looks like: it shares memory with what its operands stand for."""
+    """A new node's look: it shares memory with what its operands stand for."""
     target: Any = made.target
     run = target.as_taken if isinstance(target, MemoryCall) else target
 

@@ -152,7 +152,7 @@ class _Functionaliser:
         return root is not None and self._defined_at.get(views) != self._memories[root].version
 
     def _current(self, node: FxNode, user: FxNode | None) -> FxNode:
-        """What holds a node's value now, for an operation of the old graph that reads it."""
+        """The node that now holds a node's value, for an operation of the old graph."""
         node = self._shared.canonical(node)
         root = self._shared.root(node)
         if root is None:
@@ -328,7 +328,7 @@ def _like(value: FakeTensor) -> torch.Tensor:
 
 
 def _fake_view(made: FxNode, like: FxNode) -> Any:
-    """What a view of a version looks like; it shares the version's memory."""
+    """The look of a view of a version; it shares the version's memory."""
     values = [n.meta.get("val") for n in made.all_input_nodes]
     assert isinstance(values[0], FakeTensor)
     target: Any = made.target

@@ -1,4 +1,4 @@
-"""What an in-place operation writes to, and what it returns: read off its schema."""
+"""The writes and results of an in-place operation, read off its schema."""
 
 from __future__ import annotations
 

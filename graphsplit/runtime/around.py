@@ -1,4 +1,4 @@
-"""What is done around an instruction, besides the instruction itself."""
+"""Work around an instruction: announcing values, freeing memory, measuring."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 def channel_specs(
     plan: PartitionPlan, plan_number: int, *, worker: int, depths: Mapping[int, int]
 ) -> dict[int, ChannelSpec]:
-    """What both ends know about the messages of each edge that begins or ends on a worker.
+    """The messages of each edge that begins or ends on a worker, as both ends know them.
 
     Args:
         plan: The plan.

@@ -53,7 +53,7 @@ NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What a runner works with.
+    """The parts that a runner works with.
 
     Attributes:
         plan: The agreed plan.
@@ -312,7 +312,7 @@ class ProgramRunner:
         return self._parts.plan_number
 
     def next_instruction(self) -> Instruction | None:
-        """What ``advance`` would run next; None at the end of the step."""
+        """The instruction that ``advance`` would run next; None at the end of the step."""
         instructions = self._parts.program.instructions
         return instructions[self.position] if self.position < len(instructions) else None
 
@@ -409,7 +409,7 @@ class ProgramRunner:
         return forward
 
     def _reader(self, value: int, microbatch: int) -> Callable[[StepState], Any]:
-        """What hands a segment a value that it will send no gradient back for.
+        """The function that hands a segment a value without a gradient to send back.
 
         It asks for one all the same, if it does in eager mode: ``matmul`` chooses its kernel by
         that, inside ``no_grad`` too.

@@ -1,4 +1,4 @@
-"""What one step holds while it runs."""
+"""The values and gradients that one step holds while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gradient = torch.Tensor | None
 
 @dataclass(frozen=True)
 class Microbatches:
-    """What the microbatches that run together do not have in common.
+    """The differences between microbatches that run together.
 
     Attributes:
         weights: What the loss of each is multiplied by.
@@ -28,7 +28,7 @@ class Microbatches:
 
 @dataclass
 class StepState:
-    """What one step holds while it runs.
+    """The values and gradients that one step holds while it runs.
 
     Attributes:
         step: Number of the step in the job.

@@ -34,7 +34,7 @@ class UnitClock:
 
 @dataclass(frozen=True)
 class CostClock:
-    """What a model of the costs says.
+    """A clock that goes by a model of the costs.
 
     Attributes:
         costs: The costs.

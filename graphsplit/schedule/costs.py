@@ -1,4 +1,4 @@
-"""What computing and moving costs, as policies, the simulator and the profiler know it."""
+"""Costs of computing and moving, as policies, the simulator and the profiler know them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphsplit.program.instruction import Instruction, Opcode
 
 @dataclass(frozen=True)
 class Link:
-    """What moving a message from one worker to another costs.
+    """The cost of moving a message from one worker to another.
 
     Attributes:
         latency_s: From the send of an empty message until its receiver goes on, in seconds.
@@ -40,7 +40,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one microbatch costs, in seconds and bytes.
+    """The costs of one microbatch, in seconds and bytes.
 
     Seconds are those that a worker needs while it has a core to itself. Where more compute than a
     host has cores, the simulator stretches them.

@@ -1,4 +1,4 @@
-"""What each segment's forward and backward must wait for, whatever the order of microbatches."""
+"""The order between segments' forwards and backwards, whatever that of microbatches."""
 
 from __future__ import annotations
 

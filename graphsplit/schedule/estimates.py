@@ -1,4 +1,4 @@
-"""What computing and moving may cost, from the graph alone: before anything was measured.
+"""Costs of computing and moving estimated from the graph alone, before anything was measured.
 
 They are the same on every worker, and good enough to tell a large segment from a small one.
 """

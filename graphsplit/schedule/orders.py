@@ -35,7 +35,7 @@ def checked(policy: Policy) -> Policy:
 
 
 def _as_orders(given: Any) -> list[list[Instruction]]:
-    """What a policy gave, if it is of the right kind."""
+    """A policy's answer, if it is of the right kind."""
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise ScheduleError(f"the schedule gave {_kind(given)}; expected {_EXPECTED}")
     orders = []

@@ -25,7 +25,7 @@ from graphsplit.schedule.warm_up import WarmUp
 
 @dataclass(frozen=True)
 class Rule:
-    """What a free worker prefers.
+    """The preference of a free worker.
 
     Of several forwards, or backwards, earlier microbatches come first. Weight gradients that are
     computed apart fill the time in which nothing else may run.
@@ -153,7 +153,7 @@ class _Play:
         self.stirred.append(worker)
 
     def _place(self, instruction: Instruction) -> tuple[int, int, int, int]:
-        """What is run before what: by microbatch, backward from the deepest level, then sums."""
+        """The order of what is ready: by microbatch, backward from the deepest level, then sums."""
         opcode, operand = instruction.opcode, instruction.operand
         segments, microbatch = self.plan.segments, instruction.microbatch
         if opcode is Opcode.FORWARD:

@@ -1,4 +1,4 @@
-"""What every computation of a step waits for, whether or not backward runs in two parts."""
+"""The computations of a step, and which of them each waits for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tasks:
             waits[Opcode.FORWARD, later_one].append(((Opcode.FORWARD, earlier), 1))
 
     def backward(self, segment: int) -> Task:
-        """What makes the gradients that other segments wait for."""
+        """The task that makes the gradients that other segments wait for."""
         is_split = segment in self.split
         return (Opcode.BACKWARD_INPUT if is_split else Opcode.BACKWARD), segment
 

@@ -84,7 +84,7 @@ class Comparison:
         )
 
     def _compare_worker(self, worker: SimulatedWorker) -> None:
-        """What each worker has of its own, and all have alike."""
+        """The state that each worker has of its own, and all have alike."""
         reference, rank = self._reference, worker.rank
         self._same(f"generator of worker {rank}", reference.generator, worker.generator)
         self._same(

@@ -71,7 +71,7 @@ def _told_strides(tensor: torch.Tensor) -> list[int]:
 
 
 def _parts(sparse: torch.Tensor) -> Any:
-    """What a sparse tensor holds, as strided tensors."""
+    """The content of a sparse tensor, as strided tensors."""
     if sparse.layout is torch.sparse_coo:
         return sparse.is_coalesced(), sparse._indices(), sparse._values()
     return sparse.to_dense()

@@ -199,7 +199,7 @@ def _change(
 
 @dataclass(frozen=True)
 class _Start:
-    """What the loop and every worker start from: each has its own, and all are equal."""
+    """The start of the loop and of every worker: each has its own, and all are equal."""
 
     make_network: Callable[[], nn.Module]
     loss_fn: Callable[..., Any] | None
@@ -245,7 +245,7 @@ def _show_gradients(cluster: SimulatedCluster, show: Callable[[nn.Module], None]
 
 
 def _plain(clip: Clip | None) -> Callable[[list[torch.Tensor]], Any] | None:
-    """What the plain loop calls."""
+    """The loss that the plain loop calls."""
     if isinstance(clip, GlobalNorm):
         return lambda parameters: torch.nn.utils.clip_grad_norm_(
             parameters, clip.max_norm, clip.norm_type, clip.error_if_nonfinite

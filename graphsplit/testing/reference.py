@@ -25,7 +25,7 @@ from graphsplit.runtime.random.randomness import (
 
 @dataclass(frozen=True)
 class Extras:
-    """What a loop may do besides backward and step.
+    """The options of a loop besides backward and step.
 
     Attributes:
         clip: ``clip(parameters)``: clips their gradients; what it returns is kept.

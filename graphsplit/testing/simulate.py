@@ -101,7 +101,7 @@ class SimulationError(GraphsplitError, RuntimeError):
 
 @dataclass
 class _Shared:
-    """What all workers of one simulated job have in common.
+    """The things that all workers of one simulated job have in common.
 
     Attributes:
         fabric: The messages under way.

@@ -18,7 +18,7 @@ class TorchCalls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """What torch calls instead of the function."""
+        """Called by torch instead of the function."""
         return self.called(function, args, kwargs or {})
 
     def called(

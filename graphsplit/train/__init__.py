@@ -1,1 +1,1 @@
-"""What users train with: Model, callbacks, metrics."""
+"""The public side of training: Model, callbacks, metrics."""

@@ -1,4 +1,4 @@
-"""What ``Model`` and ``Model.train`` were given, checked, and made into a task."""
+"""The arguments of ``Model`` and ``Model.train``, checked, and made into a task."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _problems_of_metrics(metrics: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """What ``Model`` was given, by the names of its arguments. Any may be of a wrong kind."""
+    """The arguments of ``Model``, by name. Any may be of a wrong kind."""
 
     net: Any
     loss_fn: Any
@@ -158,7 +158,7 @@ class ModelArguments:
             raise ConfigurationError("Model(...): " + "\n  ".join(problems))
 
     def task(self) -> Task:
-        """What they ask for, once they were checked."""
+        """The task that they ask for, once they were checked."""
         metrics: Mapping[str, Metric] = self.metrics or {}
         return Task(
             self.net,

@@ -107,7 +107,7 @@ class Callback:
     runs_last = False
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``Model.save`` must keep of this callback for a run that goes on.
+        """The state that ``Model.save`` must keep of this callback for a run that goes on.
 
         Tensors, numbers, strings, None, and lists, tuples or mappings of them.
         """

@@ -178,7 +178,7 @@ class ClusterEngine(ClusterState):
         self._leading.start_over()
 
     def counters(self) -> dict[str, Any]:
-        """What steps go on from, besides the Model's state."""
+        """The counters that steps go on from, besides the Model's state."""
         return {"step": self._step, "norm": self.planner.updater.last_norm}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
@@ -187,12 +187,12 @@ class ClusterEngine(ClusterState):
         self.planner.updater.last_norm = counters["norm"]
 
     def step_times(self) -> list[str]:
-        """What is known of the time of a step, in words; nothing before it was measured."""
+        """The time of a step, in words; nothing before it was measured."""
         latest = self.profiler.latest
         return latest.step_times() if latest is not None else []
 
 
 def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
-    """What a step without microbatches gives, in the structure that the network gave it."""
+    """The outputs of a step without microbatches, in the network's own structure."""
     plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)

@@ -43,7 +43,7 @@ class Engine(Holder):
         return False
 
     def guard(self) -> AbstractContextManager[None]:
-        """What a Model does with this engine, user code included, happens inside this."""
+        """A context for all that a Model does with this engine, user code included."""
         return nullcontext()
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Engine(Holder):
 
     @abstractmethod
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
-        """What to call when the gradients of a step are complete, before they are clipped."""
+        """Note a function to call when a step's gradients are complete, before they are clipped."""
 
 
 class EagerEngine(Engine):
@@ -149,7 +149,7 @@ class EagerEngine(Engine):
         return loss if task.scaler is None else task.scaler.scale(loss)
 
     def _update(self) -> None:
-        """What comes between the gradients and the next step."""
+        """Unscale, clip and step: between the gradients and the next step."""
         task = self._task
         if task.scaler is not None:
             for optimizer in task.optimizers:
@@ -236,7 +236,7 @@ class EagerEngine(Engine):
 
     @property
     def last_gradient_norm(self) -> torch.Tensor | None:
-        """What ``clip_grad_norm_`` returned last."""
+        """The norm that ``clip_grad_norm_`` returned last."""
         return self._last_norm
 
     def renew(self) -> None:

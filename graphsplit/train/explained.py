@@ -1,4 +1,4 @@
-"""What a Model runs, or would run, told without running it: its plan, and its placement."""
+"""A Model's plan and placement, told without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods of a Model need, and what to say where it is not there."""
+"""The needs of a Model's methods, and the errors where they are not met."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step gives back, in the network's own structure."""
+"""A step's outputs, in the network's own structure."""
 
 from __future__ import annotations
 

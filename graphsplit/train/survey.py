@@ -28,7 +28,7 @@ from graphsplit.train.metrics import Metric
 
 
 def one_process_engine(task: Task) -> EagerEngine:
-    """What runs a Model's steps in one process."""
+    """The engine that runs a Model's steps in one process."""
     file = requested_file(os.environ)
     request = None if file is None else read_request(file)
     if file is None or request is None or not request.survey_for:

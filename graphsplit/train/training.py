@@ -80,7 +80,7 @@ class Training:
             callback.on_train_end(context)
 
     def _listener(self) -> Callable[[], None] | None:
-        """What shows gradients to callbacks; None if none of them looks."""
+        """The function that shows gradients to callbacks; None if none of them looks."""
         context = self._context
         looking = [c for c in self._callbacks if type(c).on_gradients is not Callback.on_gradients]
         if not looking:

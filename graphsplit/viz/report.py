@@ -1,4 +1,4 @@
-"""What is told of a measured and predicted step: a table, a trace, a picture."""
+"""Reports of a measured and predicted step: a table, a trace, a picture."""
 
 from __future__ import annotations
 

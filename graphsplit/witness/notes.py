@@ -36,7 +36,7 @@ class Witness:
         return False
 
     def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
-        """What the run of a program runs inside; without one, a training step of the plain loop."""
+        """The context of a program's run; without one, of a training step of the plain loop."""
         return nullcontext()
 
     def begins(self) -> None:
@@ -57,13 +57,13 @@ class Witness:
 
 
 def witness_for(task: Task) -> Witness:
-    """Who sees what a new Model computes."""
+    """The witness that sees what a new Model computes."""
     file = requested_file(os.environ)
     return Witness() if file is None else _NotingWitness(_notebook(file), task)
 
 
 class _Notebook:
-    """What this process notes, of all its Models.
+    """The notes of this process, of all its Models.
 
     Args:
         file: Where.

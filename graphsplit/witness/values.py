@@ -1,4 +1,4 @@
-"""What a Model holds, as values that can be compared bit for bit."""
+"""A Model's values, so that they can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plain_value(kind: Kind, name: str, value: Any) -> Value:
 
 
 class ModelValues:
-    """What one Model holds here.
+    """The values that one Model holds here.
 
     Args:
         task: The Model's.

@@ -37,7 +37,7 @@ def no_tick() -> None:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What tells whether a file is the one that was written.
+    """The marks that tell whether a file is the one that was written.
 
     Attributes:
         name: Its name in the folder.

@@ -1,4 +1,4 @@
-"""What belongs to one save: the text of ``manifest.json``, which is written last.
+"""The manifest of one save: the text of ``manifest.json``, which is written last.
 
 A save is complete when its manifest is there, and never before. Two sets of names for the files
 take turns, so that a save into a folder that holds one already never touches the files of the one
@@ -42,7 +42,7 @@ def is_file_of_a_save(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What belongs to one save.
+    """The files and values that belong to one save.
 
     Attributes:
         slot: Which of the two sets of names the files have.

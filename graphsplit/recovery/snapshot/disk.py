@@ -77,7 +77,7 @@ class SnapshotFolder:
         return []
 
     def read(self, number: int) -> dict[str, Any]:
-        """What ``snapshot.json`` says.
+        """The content of ``snapshot.json``.
 
         Raises:
             CheckpointError: It cannot be read, or is not as it was written.
@@ -123,7 +123,7 @@ def text_of(number: int, script: Mapping[str, Any]) -> str:
 
 
 def parse(text: str, *, what: str) -> dict[str, Any]:
-    """What a ``snapshot.json`` says, its checksum compared.
+    """The content of a ``snapshot.json``, its checksum compared.
 
     Raises:
         CheckpointError: It is not as it was written.
@@ -182,7 +182,7 @@ class DiskWriter:
         self._put((number, None))
 
     def take_done(self) -> Done | None:
-        """What was done meanwhile, if anything.
+        """The work that was done meanwhile, if any.
 
         Raises:
             CheckpointError: It could not be done.

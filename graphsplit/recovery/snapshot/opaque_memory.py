@@ -1,4 +1,4 @@
-"""What modules that are kept whole remember in their own attributes.
+"""The memory of modules that are kept whole, in their own attributes.
 
 The code of such a module runs at every step, on one worker, and may keep what it likes between
 steps. That worker's copy of the attributes is put into snapshots; the others' never change.

@@ -42,7 +42,7 @@ _COORDINATOR = 0
 
 @dataclass
 class HeldCopies:
-    """What a worker keeps of the one before it, without looking inside.
+    """The copies that a worker keeps of the one before it, without looking inside.
 
     Attributes:
         parts: Whole parts, by number.
@@ -53,7 +53,7 @@ class HeldCopies:
     log: list[tuple[int, tuple[torch.Tensor, ...]]] = field(default_factory=list)
 
     def only(self, number: int) -> HeldCopies:
-        """What belongs to a snapshot."""
+        """The copies that belong to a snapshot."""
         return HeldCopies(
             {n: pieces for n, pieces in self.parts.items() if n == number},
             [(n, pieces) for n, pieces in self.log if n <= number],

@@ -1,4 +1,4 @@
-"""What one worker holds of a Model: copied for a snapshot, and put back from one."""
+"""One worker's share of a Model: copied for a snapshot, and put back from one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _RestMine(Ownership):
 
 
 class Given(NamedTuple):
-    """What the script may give a Model anew.
+    """The loss and optimizers that the script may give a Model anew.
 
     Attributes:
         loss_fn: The loss.
@@ -289,7 +289,7 @@ class ModelSnapshot:
             self.put_back(self.start, inside=False)
 
     def node_in(self, part: SnapshotShard) -> dict[str, Any] | None:
-        """What a part has of this Model, if anything."""
+        """The part of this Model in a shard, if any."""
         nodes = part.values["models"]
         return next((node for node in nodes if node["index"] == self.index), None)
 
@@ -358,7 +358,7 @@ class ModelSnapshot:
         return found
 
     def change_again(self, changed: Mapping[int, torch.Tensor]) -> None:
-        """What the script wrote."""
+        """Write again what the script has written."""
         with torch.no_grad():
             for index, value in changed.items():
                 self._owned[index].copy_(value)

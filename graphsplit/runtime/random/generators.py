@@ -23,7 +23,7 @@ GENERATORS = (EdgeKind.GENERATOR, EdgeKind.PROCESS_GENERATORS)
 def bind_send_generators(
     plan: PartitionPlan, edge: Edge, microbatch: int, send: Callable[..., Any]
 ) -> Action:
-    """What sends the states of generators, as a function of the step's state."""
+    """Make the function that sends the states of generators, given the step's state."""
     if edge.kind is EdgeKind.GENERATOR and plan.is_microbatched:
         return lambda state: send(
             state.generators[microbatch], step=state.step, microbatch=microbatch
@@ -39,7 +39,7 @@ def bind_send_generators(
 def bind_receive_generators(
     plan: PartitionPlan, edge: Edge, microbatch: int, receive: Callable[..., Any]
 ) -> Action:
-    """What takes over the states of generators, as a function of the step's state."""
+    """Make the function that takes over the states of generators, given the step's state."""
     if edge.kind is EdgeKind.GENERATOR and plan.is_microbatched:
 
         def keep(state: StepState) -> None:

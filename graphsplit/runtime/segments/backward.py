@@ -43,7 +43,7 @@ class BackwardBinder:
         self.pending: dict[int, list[Pending]] = {}
 
     def bind(self, instruction: Instruction) -> Action:
-        """What an instruction does, as a function of the step's state."""
+        """Bind an instruction: a function of the step's state."""
         if instruction.opcode is Opcode.ACCUMULATE:
             return self._bind_accumulate(instruction.operand, instruction.microbatch)
         if instruction.opcode is Opcode.BACKWARD_WEIGHT:

@@ -1,4 +1,4 @@
-"""What backward must still find as it was: buffers that later microbatches change.
+"""Buffers that later microbatches change, kept as backward must find them.
 
 A plain loop runs a microbatch's backward before the next one's forward. A pipeline does not::
 

@@ -85,7 +85,7 @@ class _Scope:
     lines: dict[fx.Node, Node] = field(default_factory=dict)
 
     def operand(self, position: int, index: int, value: int) -> fx.Node:
-        """What stands for an operand of an operation."""
+        """The stand-in for an operand of an operation."""
         leaf = self.by_use.get((position, index))
         return leaf if leaf is not None else self.whole[value]
 
@@ -221,14 +221,14 @@ class _Builder:
         return region
 
     def _python_state(self, members: AbstractSet[int]) -> tuple[Holder, ...]:
-        """What the calls kept whole in a group can reach."""
+        """The Python state that the calls kept whole in a group can reach."""
         targets = (self.captured.fx_nodes[self.nodes[p].name].target for p in members)
         calls = [target for target in targets if isinstance(target, OpaqueCall)]
         found = {key: held for call in calls for key, held in call.reached.holders.items()}
         return tuple(holder for holder in found.values() if holder.decides)
 
     def _read_outside(self, members: AbstractSet[int]) -> tuple[int, ...]:
-        """What a group makes that its segment needs elsewhere."""
+        """The values of a group that its segment needs elsewhere."""
         read = set(self.plan.io[self.segment].outputs)
         for position in self.positions:
             if position not in members:

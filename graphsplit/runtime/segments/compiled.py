@@ -44,14 +44,14 @@ class Compiler:
 
 
 def compiler_of(compile: bool | Mapping[str, Any]) -> Compiler | None:
-    """What ``Model(compile=...)`` asks for."""
+    """The compiler that ``Model(compile=...)`` asks for."""
     if compile is False:
         return None
     return Compiler({} if compile is True else dict(compile))
 
 
 def problems_of_compile(compile: Any) -> list[str]:
-    """What is wrong with ``Model(compile=...)``."""
+    """Problems of ``Model(compile=...)``, in words."""
     if isinstance(compile, bool):
         return []
     if not isinstance(compile, Mapping):

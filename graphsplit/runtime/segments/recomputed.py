@@ -12,7 +12,7 @@ from graphsplit.capture.reach.holders import Holder
 
 
 class Recomputed:
-    """What a segment's code calls in the place of a group of operations.
+    """Called by a segment's code in the place of a group of operations.
 
     Autograd's graph is that of the operations themselves, so sums of gradients keep their order;
     what they would save is made again when backward first asks for it: with the random numbers of
@@ -74,7 +74,7 @@ class Recomputed:
         return self._checkpoint(run, others)
 
     def _with_state(self, run: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        """What runs the operations, the second time with Python's state as the first time."""
+        """Runs the operations, the second time with Python's state as the first time."""
         if not self._state:
             return run
         before = [holder.held() for holder in self._state]

@@ -53,7 +53,7 @@ class Pending:
 
 
 class WeightsApart:
-    """What a segment's code calls in the place of an operation.
+    """Called by a segment's code in the place of an operation.
 
     Args:
         target: The operation.

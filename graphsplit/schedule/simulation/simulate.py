@@ -160,7 +160,7 @@ class _Play:
             heapq.heappush(self.host_wakes, (end, host))
 
     def _begin_step(self, worker: int, now: float) -> None:
-        """What comes before a program: the worker's own work, then the leader's announcement."""
+        """The time before a program: the worker's own work, then the leader's announcement."""
         state = self.workers[worker]
         state.position, state.begin, state.start = -1, now, now
         state.has_been_announced = False
@@ -176,7 +176,7 @@ class _Play:
         self._note_host(host)
 
     def _finish(self, worker: int, now: float) -> None:
-        """What a worker is at is done."""
+        """Finish what a worker is at."""
         state = self.workers[worker]
         if state.position < 0:
             if now > state.start:

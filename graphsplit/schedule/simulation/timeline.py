@@ -1,4 +1,4 @@
-"""Who does what when, in one step: predicted by the simulator, or measured by the profiler."""
+"""A step as it passes on each worker: predicted by the simulator, or measured by the profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may take part, and with which rank: pure functions over registrations."""
+"""Admission and ranks: pure functions over registrations."""
 
 from __future__ import annotations
 

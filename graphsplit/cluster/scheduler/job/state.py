@@ -110,7 +110,7 @@ class Gathering:
 
 @dataclass(eq=False)
 class Liveness:
-    """Who may be lost, and who stands still.
+    """The workers that may be lost, and those that stand still.
 
     Attributes:
         watchdog: Says when a stall is to be reported.
