@@ -412,7 +412,7 @@ class States:
     def _requests(
         self, network: NetworkLoader | None, optimizers: list[OptimizerLoader]
     ) -> list[Request]:
-        """The tensors to verify; those that nobody owns yet are shared out, so that all is read once."""
+        """The tensors to verify; what nobody owns yet is shared out, so that all is read once."""
         group, ownership = self._holder.group(), self._ownership()
         found = network.requests(ownership, group.num_workers) if network is not None else []
         for optimizer in optimizers:
