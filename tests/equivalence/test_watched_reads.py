@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import decimal
 import functools
 import queue
@@ -20,6 +21,7 @@ from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
 from graphsplit.errors import StaleGraphError
+from graphsplit.guards.values import shown
 from graphsplit.testing.equivalence import assert_same_bits
 
 Weigh = Callable[[], float]
@@ -154,6 +156,11 @@ def _weak() -> tuple[Weigh, SetWeight]:
     return _attribute(one, lambda: reference().weight)  # type: ignore[union-attr]
 
 
+def _copied(one: Any, copied: Callable[[Any], Any]) -> tuple[Weigh, SetWeight]:
+    held = {"one": one}
+    return _attribute(one, lambda: copied(held["one"]).weight)
+
+
 def _number_with_attribute() -> tuple[Weigh, SetWeight]:
     one = Scalar(1.0)
     return _attribute(one, lambda: one.weight)
@@ -261,6 +268,8 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "precision of decimals": _decimals,
     "thread local": _thread,
     "weak reference": _weak,
+    "shallow copy": lambda: _copied(Holder(), copy.copy),
+    "deep copy": lambda: _copied(Holder(), copy.deepcopy),
     "number with an attribute": _number_with_attribute,
     "number equal to all": _equal_to_all,
     "queue": _waiting,
@@ -296,6 +305,12 @@ def test_whatever_way_code_reads_a_value_its_changes_count(name: str) -> None:
         plan_everywhere=True,
         evaluate_after=(),
     )
+
+
+def test_values_are_shown_alike_on_all_workers() -> None:
+    one, other = lambda: 1.0, lambda: 1.0
+    assert repr(one) != repr(other)
+    assert shown(collections.defaultdict(one, a=2)) == shown(collections.defaultdict(other, a=2))
 
 
 def test_builtins_that_were_watched_are_no_globals_afterwards() -> None:
