@@ -169,6 +169,11 @@ class ReadRecorder:
         return self._meeting.noted
 
     @property
+    def names(self) -> set[str]:
+        """The attribute names in the user's code that has run."""
+        return self._meeting.names
+
+    @property
     def tensors(self) -> dict[int, torch.Tensor]:
         """Tensors that were met and that are no state of the network or the loss."""
         return self._meeting.tensors

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
-from graphsplit.errors import StaleGraphError
+from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.guards.values import shown
 from graphsplit.testing.equivalence import assert_same_bits
 
@@ -370,6 +371,62 @@ def test_order_of_layers_and_numbers_in_branches_count(make: Any, change: Any) -
         num_workers=1,
         loss_fn=rows_against_target,
         before_step=change,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+def _step_with(change: Callable[[int], object]) -> None:
+    """Train with a function of torch.nn, one of torch and a method of tensors."""
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return rows_against_target(torch.tanh(outputs).sigmoid(), target)
+
+    assert_same_bits(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()),
+        batches_of(4, 3),
+        steps=4,
+        num_workers=1,
+        loss_fn=loss_fn,
+        before_step=lambda step, net, loss: change(step),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+def test_functions_of_torch_that_are_replaced_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(step: int) -> None:
+        if step == 1:
+            monkeypatch.setattr(F, "relu", lambda x, inplace=False: torch.cos(x))
+        elif step == 2:
+            monkeypatch.setattr(torch, "tanh", torch.sin)
+        elif step == 3:
+            monkeypatch.setattr(torch.Tensor, "sigmoid", torch.Tensor.exp)
+
+    _step_with(change)
+
+
+def test_a_wrapper_around_a_method_of_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.Tensor.sigmoid
+    monkeypatch.setattr(torch.Tensor, "sigmoid", lambda x: original(x) * 0.5)
+    with pytest.raises(CaptureError, match=r"torch.Tensor.sigmoid .* calls the original.*\n.*py:"):
+        _step_with(lambda step: None)
+
+
+def test_an_autocast_that_forward_keeps_is_watched() -> None:
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=False)
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with cast:
+            return rows_against_target((outputs @ outputs.T).float()[:, :4], target)
+
+    assert_same_bits(
+        lambda: nn.Linear(3, 4),
+        batches_of(4, 3),
+        steps=3,
+        num_workers=1,
+        loss_fn=loss_fn,
+        before_step=lambda step, net, loss: setattr(cast, "_enabled", step > 0),
         plan_everywhere=True,
         evaluate_after=(),
     )
