@@ -39,8 +39,9 @@ _HEAP_TYPE = 1 << 9
 _MARK = "_graphsplit_sees"
 # Classes of Python's own in which users keep values of theirs.
 _HOLDERS = (argparse.Namespace, collections.UserDict, collections.UserList)
-# Of PyTorch's classes: forward may look at the learning rate.
+# Of PyTorch's classes: forward may look at the learning rate, or enter an autocast that it keeps.
 _OF_TORCH = (
+    torch.autocast,
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,

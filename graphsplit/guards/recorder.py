@@ -57,7 +57,9 @@ from graphsplit.guards.values import (
 
 # Between a control-flow operator and the call in which the user gave it its functions.
 _MAX_FRAMES_OF_TORCH = 8
-_NOT_READ = frozenset(("__dict__", "__class__", "__doc__", "__module__"))
+_NOT_READ = frozenset(("__class__", "__doc__", "__module__"))
+# What asks for all attributes at once: the code itself, and copy and pickle, which then read in C.
+_ALL_READ = frozenset(("__dict__", "__reduce_ex__", "__reduce__", "__getstate__"))
 
 
 class ReadRecorder:
@@ -165,6 +167,11 @@ class ReadRecorder:
     def noted(self) -> dict[Any, Noted]:
         """Every place, in the order of first use."""
         return self._meeting.noted
+
+    @property
+    def names(self) -> set[str]:
+        """The attribute names in the user's code that has run."""
+        return self._meeting.names
 
     @property
     def tensors(self) -> dict[int, torch.Tensor]:
@@ -294,9 +301,9 @@ class ReadRecorder:
         """An attribute was read; ``MISSING`` if there is none."""
         if self._is_off or self._is_paused():
             return
-        if name in _NOT_READ:
-            if name == "__dict__":
-                self._read_all_of(one)
+        if name in _ALL_READ:
+            self._read_all_of(one)
+        if name in _ALL_READ or name in _NOT_READ:
             return
         held = own_dictionary(one)
         if id(held) in self._meeting.made or isinstance(value, FakeTensor):
@@ -321,7 +328,7 @@ class ReadRecorder:
             self._is_off = False
 
     def _read_all_of(self, one: Any) -> None:
-        """``vars(one)`` may be used for anything; of a module, torch itself takes it often."""
+        """``vars(one)`` or a copy may be used for anything; torch takes those of modules often."""
         asker: Any = sys._getframe(3)
         held = own_dictionary(one)
         if held is None or id(held) in self._meeting.made:

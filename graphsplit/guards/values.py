@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import copy
 import enum
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, KeysView, ValuesView
 from dataclasses import dataclass
@@ -305,13 +306,13 @@ def any_leaf(frozen: Any, test: Callable[[Any], bool]) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for people: short."""
+    """A value for people: short, and the same text on all workers."""
     if isinstance(value, Frozen):
         value = thaw(value) if is_plain(value) else value.container
     if isinstance(value, torch.Tensor):
         return f"a {list(value.shape)} tensor"
     try:
-        text = repr(value)
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     except Exception:  # a repr of the user's decides nothing
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import copy
 import decimal
 import functools
 import queue
@@ -16,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
-from graphsplit.errors import StaleGraphError
+from graphsplit.errors import CaptureError, StaleGraphError
+from graphsplit.guards.values import shown
 from graphsplit.testing.equivalence import assert_same_bits
 
 Weigh = Callable[[], float]
@@ -154,6 +157,11 @@ def _weak() -> tuple[Weigh, SetWeight]:
     return _attribute(one, lambda: reference().weight)  # type: ignore[union-attr]
 
 
+def _copied(one: Any, copied: Callable[[Any], Any]) -> tuple[Weigh, SetWeight]:
+    held = {"one": one}
+    return _attribute(one, lambda: copied(held["one"]).weight)
+
+
 def _number_with_attribute() -> tuple[Weigh, SetWeight]:
     one = Scalar(1.0)
     return _attribute(one, lambda: one.weight)
@@ -261,6 +269,8 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "precision of decimals": _decimals,
     "thread local": _thread,
     "weak reference": _weak,
+    "shallow copy": lambda: _copied(Holder(), copy.copy),
+    "deep copy": lambda: _copied(Holder(), copy.deepcopy),
     "number with an attribute": _number_with_attribute,
     "number equal to all": _equal_to_all,
     "queue": _waiting,
@@ -296,6 +306,12 @@ def test_whatever_way_code_reads_a_value_its_changes_count(name: str) -> None:
         plan_everywhere=True,
         evaluate_after=(),
     )
+
+
+def test_values_are_shown_alike_on_all_workers() -> None:
+    one, other = lambda: 1.0, lambda: 1.0
+    assert repr(one) != repr(other)
+    assert shown(collections.defaultdict(one, a=2)) == shown(collections.defaultdict(other, a=2))
 
 
 def test_builtins_that_were_watched_are_no_globals_afterwards() -> None:
@@ -355,6 +371,62 @@ def test_order_of_layers_and_numbers_in_branches_count(make: Any, change: Any) -
         num_workers=1,
         loss_fn=rows_against_target,
         before_step=change,
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+def _step_with(change: Callable[[int], object]) -> None:
+    """Train with a function of torch.nn, one of torch and a method of tensors."""
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return rows_against_target(torch.tanh(outputs).sigmoid(), target)
+
+    assert_same_bits(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU()),
+        batches_of(4, 3),
+        steps=4,
+        num_workers=1,
+        loss_fn=loss_fn,
+        before_step=lambda step, net, loss: change(step),
+        plan_everywhere=True,
+        evaluate_after=(),
+    )
+
+
+def test_functions_of_torch_that_are_replaced_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(step: int) -> None:
+        if step == 1:
+            monkeypatch.setattr(F, "relu", lambda x, inplace=False: torch.cos(x))
+        elif step == 2:
+            monkeypatch.setattr(torch, "tanh", torch.sin)
+        elif step == 3:
+            monkeypatch.setattr(torch.Tensor, "sigmoid", torch.Tensor.exp)
+
+    _step_with(change)
+
+
+def test_a_wrapper_around_a_method_of_tensors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.Tensor.sigmoid
+    monkeypatch.setattr(torch.Tensor, "sigmoid", lambda x: original(x) * 0.5)
+    with pytest.raises(CaptureError, match=r"torch.Tensor.sigmoid .* calls the original.*\n.*py:"):
+        _step_with(lambda step: None)
+
+
+def test_an_autocast_that_forward_keeps_is_watched() -> None:
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=False)
+
+    def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with cast:
+            return rows_against_target((outputs @ outputs.T).float()[:, :4], target)
+
+    assert_same_bits(
+        lambda: nn.Linear(3, 4),
+        batches_of(4, 3),
+        steps=3,
+        num_workers=1,
+        loss_fn=loss_fn,
+        before_step=lambda step, net, loss: setattr(cast, "_enabled", step > 0),
         plan_everywhere=True,
         evaluate_after=(),
     )

@@ -24,6 +24,7 @@ from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
+from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
 from graphsplit.torch_ext.replaced import replaced
@@ -159,6 +160,8 @@ class StateWatch:
         for module in recorder.touched.values():
             self._check_parameters(module, recorder.label(module))
             watched += _structure(module, recorder.label(module), recorder.path(module))
+        names = recorder.names | names_used_by(map(type, recorder.touched.values()))
+        watched += [Watched(place, place.read()) for place in torch_places(names)]
         guards = Guards(
             watched,
             tensors=tuple(recorder.tensors.values()),
