@@ -138,7 +138,7 @@ def test_a_call_kept_whole_that_freezes_by_its_own_count_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GS_RECAPTURE_EVERY")  # it would be refused when it is captured again
-    with pytest.raises(StepFailedError, match=r"_Freezing \(b\) freezes weight of _Freezing"):
+    with pytest.raises(StepFailedError, match=r"Freezing \(b\) freezes weight of _Freezing"):
         _follows(FreezesWhenCounted, evaluate_after=())
 
 
