@@ -37,7 +37,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
-from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory
+from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets
 from graphsplit.job.job import Job
@@ -214,7 +214,7 @@ class Feed:
             loader_changed=has_changed,
         )
         if has_changed:
-            self._share_memory(now)
+            self._share_memory(since(before, now))
         self._note_readers()
 
     def _share_memory(self, memory: Any = None) -> None:

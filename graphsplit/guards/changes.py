@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphsplit.errors import CaptureError
 from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.meeting import Noted
-from graphsplit.guards.places import Place, entry
+from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
     NUMBERS,
@@ -31,10 +31,8 @@ from graphsplit.guards.values import (
     any_leaf,
     differences,
     freeze,
-    is_mapping,
     is_plain,
     items_of,
-    mapping_of,
     put_back,
     reference_of,
     shown,
@@ -186,8 +184,7 @@ def _is_noted(one: Noted, difference: Difference, noted: Mapping[Any, Noted]) ->
     held = difference.container
     if held is None or difference.key is None:
         return False
-    holder = mapping_of(held) if is_mapping(held) else held
-    return entry(holder, difference.key, "").identity in noted
+    return inside(held, difference.key, one.place).identity in noted
 
 
 def _can_be_left(change: Change) -> bool:

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.guards.places import Place, PlaceKind, entry, inside
 from graphsplit.guards.values import (
     MISSING,
     Difference,
     Frozen,
     differences,
     freeze,
+    holder_of,
     is_mapping,
     keys_of,
-    mapping_of,
     reference_of,
     same,
     shown,
@@ -261,7 +261,7 @@ class Guards:
     def _add_keys(self, frozen: Frozen) -> None:
         """How many entries there are; of a mapping, its keys in order as well."""
         container = frozen.container
-        held = mapping_of(container) if is_mapping(container) else container
+        held = holder_of(container)
         if type(held) in (dict, list, OrderedDict) and not frozen.items:
             self._empty.append(held)
             return
@@ -278,9 +278,8 @@ def _view(container: Any) -> Iterable[Any]:
 def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
     """Holder, key and value of every entry that can be written one by one."""
     if is_mapping(frozen.container):
-        held = mapping_of(frozen.container)
         for key, item in zip(frozen.keys, frozen.items, strict=True):
-            yield held, key, item
+            yield holder_of(frozen.container), key, item
     elif isinstance(frozen.container, list):
         for index, item in enumerate(frozen.items):
             yield frozen.container, index, item
@@ -291,5 +290,4 @@ def _place_of(place: Place, difference: Difference) -> Place:
     held = difference.container
     if held is None or difference.key is None or isinstance(held, tuple):
         return place
-    holder = mapping_of(held) if is_mapping(held) else held
-    return entry(holder, difference.key, f"{place.label}[{difference.key!r}]", place.source)
+    return inside(held, difference.key, place)

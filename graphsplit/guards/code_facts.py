@@ -1,7 +1,8 @@
 """What a piece of code may read and write besides its arguments, read off its instructions.
 
-A global or an attribute that is subscripted at once (``CONFIG["beta"]``, ``self.table[i]``) is read
-in that one entry only. Wherever a container is taken for anything else, all of it counts as read.
+A global, a variable of a closure or an attribute that is at once asked for one item
+(``CONFIG["beta"]``, ``self.table[i]``, ``self.settings.rate``) is read in that item only. Wherever
+a container is taken for anything else, all of it counts as read.
 """
 
 from __future__ import annotations
@@ -20,22 +21,30 @@ _ATTRIBUTES = frozenset(
 _SUBSCRIBES = frozenset(("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"))
 # ``vars(settings)["beta"]`` by other words: a text in the code may be the name of what is read.
 _TAKING_NAMES = frozenset(("__dict__", "__globals__", "modules", "import_module"))
-_COPIES = frozenset(("COPY", "DUP_TOP_TWO"))
+# A closure's variables by other words.
+_TAKING_LOCALS = frozenset(("locals", "vars", "dir", "eval", "exec", "f_locals"))
+_OF_CELLS = frozenset(dis.opname[number] for number in dis.hasfree) | {"LOAD_FAST"}
+_ASKS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"))
+_COPIES = frozenset(("COPY", "DUP_TOP", "DUP_TOP_TWO"))
 _IGNORED = frozenset(("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL"))
 _MAX_KNOWN = 20_000
 
 
 @dataclass(frozen=True)
-class Subscript:
-    """The entry that an instruction's container is at once asked for.
+class Item:
+    """The item that an instruction's container is at once asked for.
 
     Attributes:
-        constant: The key, if it stands in the code.
-        local: The name of the local variable that holds the key; empty for a constant.
+        key: The key, position or attribute, if it stands in the code.
+        local: The name of the local variable that holds the key; empty if it stands in the code.
+        is_attribute: Whether it is asked for by ``.name``.
+        then: The item that this one is at once asked for.
     """
 
-    constant: Any = None
+    key: Any = None
     local: str = ""
+    is_attribute: bool = False
+    then: Item | None = None
 
 
 @dataclass(frozen=True)
@@ -43,19 +52,21 @@ class CodeFacts:
     """What a piece of code may touch.
 
     Attributes:
-        globals_read: Every global name that it loads, with the only entries of it that are read;
+        globals_read: Every global name that it loads, with the only items of it that are read;
             None where the value is taken for more than that.
+        cells_read: The variables of its closure, likewise.
         globals_written: Every global name that it assigns or deletes.
         attributes: Every attribute name that it uses.
-        subscripts: By offset of a loading instruction, the entry that is at once asked for.
+        items: By offset of a loading instruction, the item that is at once asked for.
         nested: Code of functions that it makes.
         imports: Modules that it imports, as ``importlib.util.resolve_name`` takes them.
     """
 
-    globals_read: Mapping[str, tuple[Any, ...] | None]
+    globals_read: Mapping[str, tuple[Item, ...] | None]
+    cells_read: Mapping[str, tuple[Item, ...] | None]
     globals_written: frozenset[str]
     attributes: frozenset[str]
-    subscripts: Mapping[int, Subscript]
+    items: Mapping[int, Item]
     nested: tuple[CodeType, ...]
     imports: tuple[str, ...] = ()
 
@@ -75,22 +86,21 @@ def facts_of(code: CodeType) -> CodeFacts:
 
 def _read(code: CodeType) -> CodeFacts:
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _IGNORED]
-    read: dict[str, tuple[Any, ...] | None] = {}
+    read: dict[str, tuple[Item, ...] | None] = {}
+    cells: dict[str, tuple[Item, ...] | None] = {}
     written: set[str] = set()
     attributes: set[str] = set()
-    subscripts: dict[int, Subscript] = {}
+    items: dict[int, Item] = {}
     imports: list[str] = []
     for position, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
-        entry = _entry_asked_for(instructions, position)
-        if entry is not None and kind.startswith("LOAD_"):
-            subscripts[instruction.offset] = entry
+        item = _item_asked_for(instructions, position)
+        if item is not None and kind.startswith("LOAD_"):
+            items[instruction.offset] = item
         if kind in _LOADS_GLOBAL:
-            before = read.get(name, ())
-            if entry is None or entry.local or before is None:
-                read[name] = None
-            else:
-                read[name] = (*before, entry.constant)
+            _add(read, name, item)
+        elif name in code.co_freevars and kind in _OF_CELLS:
+            _add(cells, name, item if kind == "LOAD_DEREF" else None)
         elif kind in _STORES_GLOBAL:
             written.add(name)
         elif kind in _ATTRIBUTES:
@@ -103,20 +113,44 @@ def _read(code: CodeType) -> CodeFacts:
         attributes |= texts
         imports += texts
     nested = tuple(c for c in code.co_consts if isinstance(c, CodeType))
+    if not _TAKING_LOCALS.isdisjoint((*read, *attributes)):
+        cells = dict.fromkeys(code.co_freevars)
     return CodeFacts(
-        read, frozenset(written), frozenset(attributes), subscripts, nested, tuple(imports)
+        read, cells, frozenset(written), frozenset(attributes), items, nested, tuple(imports)
     )
 
 
-def _entry_asked_for(instructions: Sequence[dis.Instruction], position: int) -> Subscript | None:
-    """``LOAD container; LOAD key; BINARY_SUBSCR``, also as in ``container[key] += 1``."""
-    if position + 2 >= len(instructions):
+def _add(read: dict[str, tuple[Item, ...] | None], name: str, item: Item | None) -> None:
+    """Add a read of one item of what has a name, or of all of it."""
+    before = read.get(name, ())
+    only = _in_code(item)
+    read[name] = None if before is None or only is None else (*before, only)
+
+
+def _item_asked_for(instructions: Sequence[dis.Instruction], position: int) -> Item | None:
+    """``LOAD container; LOAD key; BINARY_SUBSCR`` or ``LOAD container; LOAD_ATTR name``.
+
+    Also as in ``container[key] += 1`` and ``container.name += 1``.
+    """
+    at = _past_copies(instructions, position + 1)
+    if at < len(instructions) and instructions[at].opname in _ASKS_ATTRIBUTE:
+        then = _item_asked_for(instructions, at) if at == position + 1 else None
+        return Item(instructions[at].argval, is_attribute=True, then=_in_code(then))
+    at = _past_copies(instructions, position + 2)
+    if at >= len(instructions) or instructions[at].opname not in _SUBSCRIBES:
         return None
-    key, *following = instructions[position + 1 : position + 5]
-    while following and following[0].opname in _COPIES:
-        following = following[1:]
-    if not following or following[0].opname not in _SUBSCRIBES:
-        return None
+    key = instructions[position + 1]
     if key.opname == "LOAD_CONST":
-        return Subscript(constant=key.argval)
-    return Subscript(local=key.argval) if key.opname == "LOAD_FAST" else None
+        return Item(key.argval, then=_in_code(_item_asked_for(instructions, at)))
+    return Item(local=key.argval) if key.opname == "LOAD_FAST" else None
+
+
+def _in_code(item: Item | None) -> Item | None:
+    """An item whose key stands in the code; None for others."""
+    return None if item is None or item.local else item
+
+
+def _past_copies(instructions: Sequence[dis.Instruction], at: int) -> int:
+    while at < len(instructions) and instructions[at].opname in _COPIES:
+        at += 1
+    return at

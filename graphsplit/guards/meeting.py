@@ -14,6 +14,7 @@ from types import (
     FunctionType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
 )
 from typing import Any
 
@@ -28,8 +29,9 @@ from graphsplit.guards.classes import (
     is_watched_file,
     own_dictionary,
 )
+from graphsplit.guards.code_facts import Item, facts_of
 from graphsplit.guards.hidden import hidden_places, hidden_values
-from graphsplit.guards.places import Place, PlaceKind, cell, entry, itself
+from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself
 from graphsplit.guards.values import (
     BY_VALUE,
     CONTAINERS,
@@ -112,16 +114,15 @@ class Meeting:
 
     # Noting.
 
-    def note_read(self, place: Place, entries: tuple[Any, ...] | None = None) -> bool:
-        """Note a read of a value, or of some of its entries; whether all of it was read."""
+    def note_read(self, place: Place, items: tuple[Item, ...] | None = None) -> bool:
+        """Note a read of a value, or of some of its items; whether all of it was read."""
         value = place.read()
-        is_whole = entries is None or type(value) not in (list, dict)
+        is_whole = items is None or not all(_is_asked_for(value, item) for item in items)
         self.note(place, is_whole=is_whole)
-        for key in () if is_whole else entries or ():
-            if isinstance(value, dict) or isinstance(key, int):
-                inner = entry(value, key, f"{place.label}[{key!r}]", place.source)
-                self.note(inner)
-                self.meet(inner.read(), inner.label)
+        for item in () if is_whole else items or ():
+            inner = inside(value, item.key, place)
+            self.note_read(inner, (item.then,) if item.then is not None else None)
+            self.meet(inner.read(), inner.label)
         return is_whole
 
     def note(self, place: Place, *, is_read: bool = True, is_whole: bool = True) -> None:
@@ -239,7 +240,7 @@ class Meeting:
         for variable, held in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = cell(held, f"{variable!r} in the closure of {name}", source)
             if variable != "__class__":
-                self.note(place)
+                self.note_read(place, facts_of(code).cells_read.get(variable, ()))
                 self.meet(place.read(), variable)
         for field in ("__code__", "__defaults__", "__kwdefaults__"):
             if getattr(function, field) is not None:
@@ -274,6 +275,14 @@ class Meeting:
         """The path of the module with a dictionary of attributes; None if there is none."""
         known = self.tables.get(id(held))
         return known[1] if known is not None else None
+
+
+def _is_asked_for(value: Any, item: Item) -> bool:
+    """Whether no more of a container is read than an item; a class of its own may do anything."""
+    if type(value) is SimpleNamespace:
+        return item.is_attribute
+    is_key = type(value) is dict or (type(value) is list and isinstance(item.key, int))
+    return is_key and not item.is_attribute
 
 
 def named_place(holder: Any, name: str, label: str) -> Place:

@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 
 from graphsplit.frames import short_path
-from graphsplit.guards.classes import own_dictionary
+from graphsplit.guards.classes import is_watchable, own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, cell, entry
 
 _GLOBAL = re.compile(r"^(?P<file>.*\.py): (?P<name>\w+)(?P<rest>.*)$", re.DOTALL)
-_CLOSURE = re.compile(r"^'(?P<name>\w+)' in the closure of (?P<function>.+)$")
+_FUNCTION = re.compile(
+    r"^('(?P<cell>\w+)' in the closure|(?P<field>defaults|kwdefaults)) of (?P<path>.+)$", re.DOTALL
+)
 _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<key>'(?:[^'\\]|\\.)*'|\"[^\"]*\"|-?\d+)\]")
 
 
@@ -30,9 +32,9 @@ def place_named(label: str, roots: Mapping[str, Any]) -> Place | None:
     found = _GLOBAL.match(label)
     if found is not None:
         return _global(found["file"], found["name"], found["rest"], label)
-    found = _CLOSURE.match(label)
+    found = _FUNCTION.match(label)
     if found is not None:
-        return _variable(roots.get("loss_fn"), found["name"], found["function"], label)
+        return _of_function(found, roots)
     root = next((name for name in roots if re.match(rf"{name}[.\[]", label)), None)
     if root is not None:
         return _below(roots[root], label[len(root) :], label)
@@ -48,11 +50,44 @@ def _global(file: str, name: str, rest: str, label: str) -> Place | None:
     return None
 
 
-def _variable(function: Any, name: str, of: str, label: str) -> Place | None:
-    if not isinstance(function, FunctionType) or function.__qualname__ != of:
+def _of_function(found: re.Match[str], roots: Mapping[str, Any]) -> Place | None:
+    """A variable of a function's closure, or its defaults; an item of them."""
+    label, path = found[0], found["path"]
+    names = {f.__qualname__: f for f in _functions(roots)}
+    name = max(
+        (name for name in names if re.match(rf"{re.escape(name)}($|[.\[])", path)),
+        key=len,
+        default=None,
+    )
+    if name is None:
         return None
-    held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-    return cell(held[name], label) if name in held else None
+    function, rest = names[name], path[len(name) :]
+    if found["field"]:
+        place = Place(PlaceKind.FIELD, function, f"__{found['field']}__", label)
+    else:
+        variables = function.__code__.co_freevars
+        cells = dict(zip(variables, function.__closure__ or (), strict=False))
+        if found["cell"] not in cells:
+            return None
+        place = cell(cells[found["cell"]], label)
+    return _below(place.read(), rest, label) if rest else place
+
+
+def _functions(roots: Mapping[str, Any]) -> Iterator[FunctionType]:
+    """The functions of network and loss, of their classes, and of the files of these."""
+    for root in roots.values():
+        known = list(root.modules()) if isinstance(root, nn.Module) else [root]
+        values = list(known)
+        for one in known:
+            values += (own_dictionary(one) or {}).values()
+            values += getattr(one, "__globals__", {}).values()
+        for kind in dict.fromkeys(kind for one in known for kind in type(one).__mro__):
+            if is_watchable(kind):
+                values += [*vars(kind).values(), *vars(sys.modules[kind.__module__]).values()]
+        for value in values:
+            function = getattr(value, "__func__", value)
+            if isinstance(function, FunctionType):
+                yield function
 
 
 def _below(one: Any, path: str, label: str) -> Place | None:

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType
+from types import CellType, SimpleNamespace
 from typing import Any
 
-from graphsplit.guards.values import MISSING
+from graphsplit.guards.values import MISSING, holder_of
 
 
 class PlaceKind(Enum):
@@ -109,6 +109,18 @@ class Place:
 def entry(holder: Any, key: Any, label: str, source: str = "", module: str | None = None) -> Place:
     """An entry of a dictionary or list."""
     return Place(PlaceKind.ENTRY, holder, key, label, source, module)
+
+
+def inside(container: Any, key: Any, place: Place) -> Place:
+    """An item of a container that a place holds, or of one in it: ``CONFIG["rate"]``, ``c.rate``.
+
+    Args:
+        container: The container.
+        key: The item's key, position or name.
+        place: Where the container was met.
+    """
+    step = f".{key}" if isinstance(container, SimpleNamespace) else f"[{key!r}]"
+    return entry(holder_of(container), key, place.label + step, place.source)
 
 
 def itself(container: Any, label: str, source: str = "") -> Place:

@@ -23,6 +23,7 @@ from types import (
     FrameType,
     FunctionType,
     ModuleType,
+    SimpleNamespace,
 )
 from typing import Any
 
@@ -41,7 +42,7 @@ from graphsplit.guards.classes import (
     is_watched_file,
     own_dictionary,
 )
-from graphsplit.guards.code_facts import CodeFacts, facts_of
+from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.meeting import (
     Meeting,
     Noted,
@@ -282,7 +283,7 @@ class ReadRecorder:
     def _note_globals(self, held: dict[str, Any], facts: CodeFacts, code: CodeType) -> None:
         where = short_path(code.co_filename)
         source = f"{where}:{code.co_firstlineno}"
-        for name, entries in facts.globals_read.items():
+        for name, items in facts.globals_read.items():
             if name.startswith("__") and name.endswith("__"):
                 continue
             value, label = held.get(name, MISSING), f"{where}: {name}"
@@ -290,7 +291,7 @@ class ReadRecorder:
                 continue
             if _is_put_there_by_capture(value):
                 continue
-            self._meeting.note_read(entry(held, name, label, source), entries)
+            self._meeting.note_read(entry(held, name, label, source), items)
             self._meeting.meet(value, label)
         for name in facts.globals_written:
             self._meeting.note(entry(held, name, f"{where}: {name}", source), is_read=False)
@@ -320,7 +321,7 @@ class ReadRecorder:
             place = self._place_of(one, held, name, value)
             is_whole = place is None
             if place is not None:
-                is_whole = self._meeting.note_read(place, self._entries_asked_for(value))
+                is_whole = self._meeting.note_read(place, self._items_asked_for(value))
                 self._meeting.meet(value, place.label)
             if is_whole:
                 self._seen[id(one), name] = one
@@ -405,19 +406,18 @@ class ReadRecorder:
         met = self._meeting.met.get(id(one))
         return met[1] if met is not None else f"a {type(one).__name__}"
 
-    def _entries_asked_for(self, value: Any) -> tuple[Any, ...] | None:
-        """The entry that the reading code asks the value for at once; None for all of it."""
-        if not isinstance(value, (list, dict)):
+    def _items_asked_for(self, value: Any) -> tuple[Item, ...] | None:
+        """The item that the reading code asks the value for at once; None for all of it."""
+        if not isinstance(value, (list, dict, SimpleNamespace)):
             return None
         frame: Any = sys._getframe(3)
         if is_own(frame.f_code.co_filename):
             return None
-        asked = facts_of(frame.f_code).subscripts.get(frame.f_lasti)
-        if asked is None:
-            return None
-        if not asked.local:
-            return (asked.constant,)
-        return (frame.f_locals[asked.local],) if asked.local in frame.f_locals else None
+        asked = facts_of(frame.f_code).items.get(frame.f_lasti)
+        if asked is None or not asked.local:
+            return None if asked is None else (asked,)
+        key = frame.f_locals.get(asked.local, MISSING)
+        return (Item(key),) if key is not MISSING else None
 
 
 def _dots(name: str) -> int:

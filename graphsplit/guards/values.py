@@ -91,9 +91,9 @@ def is_mapping(value: Any) -> bool:
     return isinstance(value, (dict, SimpleNamespace))
 
 
-def mapping_of(value: Any) -> dict[Any, Any]:
-    """The dictionary behind a mapping."""
-    return vars(value) if isinstance(value, SimpleNamespace) else value
+def holder_of(container: Any) -> Any:
+    """What holds the items of a container: itself, but for a namespace its dictionary."""
+    return vars(container) if isinstance(container, SimpleNamespace) else container
 
 
 def _order_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
@@ -103,13 +103,13 @@ def _order_of(held: dict[Any, Any]) -> type[dict[Any, Any]]:
 
 def keys_of(value: Any) -> KeysView[Any]:
     """The keys of a mapping, whatever its class makes of asking for them."""
-    held = mapping_of(value)
+    held = holder_of(value)
     return _order_of(held).keys(held)
 
 
 def values_of(value: Any) -> ValuesView[Any]:
     """The values of a mapping, likewise."""
-    held = mapping_of(value)
+    held = holder_of(value)
     return _order_of(held).values(held)
 
 
@@ -195,7 +195,7 @@ def _holds_exactly(frozen: Frozen, items: list[Any]) -> bool:
 def _fill(container: Any, keys: tuple[Any, ...], items: list[Any]) -> None:
     """Give a container new contents, past what its class makes of that."""
     if is_mapping(container):
-        held = mapping_of(container)
+        held = holder_of(container)
         kind = _order_of(held)
         kind.clear(held)
         for key, item in zip(keys, items, strict=True):

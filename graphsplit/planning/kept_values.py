@@ -12,6 +12,7 @@ the process has loaded, never imported.
 from __future__ import annotations
 
 import enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def to_kept(value: Any) -> Any:
         return (_TAG, "bytes", value.hex())
     if isinstance(value, (set, frozenset)):
         return (_TAG, type(value).__name__, [to_kept(item) for item in value])
+    if isinstance(value, SimpleNamespace):
+        return (_TAG, "namespace", to_kept(vars(value)))
     if isinstance(value, dict):
         return {to_kept(key): to_kept(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -49,6 +52,8 @@ def to_kept(value: Any) -> Any:
 
 def can_be_kept(value: Any) -> bool:
     """Whether ``to_kept`` makes something of a value that can be written."""
+    if type(value) is SimpleNamespace:
+        return can_be_kept(vars(value))
     if isinstance(value, dict):
         return type(value) is dict and all(map(can_be_kept, (*value.keys(), *value.values())))
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -85,6 +90,8 @@ def _untagged(kind: str, *content: Any) -> Any:
     if kind in ("set", "frozenset"):
         items = map(from_kept, content[0])
         return set(items) if kind == "set" else frozenset(items)
+    if kind == "namespace":
+        return SimpleNamespace(**from_kept(content[0]))
     if kind == "enum":
         return _member(*content)
     raise CheckpointError(f"a kept attribute is marked {kind!r}, which nobody writes")

@@ -35,7 +35,7 @@ def linear() -> nn.Linear:
 class Settings:
     def __init__(self) -> None:
         self.scale, self.shift, self.is_on, self.unused = 1.5, 0.25, True, 0.0
-        self.inner = SimpleNamespace(rate=0.5, times=2)
+        self.inner = SimpleNamespace(rate=0.5, unused=2)
 
 
 class Slotted:

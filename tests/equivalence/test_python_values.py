@@ -213,7 +213,7 @@ def num_captures(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> int
         return original(*args, **kwargs)
 
     monkeypatch.setattr(planner, "capture_graph", count)
-    monkeypatch.delenv("GS_RECAPTURE_EVERY")  # those captures are for comparing
+    monkeypatch.delenv("GS_RECAPTURE_EVERY")
     run()
     return len(made)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.capture.graph import Mode
+from graphsplit.errors import CaptureError, StepFailedError
 from graphsplit.optimizers.clip import GlobalNorm
 from graphsplit.testing.equivalence import assert_same_bits
 
@@ -71,6 +72,26 @@ class FrozenForACallKeptWhole(FrozenForOneUse):
         self.b = gs.opaque(self.b)
 
 
+class FreezesWhenCounted(Net):
+    """A call kept whole that freezes a parameter in its third run: no plan can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = gs.opaque(_Freezing(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+
+class _Freezing(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.weight.requires_grad_(self.calls < 3)
+        return super().forward(x)
+
+
 def _place(net: Any) -> None:
     net.a.place("MS_WORKER", 0)
     net.b.place("MS_WORKER", 1)
@@ -86,8 +107,7 @@ def _follows(make_network: Callable[[], nn.Module], **options: Any) -> Any:
         loss_fn=rows_against_target,
         plan_everywhere=True,
         steps=5,
-        evaluate_after=(1, 4),
-        **options,
+        **{"evaluate_after": (1, 4), **options},
     )
 
 
@@ -112,3 +132,29 @@ def test_a_gradient_of_zeros_moves_what_is_frozen() -> None:
     assert planned is not None
     label = "requires_grad of net.a.weight"
     assert label in [c.place.label for c in planned.plan.placed.graph.changes]
+
+
+def test_a_call_kept_whole_that_freezes_by_its_own_count_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GS_RECAPTURE_EVERY")  # it would be refused when it is captured again
+    with pytest.raises(StepFailedError, match=r"Freezing \(b\) freezes weight of _Freezing"):
+        _follows(FreezesWhenCounted, evaluate_after=())
+
+
+class FreezesByValues(FreezesWhenCounted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = gs.opaque(_FreezingByValues(4, 4))
+
+
+class _FreezingByValues(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().sum() - 1000) > 0:  # never
+            self.weight.requires_grad_(False)
+        return super().forward(x)
+
+
+def test_a_call_kept_whole_that_may_freeze_by_values_is_refused_when_it_is_captured() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)freezes or thaws parameters.*values of tensors"):
+        _follows(FreezesByValues)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,6 +103,16 @@ def attributes_and_microbatches(place: bool = True) -> Any:
     return found, all_of(model), net.is_scaled, net.length
 
 
+def shifting() -> Any:
+    table = {"by": 0.0}
+
+    def shift(hidden: torch.Tensor, *, twice: float = 0.0) -> torch.Tensor:
+        return hidden + table["by"] + 2 * twice
+
+    shift.by = table  # type: ignore[attr-defined]
+    return shift
+
+
 class Weighed(nn.Module):
     """Reads what the script anneals, and counts."""
 
@@ -109,10 +120,12 @@ class Weighed(nn.Module):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.scale, self.calls, self.flag = 1.0, 0, False
+        self.space, self.shift = SimpleNamespace(bias=0.0, unused=object()), shifting()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         hidden = torch.relu(self.first(x)) * self.scale + self.calls / 100
+        hidden = self.shift(hidden) + self.space.bias
         found: torch.Tensor = self.third(self.second(hidden if self.flag else hidden * 2))
         return found
 
@@ -124,6 +137,9 @@ class Annealing(gs.callbacks.Callback):
     def on_step_end(self, context: Any) -> None:
         self.net.scale *= 0.9
         self.net.flag = not self.net.flag
+        self.net.space.bias, self.net.space.unused = self.net.space.bias + 0.125, object()
+        self.net.shift.__kwdefaults__["twice"] += 0.25
+        self.net.shift.by["by"] -= 0.5
 
 
 @feature

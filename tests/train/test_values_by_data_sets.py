@@ -36,16 +36,17 @@ class Scaled(nn.Module):
 
 
 class Changing(Dataset[Any]):
-    """Changes something whenever a sample is asked for."""
+    """Changes something whenever a sample is asked for, and counts how many were."""
 
-    def __init__(self, change: Callable[[int], object]) -> None:
-        self._change = change
+    def __init__(self, change: Callable[[int, int], object]) -> None:
+        self._change, self.num_read = change, 0
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> Any:
-        self._change(index)
+        self.num_read += 1
+        self._change(index, self.num_read)
         return torch.arange(3.0) * 0.1 + index, torch.full((2,), index * 0.2)
 
 
@@ -63,8 +64,18 @@ class Losses(gs.callbacks.Callback):
 def by_attribute() -> Any:
     net = Scaled()
 
-    def change(index: int) -> None:
+    def change(index: int, num_read: int) -> None:
         net.scale = 1 + index / 10
+
+    return net, F.mse_loss, change
+
+
+def by_its_count_from_the_second_epoch_on() -> Any:
+    net = Scaled()
+
+    def change(index: int, num_read: int) -> None:
+        if num_read > 12:
+            net.scale = num_read / 10
 
     return net, F.mse_loss, change
 
@@ -75,7 +86,7 @@ def by_flag() -> Any:
     def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (F.l1_loss if flags["absolute"] else F.mse_loss)(outputs, target)
 
-    return net, loss_fn, lambda index: flags.update(absolute=index > 6)
+    return net, loss_fn, lambda index, num_read: flags.update(absolute=index > 6)
 
 
 def by_an_entry_that_it_adds() -> Any:
@@ -84,7 +95,7 @@ def by_an_entry_that_it_adds() -> Any:
     def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(outputs, target) * entries["scale"]
 
-    return Scaled(), loss_fn, lambda index: entries.update(scale=1 + index / 8)
+    return Scaled(), loss_fn, lambda index, num_read: entries.update(scale=1 + index / 8)
 
 
 def train_on(make: Callable[[], Any], microbatches: int) -> Any:
@@ -100,7 +111,10 @@ def train_on(make: Callable[[], Any], microbatches: int) -> Any:
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("make", [by_attribute, by_flag, by_an_entry_that_it_adds])
+@pytest.mark.parametrize(
+    "make",
+    [by_attribute, by_flag, by_an_entry_that_it_adds, by_its_count_from_the_second_epoch_on],
+)
 def test_what_a_data_set_changes_is_changed_on_all_workers(
     make: Callable[[], Any], microbatches: int
 ) -> None:

@@ -116,7 +116,9 @@ class Recorder:
         if whole.outputs is not None:  # it does not run: what it reads cannot be seen
             modules += _modules_seen(whole.function, arguments)
         state = self._state_of(modules, operands)
+        marks = [tensor.requires_grad for tensor in state]
         run = self._run(whole, args, kwargs, [*operands, *state], source)
+        _check_marks(whole, run, marks != [tensor.requires_grad for tensor in state], source)
         state += [t for t in self._lifted(whole, run, source) if not _is_in(t, [*operands, *state])]
         _check_arguments(whole, arguments, run.arguments, source)
         _check_placements(whole, run.observer, source)
@@ -283,6 +285,16 @@ def _like_output(asks_grad: bool) -> Callable[[Any], Any]:
 
 def _is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _check_marks(whole: Whole, run: _Run, are_changed: bool, source: str) -> None:
+    if are_changed and (run.guessed or run.reached.has_changed_python()):
+        raise CaptureError(
+            f"{whole.label} is kept whole, and freezes or thaws parameters (requires_grad_) by "
+            f"what is known only when it runs: values of tensors, or what it counts itself\n"
+            f"  {source}\n"
+            f"  Fix: call requires_grad_ in a forward that is not kept whole, or between two steps."
+        )
 
 
 def _check_arguments(whole: Whole, before: Arguments, after: Arguments, source: str) -> None:

@@ -124,10 +124,12 @@ class Runnable:
         args, kwargs = self.arguments.filled(operands[:num_arguments])
         with ExitStack() as stack:
             state = operands[num_arguments:]
+            marks = [tensor.requires_grad for tensor in state]
             stack.enter_context(state_in_place(self.places, state, self.assigned))
             for mode in self.modes:
                 stack.enter_context(mode)
             found = self.function(*args, **kwargs)
+        self._check_marks(marks, state)
         leaves = [found] if isinstance(found, torch.Tensor) else take_apart(found)[0]
         self._check_structure(leaves)
         for position, value in self.plain.items():
@@ -141,6 +143,18 @@ class Runnable:
         if self.checks_graph:
             self._check_graph(outputs, operands)
         return outputs
+
+    def _check_marks(self, marks: Sequence[bool], state: Sequence[torch.Tensor]) -> None:
+        """Refuse to train what was frozen when the plan was made, or the reverse."""
+        for was_trained, tensor, (place, *_) in zip(marks, state, self.places, strict=True):
+            if tensor.requires_grad is not was_trained:
+                what = "freezes" if was_trained else "thaws"
+                raise OpaqueCallError(
+                    f"{self.label} {what} {place.name} of {type(place.module).__name__} while it "
+                    f"runs (requires_grad_); which gradients travel is known before\n"
+                    f"  Fix: call requires_grad_ in a forward that is not kept whole, or between "
+                    f"two steps."
+                )
 
     def _check_structure(self, leaves: Sequence[Any]) -> None:
         are_tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]

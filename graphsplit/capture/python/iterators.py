@@ -19,6 +19,7 @@ import numpy as np
 from graphsplit.capture.observe import reachable_values
 from graphsplit.errors import CaptureError
 from graphsplit.frames import short_path
+from graphsplit.guards.classes import own_dictionary
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 100
@@ -94,8 +95,8 @@ class KeptIterators:
             for inner_value in reachable_values(value, depth=0):
                 self._note(inner_value, name, names, code, 0)
             return
-        held = getattr(value, "__dict__", None)
-        if isinstance(held, dict):
+        held = own_dictionary(value)  # past the hooks of whoever records what code reads
+        if held is not None:
             for inner in names & held.keys():
                 self._note(held[inner], inner, names, code, depth - 1)
 

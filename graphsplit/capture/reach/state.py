@@ -41,6 +41,10 @@ class Reached:
         """Whether it was seen to draw from one of these."""
         return not _OF_THE_PROCESS.isdisjoint(self.changed)
 
+    def has_changed_python(self) -> bool:
+        """Whether something other than the values of tensors was seen to change."""
+        return any(not self.holders[key].is_tensor for key in self.changed)
+
     @contextmanager
     def leaving_no_trace(self, roots: Iterable[Any]) -> Iterator[None]:
         """Run code that some values lead to, and put back what it changes in Python's state."""
