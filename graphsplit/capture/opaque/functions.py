@@ -85,7 +85,8 @@ def _record(
     whole = Whole(cls.apply, label, in_parts=False, forward=forward, backward=backward)
     results = recorder.record(whole, args, kwargs)
     seen = Reached()
-    with seen.leaving_no_trace((*backward, *recorder.hooks, *args)):
+    roots = (*backward, *recorder.hooks, *args)
+    with recorder.not_recording(), seen.leaving_no_trace(roots):
         _refuse_random_backward(label, given, results)
     reached = recorder.calls[-1].reached
     reached.changed |= seen.changed & reached.in_backward

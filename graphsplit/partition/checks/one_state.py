@@ -95,9 +95,12 @@ def _travels(plan: PartitionPlan, key: object) -> bool:
 def _refusal(
     plan: PartitionPlan, holder: Holder, one: OpaqueCall, two: OpaqueCall
 ) -> PlacementError:
+    first = one.label if one is not two else "forward and backward"
+    who = f"{first} {'and' if one is not two else 'of'} {two.label}"
+    lines = "".join(f"\n  {source}" for source in dict.fromkeys((one.source, two.source)))
     return PlacementError(
-        f"{one.label} and {two.label} share {holder.name}, which changes when they run, but they "
+        f"{who} share {holder.name}, which changes when they run, but they "
         f"run {'in several microbatches at once' if plan.is_microbatched else 'on several workers'}"
-        f", or in another order than in one process\n  {one.source}\n  {two.source}\n"
+        f", or in another order than in one process{lines}\n"
         f"  Fix: {ONE_STATE}"
     )
