@@ -421,3 +421,20 @@ def test_what_a_function_counts_for_its_own_backward_is_refused_in_microbatches(
             loss_fn=rows_against_target,
             microbatches=4,
         )
+
+
+def test_what_a_call_kept_whole_changes_is_not_read_outside_of_it() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.counts = nn.Linear(4, 4), Counts()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = ReadsInBackward.apply(self.first(x), self.counts)  # type: ignore[no-untyped-call]
+            return h * self.counts.calls
+
+    message = r"(?s)ReadsInBackward.apply changes .*calls, which is read outside .*state.py.*Fix: "
+    with pytest.raises(CaptureError, match=message):
+        assert_same_bits(
+            Outside, batches_of(8, 4, num=2), num_workers=1, loss_fn=rows_against_target
+        )

@@ -88,8 +88,7 @@ def _record(
     roots = (*backward, *recorder.hooks, *args)
     with recorder.not_recording(), seen.leaving_no_trace(roots):
         _refuse_random_backward(label, given, results)
-    reached = recorder.calls[-1].reached
-    reached.changed |= seen.changed & reached.in_backward
+    recorder.calls[-1].reached.note_backward(seen)
     return results
 
 

@@ -213,8 +213,9 @@ class Recorder:
             roots = (*forward, *whole.modules, *given)
             if whole.forward is None:
                 roots = (*roots, function)
-            with reached.leaving_no_trace(roots, backward, whole.forward or ()):
-                with self.not_recording(), unrecorded(observer):
+            apart = whole.forward or ()
+            with self.not_recording(), reached.leaving_no_trace(roots, backward, apart):
+                with unrecorded(observer):
                     result = function(*args, **kwargs)
                 after = Arguments.of(args, kwargs)[0]
             reached.note_changed(observer.drawn_from)

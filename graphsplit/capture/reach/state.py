@@ -27,6 +27,8 @@ class Reached:
     Attributes:
         holders: All of it, by key.
         changed: Keys of what changed.
+        left: What was found there after the change, where it was changed in forward.
+        left_late: Where it was changed in backward.
         in_forward: Keys of what it can reach when it is called.
         in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
     """
@@ -34,6 +36,8 @@ class Reached:
     def __init__(self) -> None:
         self.holders: dict[Any, Holder] = {}
         self.changed: set[Any] = set()
+        self.left: dict[Any, Any] = {}
+        self.left_late: dict[Any, Any] = {}
         self.in_forward: frozenset[Any] = frozenset()
         self.in_backward: frozenset[Any] = frozenset()
 
@@ -97,12 +101,29 @@ class Reached:
             self.holders.setdefault(holder.key, holder)
             if holder.has_changed():
                 self.changed.add(holder.key)
+                self.left[holder.key] = holder.held()
                 holder.put_back()
             holder.forget()
 
     def tensors(self) -> frozenset[int]:
         """The tensors among it, by number (``id``)."""
         return frozenset(key for key, holder in self.holders.items() if holder.is_tensor)
+
+    def note_backward(self, seen: Reached) -> None:
+        """Note what a trial run of its backward has changed."""
+        self.left_late = {key: seen.left[key] for key in self.in_backward & seen.left.keys()}
+        self.changed |= self.left_late.keys()
+
+    @contextmanager
+    def as_left(self, key: Any, left: Any) -> Iterator[None]:
+        """Let state be as it was found after a change of it."""
+        holder = self.holders[key]
+        before = holder.held()
+        holder.hold(left)
+        try:
+            yield
+        finally:
+            holder.hold(before)
 
     def note_changed(self, changed: Iterable[Holder]) -> None:
         """Note what was seen to change in another way."""
