@@ -219,7 +219,7 @@ def _untraced() -> Iterator[None]:
 @contextmanager
 def _generators_kept(observer: Observer) -> Iterator[None]:
     before = torch.default_generator.get_state()
-    of_process = holders((PYTHONS, NUMPYS))
+    of_process, _ = holders((PYTHONS, NUMPYS))
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
 from graphsplit.capture.opaque.record import Recorder
 from graphsplit.capture.operations.opaque_call import put_in_place
 from graphsplit.capture.python.guards import PythonState, StateWatch
+from graphsplit.capture.python.read_outside import refuse_reads_of_changed
 from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.state.attributes import (
     Attributes,
@@ -193,6 +194,7 @@ def _record(
         attributes.put_back()
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
+    refuse_reads_of_changed(recorder.calls, export.watch.noted())
     constants = program.constants.values()
     replaced = [k for k in attributes.replaced_tensors(constants) if k not in left]
     keys = replaced or written_attributes(program, root)

@@ -140,7 +140,9 @@ def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
 
         recorder.hooks.append(hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
-        recorder.replace(self, Whole(with_hook, f"register_hook({name})", in_parts=False))
+        label = f"register_hook({name})"
+        whole = Whole(with_hook, label, in_parts=False, forward=(), backward=(hook,))
+        recorder.replace(self, whole)
         return handle
 
     return register_hook

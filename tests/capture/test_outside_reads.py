@@ -180,3 +180,17 @@ def test_switches_of_kernels_in_forward_are_refused() -> None:
         captured(_OneKernel(lambda: sdpa_kernel(SDPBackend.MATH)), x)
     with sdpa_kernel(SDPBackend.MATH):  # around the step
         captured(_OneKernel(contextlib.nullcontext), x)
+
+
+def test_switches_around_a_layer_of_torch_are_refused() -> None:
+    class Switched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.backends.cudnn.flags(enabled=False, deterministic=True):
+                return self.layer(x).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match=r"switches how torch computes[\s\S]*in forward"):
+        captured(Switched(), torch.zeros(1, 4))

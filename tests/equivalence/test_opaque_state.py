@@ -357,3 +357,84 @@ def test_what_backward_reads_of_forward_is_right_or_refused() -> None:
     compare_hook_reads(1)
     with pytest.raises(PlacementError, match=r"(?s)share .* several microbatches at once.*Fix: "):
         compare_hook_reads(4)
+
+
+sums: list[float] = []
+
+
+class NotesSums(torch.autograd.Function):
+    """Notes the sum of each gradient, which tensors without values do not show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        sums.append(gradients[0].sum().item())
+        return gradients[0] * 2
+
+
+def with_hook(h: torch.Tensor) -> torch.Tensor:
+    h = h.sin()
+    if h.requires_grad:
+        h.register_hook(lambda gradient: sums.append(gradient.sum().item()))
+    return h
+
+
+@pytest.mark.parametrize("call", [NotesSums.apply, with_hook])
+def test_what_backwards_on_two_workers_change_is_refused(call: Any) -> None:
+    message = r"(?s)(share|changes) sums, which .*state.py.*state.py.*Fix: place both calls"
+    with pytest.raises((PlacementError, StepFailedError), match=message):
+        compare(call, call)
+    compare(call, call, at=0)
+
+
+class ReadsInBackward(torch.autograd.Function):
+    """Its backward reads what its forward counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        ctx.counts = counts
+        counts.calls += 1
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.counts.calls, None
+
+
+def test_what_a_function_counts_for_its_own_backward_is_refused_in_microbatches() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.counts = nn.Linear(4, 4), Counts()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return ReadsInBackward.apply(self.first(x), self.counts)  # type: ignore[no-untyped-call]
+
+    with pytest.raises(PlacementError, match=r"backward of ReadsInBackward.* at once"):
+        assert_same_bits(
+            Counting,
+            batches_of(8, 4, num=2),
+            num_workers=2,
+            loss_fn=rows_against_target,
+            microbatches=4,
+        )
+
+
+def test_what_a_call_kept_whole_changes_is_not_read_outside_of_it() -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.counts = nn.Linear(4, 4), Counts()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = ReadsInBackward.apply(self.first(x), self.counts)  # type: ignore[no-untyped-call]
+            return h * self.counts.calls
+
+    message = r"(?s)ReadsInBackward.apply changes .*calls, which is read outside .*state.py.*Fix: "
+    with pytest.raises(CaptureError, match=message):
+        assert_same_bits(
+            Outside, batches_of(8, 4, num=2), num_workers=1, loss_fn=rows_against_target
+        )

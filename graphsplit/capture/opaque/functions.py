@@ -7,6 +7,7 @@ there is nothing to lose, and its operations are recorded one by one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,10 +81,19 @@ def _record(
     if not any(tensor.requires_grad for tensor in given):
         with torch.no_grad():  # forward runs so, and its results carry no gradient
             return apply(*args, **kwargs)
-    results = recorder.record(Whole(cls.apply, label, in_parts=False), args, kwargs)
-    with Reached().leaving_no_trace((cls, *recorder.hooks, *args)):
+    forward, backward = _code_of(cls, "forward", "setup_context"), _code_of(cls, "backward", "vjp")
+    whole = Whole(cls.apply, label, in_parts=False, forward=forward, backward=backward)
+    results = recorder.record(whole, args, kwargs)
+    seen = Reached()
+    roots = (*backward, *recorder.hooks, *args)
+    with recorder.not_recording(), seen.leaving_no_trace(roots):
         _refuse_random_backward(label, given, results)
+    recorder.calls[-1].reached.note_backward(seen)
     return results
+
+
+def _code_of(cls: Any, *names: str) -> tuple[Any, ...]:
+    return tuple(inspect.getattr_static(cls, name) for name in names)
 
 
 def _refuse_random_backward(label: str, given: list[torch.Tensor], results: Any) -> None:

@@ -47,6 +47,8 @@ class Whole:
         outputs: Makes tensors like the outputs from the same arguments; None: found by running it.
         is_random: Whether it draws; None: found by running it.
         in_parts: Whether autograd sees what it does inside, not one function.
+        forward: What is run when it is called; None: the function, and what it leads to.
+        backward: What is known to run in backward.
     """
 
     function: Callable[..., Any]
@@ -55,6 +57,8 @@ class Whole:
     outputs: Callable[..., Any] | None = None
     is_random: bool | None = None
     in_parts: bool = True
+    forward: tuple[Any, ...] | None = None
+    backward: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -201,13 +205,19 @@ class Recorder:
         def is_foreign(tensor: torch.Tensor) -> bool:
             return id(tensor) not in known and get_proxy_slot(tensor, tracer, None) is not None
 
-        roots = (whole.function, *whole.modules, args, tuple(kwargs.values()))
+        given = (args, tuple(kwargs.values()))
+        forward = (whole.function,) if whole.forward is None else whole.forward
+        backward = (*whole.backward, *given) if whole.backward else ()
         reached = Reached()
 
         def attempt(function: Callable[..., Any], answer: int | None) -> _Run:
             observer = Observer(is_foreign, answer=answer)
-            with reached.leaving_no_trace((*roots, function)):
-                with self.not_recording(), unrecorded(observer):
+            roots = (*forward, *whole.modules, *given)
+            if whole.forward is None:
+                roots = (*roots, function)
+            apart = whole.forward or ()
+            with self.not_recording(), reached.leaving_no_trace(roots, backward, apart):
+                with unrecorded(observer):
                     result = function(*args, **kwargs)
                 after = Arguments.of(args, kwargs)[0]
             reached.note_changed(observer.drawn_from)

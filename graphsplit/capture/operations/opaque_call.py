@@ -11,7 +11,8 @@ the recorded ``OpaqueCall`` itself::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +155,8 @@ class OpaqueCall:
 
     def _called(self, operands: Sequence[Any]) -> Any:
         watched = self._limits.unchanged if self._limits is not None else ()
-        for holder, _ in watched:
-            holder.note()
-        outputs = list(self._run(*operands))
-        self._check_unchanged(watched)
+        with unchanged(self.label, self.source, watched):
+            outputs = list(self._run(*operands))
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected
             if output.dtype != dtype or not _fits(output.shape, shape):
@@ -170,15 +169,6 @@ class OpaqueCall:
         if not any(isinstance(output, FakeTensor) for output in outputs):
             self._check_returned(operands, outputs)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def _check_unchanged(self, watched: Sequence[tuple[Holder, str]]) -> None:
-        for holder, elsewhere in watched:
-            if holder.has_changed():
-                raise OpaqueCallError(
-                    f"{self.label} changes {holder.name}, which a call elsewhere can reach too; "
-                    f"every worker has a state of its own there\n  {self.source}\n  {elsewhere}\n"
-                    f"  Fix: {ONE_STATE}"
-                )
 
     def _check_returned(self, operands: Sequence[Any], outputs: list[torch.Tensor]) -> None:
         limits = self._limits or self._as_captured(operands)
@@ -264,6 +254,30 @@ ONE_STATE = (
     "place both calls on one worker, next to each other if there are several microbatches; or give "
     "each a state of its own; or hand it from one to the other as a tensor."
 )
+
+
+@contextmanager
+def unchanged(label: str, source: str, watched: Sequence[tuple[Holder, str]]) -> Iterator[None]:
+    """Run code that must leave Python state as it is.
+
+    Args:
+        label: What runs, for people.
+        source: The user's line.
+        watched: The state, each with the line of a call elsewhere that can reach it too.
+
+    Raises:
+        OpaqueCallError: It has changed some of it.
+    """
+    for holder, _ in watched:
+        holder.note()
+    yield
+    for holder, elsewhere in watched:
+        if holder.has_changed():
+            raise OpaqueCallError(
+                f"{label} changes {holder.name}, which a call elsewhere can reach too, or the same "
+                f"call in another microbatch; it would find something else there than in one "
+                f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE}"
+            )
 
 
 class _WritableLeaf(torch.autograd.Function):

@@ -137,6 +137,10 @@ class StateWatch:
                 if isinstance(value, CONTAINERS) and held.get(name) is not value:
                     held[name] = value
 
+    def noted(self) -> tuple[Noted, ...]:
+        """All places that were read or written, once the recording is over."""
+        return tuple(self._recorder.noted.values()) if self._recorder is not None else ()
+
     def state(self, of_calls: Iterable[nn.Module] = ()) -> PythonState:
         """What was found, once the recording is over.
 

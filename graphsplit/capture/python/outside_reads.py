@@ -167,7 +167,7 @@ class OutsideReads(TorchCalls):
     ) -> Any:
         """Run a function of torch, unseen: none of the code that runs inside is the user's."""
         if _kernel_switches() != self._switches:
-            self._check(_SWITCH, sys._getframe(1))
+            self._check(_SWITCH, _users_frame(sys._getframe(1)))
         seen_by, traced_by = sys.getprofile(), sys.gettrace()
         sys.setprofile(None)
         sys.settrace(None)
@@ -242,6 +242,13 @@ class OutsideReads(TorchCalls):
 def _kernel_switches() -> tuple[Any, ...]:
     """Torch's switches that steer which bits an operation gives, when it runs."""
     return tuple([get() for get in _KERNEL_SWITCHES])
+
+
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    """The user's frame that a call of torch, perhaps by a layer of torch, comes from."""
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    return frame
 
 
 def _is_users(frame: FrameType) -> bool:

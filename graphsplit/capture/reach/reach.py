@@ -47,7 +47,9 @@ _ATOMS = (
     slice,
 )
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
-_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_BACKWARD = ("backward", "vjp")
 _MISSING: Any = object()
 _ALL = slice(None)
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
@@ -67,25 +69,40 @@ _ITERATORS: tuple[type, ...] = (
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME")
 
 
-def holders(roots: Iterable[Any]) -> list[Holder]:
-    """All that holds state and that some values lead to."""
-    return _Walk().run(roots)
+_HOOKING = frozenset(
+    ("register_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+)
+
+
+def holders(roots: Iterable[Any], apart: Iterable[Any] = ()) -> tuple[list[Holder], list[Any]]:
+    """All that holds state and that some values lead to.
+
+    Args:
+        roots: The values.
+        apart: What they lead to that is not to be followed.
+
+    Returns:
+        What holds state; and the code found on the way that runs only in backward, not followed.
+    """
+    return _Walk(apart).run(roots)
 
 
 class _Walk:
     """Goes from value to value."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Iterable[Any]) -> None:
         self._found: list[Holder] = []
-        self._seen: dict[int, Any] = {}  # holds what it names, so that no other gets its number
+        self._in_backward: list[Any] = []
+        # Holds what it names, so that no other gets its number.
+        self._seen: dict[int, Any] = {id(value): value for value in apart}
         self._waiting: list[tuple[Any, str]] = []
 
-    def run(self, roots: Iterable[Any]) -> list[Holder]:
+    def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
         for root in roots:
             self._push(root, getattr(root, "__qualname__", type(root).__name__))
         while self._waiting:
             self._visit(*self._waiting.pop())
-        return self._found
+        return self._found, self._in_backward
 
     def _push(self, value: Any, name: str) -> None:
         if isinstance(value, _ATOMS) or id(value) in self._seen:
@@ -155,7 +172,10 @@ class _Walk:
             self._push(cell, cell_name)
         if vars(function):
             self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
-        self._visit_names(function.__globals__, *_names(code))
+        names = _names(code)
+        if not _HOOKING.isdisjoint(names[1]):  # what it registers runs in backward
+            self._in_backward.append(function)
+        self._visit_names(function.__globals__, *names)
 
     def _visit_names(
         self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
@@ -226,8 +246,11 @@ class _Walk:
                     setattr(kind, name, value)
 
         self._hold(kind, f"class {kind.__qualname__}", read, write)
+        backward = _BACKWARD if issubclass(kind, torch.autograd.Function) else ()
+        self._in_backward += [vars(kind)[name] for name in backward if name in vars(kind)]
         for name, value in vars(kind).items():
-            if not name.startswith("__") or isinstance(value, types.FunctionType):
+            is_code = isinstance(value, types.FunctionType)
+            if name not in backward and (is_code or not name.startswith("__")):
                 self._push(value, f"{kind.__qualname__}.{name}")
         for base in kind.__bases__:
             self._push(base, base.__qualname__)
@@ -313,13 +336,15 @@ class _Walk:
         label = type(module).__name__
         held = vars(module)
         self._hold_dict(held, f"an attribute of {label}")
-        for kind in ("_parameters", "_buffers", "_modules", *_MODULE_HOOKS):
+        for kind in ("_parameters", "_buffers", "_modules", *_FORWARD_HOOKS, *_BACKWARD_HOOKS):
             if isinstance(held.get(kind), dict):  # a scripted module has others, of its own
                 self._hold_dict(held[kind], f"{label}.{kind}")
         for attribute, value in list(held.items()):
             if attribute not in _MODULE_OWN:
                 self._push(value, f"{label}.{attribute}")
-        for kind in ("_modules", *_MODULE_HOOKS):
+        for kind in _BACKWARD_HOOKS:
+            self._in_backward += (held.get(kind) or {}).values()
+        for kind in ("_modules", *_FORWARD_HOOKS):
             for inner in list((held.get(kind) or {}).values()):
                 self._push(inner, f"{label}.{kind}")
 

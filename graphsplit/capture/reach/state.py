@@ -27,11 +27,42 @@ class Reached:
     Attributes:
         holders: All of it, by key.
         changed: Keys of what changed.
+        left: What was found there after the change, where it was changed in forward.
+        left_late: Where it was changed in backward.
+        in_forward: Keys of what it can reach when it is called.
+        in_backward: Keys of what its hooks on gradients and functions' own backwards can reach.
     """
 
     def __init__(self) -> None:
         self.holders: dict[Any, Holder] = {}
         self.changed: set[Any] = set()
+        self.left: dict[Any, Any] = {}
+        self.left_late: dict[Any, Any] = {}
+        self.in_forward: frozenset[Any] = frozenset()
+        self.in_backward: frozenset[Any] = frozenset()
+
+    def look(
+        self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
+    ) -> tuple[Holder, ...]:
+        """Find what code can reach, and hold it as it is now.
+
+        Args:
+            roots: What is called.
+            backward: What runs in backward, besides what is found on the way.
+            apart: What backward leads to but does not run.
+        """
+        late: dict[Any, Holder] = {}
+        with _disable_current_modes():
+            now, code = holders(roots)
+            code, followed = [*backward, *code], set()
+            while code:
+                followed |= set(map(id, code))
+                found, more = holders(code, apart)
+                late.update((holder.key, holder) for holder in found)
+                code = [function for function in more if id(function) not in followed]
+        self.in_forward = frozenset(holder.key for holder in now)
+        self.in_backward = frozenset(late)
+        return tuple({**late, **{holder.key: holder for holder in now}}.values())
 
     def may_draw_from_process(self) -> bool:
         """Whether it can reach Python's or NumPy's generator of the whole process."""
@@ -46,10 +77,11 @@ class Reached:
         return any(not self.holders[key].is_tensor for key in self.changed)
 
     @contextmanager
-    def leaving_no_trace(self, roots: Iterable[Any]) -> Iterator[None]:
-        """Run code that some values lead to, and put back what it changes in Python's state."""
-        with _disable_current_modes():
-            found = holders(roots)
+    def leaving_no_trace(
+        self, roots: Iterable[Any], backward: Iterable[Any] = (), apart: Iterable[Any] = ()
+    ) -> Iterator[None]:
+        """Run code that some values lead to, and put back what it changes; see ``look``."""
+        found = self.look(roots, backward, apart)
         try:
             yield
         finally:
@@ -73,12 +105,29 @@ class Reached:
             self.holders.setdefault(holder.key, holder)
             if holder.has_changed():
                 self.changed.add(holder.key)
+                self.left[holder.key] = holder.held()
                 holder.put_back()
             holder.forget()
 
     def tensors(self) -> frozenset[int]:
         """The tensors among it, by number (``id``)."""
         return frozenset(key for key, holder in self.holders.items() if holder.is_tensor)
+
+    def note_backward(self, seen: Reached) -> None:
+        """Note what a trial run of its backward has changed."""
+        self.left_late = {key: seen.left[key] for key in self.in_backward & seen.left.keys()}
+        self.changed |= self.left_late.keys()
+
+    @contextmanager
+    def as_left(self, key: Any, left: Any) -> Iterator[None]:
+        """Let state be as it was found after a change of it."""
+        holder = self.holders[key]
+        before = holder.held()
+        holder.hold(left)
+        try:
+            yield
+        finally:
+            holder.hold(before)
 
     def note_changed(self, changed: Iterable[Holder]) -> None:
         """Note what was seen to change in another way."""

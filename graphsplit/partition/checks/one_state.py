@@ -9,11 +9,12 @@ here; what changes only later is refused when it does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from graphsplit.capture.operations.opaque_call import ONE_STATE, OpaqueCall
 from graphsplit.capture.reach.holders import Holder
+from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import PlacementError
 from graphsplit.partition.drawing import OF_THE_PROCESS
 from graphsplit.partition.plan import PartitionPlan
@@ -25,11 +26,9 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
     Raises:
         PlacementError: Names both lines, and the state.
     """
-    calls = _calls(plan)
-    for (first, one), (second, two) in itertools.combinations(calls, 2):
-        if _is_in_order(plan, first, second) and not _meet_in_backward(plan, one, two):
-            continue
-        for key in one.reached.holders.keys() & two.reached.holders.keys():
+    calls = opaque_calls(plan)
+    for (first, one), (second, two) in itertools.combinations_with_replacement(calls, 2):
+        for key in _shared(plan, first, one.reached, second, two.reached):
             holder = one.reached.holders[key]
             changes = key in one.reached.changed or key in two.reached.changed
             is_own = holder.is_generator and key not in OF_THE_PROCESS
@@ -37,27 +36,48 @@ def refuse_shared_state(plan: PartitionPlan) -> None:
                 raise _refusal(plan, holder, one, two)
 
 
-def shared_elsewhere(plan: PartitionPlan, position: int) -> Iterator[tuple[Holder, str]]:
-    """Python state of a call that calls in another order, or elsewhere, can reach as well."""
-    calls = dict(_calls(plan))
-    mine = calls.pop(position).reached.holders
+def shared_elsewhere(
+    plan: PartitionPlan, position: int, *, in_backward: bool = False
+) -> Iterator[tuple[Holder, str]]:
+    """Python state of a call that calls in another order, or elsewhere, can reach as well.
+
+    Args:
+        plan: The plan.
+        position: The call.
+        in_backward: What its hooks and its own backward can reach, not what it reaches when called.
+    """
+    calls = dict(opaque_calls(plan))
+    mine = calls[position].reached
+    own = mine.in_backward if in_backward else mine.in_forward
     found: dict[Any, str] = {}
     for other, call in calls.items():
-        if not _is_in_order(plan, *sorted((position, other))):
-            for key in mine.keys() & call.reached.holders.keys():
-                found.setdefault(key, call.source)
+        for key in own & _shared(plan, position, mine, other, call.reached):
+            found.setdefault(key, call.source)
     for key, source in found.items():
-        if mine[key].decides and not _travels(plan, key):
-            yield mine[key], source
+        if mine.holders[key].decides and not _travels(plan, key):
+            yield mine.holders[key], source
 
 
-def _calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
+def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
+    """The calls kept whole, each with its position."""
     graph = plan.placed.graph
     return [
         (graph.positions[node.name], node.target)
         for node in graph.fx_graph.nodes
         if isinstance(node.target, OpaqueCall)
     ]
+
+
+def _shared(plan: PartitionPlan, first: int, one: Reached, second: int, two: Reached) -> Set[Any]:
+    """Keys of what two calls, or one with itself, can reach in another order than in one process.
+
+    The plain loop runs a microbatch's backward before the next one's forward.
+    """
+    if not _is_in_order(plan, *sorted((first, second))):
+        return one.holders.keys() & two.holders.keys()
+    if plan.is_microbatched and plan.placed.graph.has_gradients:
+        return one.in_forward & two.in_backward | one.in_backward & two.in_forward
+    return frozenset()
 
 
 def _is_in_order(plan: PartitionPlan, first: int, second: int) -> bool:
@@ -68,15 +88,6 @@ def _is_in_order(plan: PartitionPlan, first: int, second: int) -> bool:
     return one.worker == two.worker and one.level < two.level and not plan.is_microbatched
 
 
-def _meet_in_backward(plan: PartitionPlan, one: OpaqueCall, two: OpaqueCall) -> bool:
-    """Whether one runs in forward and the other, a hook or a function of its own, in backward.
-
-    The plain loop runs a microbatch's backward before the next one's forward.
-    """
-    is_training = plan.is_microbatched and plan.placed.graph.has_gradients
-    return is_training and one.traits.in_parts != two.traits.in_parts
-
-
 def _travels(plan: PartitionPlan, key: object) -> bool:
     return key in OF_THE_PROCESS and not plan.is_microbatched
 
@@ -84,9 +95,12 @@ def _travels(plan: PartitionPlan, key: object) -> bool:
 def _refusal(
     plan: PartitionPlan, holder: Holder, one: OpaqueCall, two: OpaqueCall
 ) -> PlacementError:
+    first = one.label if one is not two else "forward and backward"
+    who = f"{first} {'and' if one is not two else 'of'} {two.label}"
+    lines = "".join(f"\n  {source}" for source in dict.fromkeys((one.source, two.source)))
     return PlacementError(
-        f"{one.label} and {two.label} share {holder.name}, which changes when they run, but they "
+        f"{who} share {holder.name}, which changes when they run, but they "
         f"run {'in several microbatches at once' if plan.is_microbatched else 'on several workers'}"
-        f", or in another order than in one process\n  {one.source}\n  {two.source}\n"
+        f", or in another order than in one process{lines}\n"
         f"  Fix: {ONE_STATE}"
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 
 import torch
 
+from graphsplit.capture.operations.opaque_call import unchanged
 from graphsplit.optimizers.update import Updater
+from graphsplit.partition.checks.one_state import opaque_calls, shared_elsewhere
 from graphsplit.partition.plan import PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import made_leaves
@@ -48,9 +51,10 @@ class BackwardBinder:
             return self._bind_accumulate(instruction.operand, instruction.microbatch)
         if instruction.opcode is Opcode.BACKWARD_WEIGHT:
             return self._bind_weight(instruction)
+        run = _watching(self._bind_backward(instruction), self._plan, instruction.operand)
         if instruction.opcode is Opcode.BACKWARD_INPUT:
-            return self._leaving_weights(instruction, self._bind_backward(instruction))
-        return self._bind_backward(instruction)
+            return self._leaving_weights(instruction, run)
+        return run
 
     def _bind_backward(self, instruction: Instruction) -> Action:
         segment, microbatch = instruction.operand, instruction.microbatch
@@ -155,6 +159,23 @@ class BackwardBinder:
                 accumulate(parameter, gradient, is_shared=is_shared)
 
         return accumulate_shared
+
+
+def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
+    """A segment's backward, in which hooks must not change what others can reach."""
+    watched = [
+        (call, tuple(shared_elsewhere(plan, position, in_backward=True)))
+        for position, call in opaque_calls(plan)
+        if plan.segmentation.segment_of[position] == segment
+    ]
+
+    def run_watching(state: StepState) -> None:
+        with ExitStack() as stack:
+            for call, held in watched:
+                stack.enter_context(unchanged(f"backward of {call.label}", call.source, held))
+            run(state)
+
+    return run_watching if any(held for _, held in watched) else run
 
 
 def _fold(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> Gradient:
