@@ -25,7 +25,7 @@ from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import PythonStep, compare
-from graphsplit.planning.modes import as_in
+from graphsplit.planning.modes import as_in, ensure_training
 from graphsplit.planning.overlap import (
     check_overlapping,
     check_used,
@@ -48,6 +48,7 @@ from graphsplit.planning.task import (
     module_annotations,
     named_state,
     stateful_modules,
+    trainable_of,
 )
 from graphsplit.planning.written_inputs import written_inputs
 from graphsplit.program.depths import channel_depths
@@ -108,7 +109,7 @@ class Planner:
         self._plans: OrderedDict[tuple[int, StepPart], ReadyPlan] = OrderedDict()
         self._numbers: dict[tuple[int, StepPart], int] = {}
         self.parameters = tuple(task.network.parameters())
-        self.trainable = _trainable(task)
+        self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
@@ -156,6 +157,11 @@ class Planner:
         """Keep more plans than usual: all that one step needs, and as many again."""
         self._max_plans = max(self._max_plans, num_plans)
 
+    def begin_step(self, mode: Mode) -> None:
+        """A step of training finds the network in train mode, whatever was made of it meanwhile."""
+        if mode is Mode.TRAIN:
+            ensure_training(self._task.network)
+
     def look(self, mode: Mode, signature: Signature) -> Found | None:
         """The recording that holds for a step as Python's values are now; None if none does.
 
@@ -167,6 +173,7 @@ class Planner:
 
     def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
         """What to tell others of the Python values behind the next step."""
+        self.begin_step(mode)
         found = self.look(mode, signature)
         return PythonStep.of(found, () if found else self.recordings.changed(mode, signature))
 
@@ -286,7 +293,7 @@ class Planner:
     def _renew(self, *, force: bool = False) -> None:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
-        self.trainable = _trainable(self._task)
+        self.trainable = trainable_of(self._task)
         is_same = len(parameters) == len(self.parameters) and all(
             map(is_, parameters, self.parameters)
         )
@@ -487,12 +494,6 @@ class Planner:
         return {
             p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
         }
-
-
-def _trainable(task: Task) -> tuple[nn.Parameter, ...]:
-    loss = task.loss_fn
-    of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
-    return (*task.network.parameters(), *of_loss)
 
 
 def _nothing() -> None:

@@ -186,6 +186,7 @@ def plan_step(
     Raises:
         CaptureError, PlacementError, PlanMismatchError: As ``Planner.plan_for``.
     """
+    planner.begin_step(mode)
     opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
     if not shape.parts:
         part = StepPart(first=opens, last=closes)

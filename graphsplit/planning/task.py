@@ -83,6 +83,11 @@ def stateful_modules(task: Task) -> list[nn.Module]:
     return [m for m in (task.network, task.loss_fn) if isinstance(m, nn.Module)]
 
 
+def trainable_of(task: Task) -> tuple[nn.Parameter, ...]:
+    """The parameters of the network, and of a loss that is a module."""
+    return tuple(parameter for m in stateful_modules(task) for parameter in m.parameters())
+
+
 def materialize_all(task: Task) -> None:
     """Give everything its memory: what one process does with a network built deferred."""
     for module in stateful_modules(task):

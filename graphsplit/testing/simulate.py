@@ -33,7 +33,7 @@ from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.planning.modes import ensure_training, evaluating
+from graphsplit.planning.modes import evaluating
 from graphsplit.planning.passes import capture_graph
 from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
@@ -331,8 +331,6 @@ class SimulatedCluster:
 
     def _planned(self, worker: SimulatedWorker, mode: Mode, division: Division) -> PlannedStep:
         is_training = mode is Mode.TRAIN
-        if is_training:
-            ensure_training(worker.task.network)
         with worker.active():
             if is_training:
                 worker.progress.begin()

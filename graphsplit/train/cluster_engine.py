@@ -19,7 +19,7 @@ from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
-from graphsplit.planning.modes import ensure_training, evaluating
+from graphsplit.planning.modes import evaluating
 from graphsplit.planning.step_plan import Phase, PlannedStep, Progress
 from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiler
@@ -46,7 +46,6 @@ class ClusterEngine(ClusterState):
         self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
-        ensure_training(self._task.network)
         feed = self._leading.feed(Mode.TRAIN, loader, start)
         self.loader_rank = feed.leader
         for planned, division, meanwhile in feed:
@@ -54,7 +53,6 @@ class ClusterEngine(ClusterState):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
-        ensure_training(self._task.network)
         planned = self._leading.given(Mode.TRAIN, division, self._step)
         return self._train(planned, division, self._job.ranks)
 

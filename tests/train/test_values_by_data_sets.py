@@ -126,6 +126,34 @@ def test_what_a_data_set_changes_is_changed_on_all_workers(
         assert difference(expected, found) is None
 
 
+class Dropped(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.dropout(x, 0.5, self.training))
+
+
+class Evaluating(Losses):
+    """Leaves the network in eval mode, as one does who forgets to put it back."""
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        super().on_step_end(context)
+        context.model.network.eval()
+
+
+def test_each_step_finds_the_network_in_train_mode_as_in_one_process() -> None:
+    def train() -> Any:
+        torch.manual_seed(0)
+        net, losses = Dropped(), Evaluating()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.01))
+        model.train(1, DataLoader(Changing(lambda index, num_read: None), 4), [losses])
+        return losses.seen
+
+    before = Generators.now()
+    expected = train()
+    before.put_back()
+    for found in ThreadCluster(lambda rank: train(), NUM_WORKERS).run():
+        assert difference(expected, found) is None
+
+
 def changed_by_the_script() -> Any:
     torch.manual_seed(0)
     net = Scaled()
