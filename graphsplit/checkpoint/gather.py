@@ -30,7 +30,10 @@ class StateGatherer:
         self._task = task
         self._job = job
         self._group = ControlGroup(job.control, _no_tick)
-        self._owner_of = {
+        # Optimizers may still hold parameters of layers that were taken out of the network.
+        held = {str(id(p)): p for one in task.optimizers for p in parameters_of(one)}
+        self._owner_of = {int(number): rank for number, rank in job.owners.known(held).items()}
+        self._owner_of |= {
             id(tensor): owners[name]
             for name, tensor in named_state(task.network, task.loss_fn).items()
             if name in owners

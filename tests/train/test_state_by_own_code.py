@@ -280,6 +280,27 @@ def test_a_parameter_that_loading_replaces_is_refused() -> None:
         ThreadCluster(script, 2, is_recoverable=False).run()
 
 
+def test_the_state_of_an_optimizer_has_that_of_layers_that_were_taken_out() -> None:
+    def train() -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+        for rank, layer in enumerate((net[0], net[1], net[2])):
+            layer.place("MS_WORKER", rank % 2)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        model = gs.Model(net, nn.functional.mse_loss, optimizer)
+        model.train_step(torch.ones(4, 3), torch.ones(4, 2))
+        net[1] = nn.Identity()
+        model.train_step(torch.ones(4, 3), torch.zeros(4, 2))
+        return copy.deepcopy(model.optimizer_state_dict())
+
+    before = Generators.now()
+    expected = train()
+    before.put_back()
+    for found in ThreadCluster(lambda rank: train(), 2, is_recoverable=False).run():
+        assert difference(expected, found) is None
+    assert len(expected["state"]) == 6
+
+
 def test_the_networks_own_method_names_the_models() -> None:
     def script(rank: int) -> None:
         torch.manual_seed(0)
