@@ -21,8 +21,9 @@ def on_fakes(node: Node, run: Callable[[], Result]) -> Result | None:
     """Run something on the operands of a node.
 
     Only a ``RuntimeError`` means that values are needed: all that fake tensors raise for that are
-    kinds of it. What is learned here decides bits; so any other error, as where a release of
-    PyTorch has moved a name, is not taken for an answer.
+    kinds of it; the check of a tensor's sizes raises an ``AssertionError``, as it compares a list.
+    What is learned here decides bits; so any other error, as where a release of PyTorch has moved a
+    name, is not taken for an answer.
 
     Args:
         node: The node.
@@ -38,5 +39,5 @@ def on_fakes(node: Node, run: Callable[[], Result]) -> Result | None:
     try:
         with fake.fake_mode:
             return run()
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
         return None

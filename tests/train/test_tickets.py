@@ -12,7 +12,7 @@ import torch
 
 from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.batches.batch import Signature
-from graphsplit.batches.microbatches import Divider, Shape
+from graphsplit.batches.microbatches import BatchDescription, Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
@@ -40,7 +40,7 @@ def job(wire: Wire, rank: int) -> Any:
     return cast(Any, SimpleNamespace(rank=rank, num_workers=2, control=wire, **stops))
 
 
-def shape(rows: int, number: int = 4) -> Shape:
+def shape(rows: int, number: int = 4) -> BatchDescription:
     batch = (torch.zeros(rows, 3), torch.zeros(rows))
     return Divider(number).divide(batch, has_loss_fn=True).shape()
 
@@ -187,6 +187,9 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     Tickets(job(wire, 0)).send(theirs.shape(), generator=None)
     planned = SimpleNamespace(consumers=(0, 1), written_inputs=())
     planner = SimpleNamespace(
+        begin_step=lambda mode: None,
+        requires_grad=lambda: (),
+        trainable=(),
         plan_for=lambda *a, **k: planned,
         keep_at_least=lambda number: None,
         python_step=lambda *a: NOTHING_READ,

@@ -15,7 +15,7 @@ from zoo_models import MODELS
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
 from graphsplit.guards.check import Guards
-from graphsplit.guards.values import Frozen, is_mapping, mapping_of
+from graphsplit.guards.values import Frozen, holder_of
 from graphsplit.planning.passes import capture_graph
 from graphsplit.planning.task import Task
 
@@ -52,7 +52,7 @@ def _watched(guards: Guards) -> tuple[set[Any], set[int]]:
     def add(value: Any) -> None:
         if isinstance(value, Frozen):
             held = value.container
-            containers.add(id(mapping_of(held) if is_mapping(held) else held))
+            containers.add(id(holder_of(held)))
             for item in value.items:
                 add(item)
 

@@ -27,7 +27,7 @@ from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_
 from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import outside, replaced
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -165,7 +165,10 @@ class StateWatch:
             self._check_parameters(module, recorder.label(module))
             watched += _structure(module, recorder.label(module), recorder.path(module))
         names = recorder.names | names_used_by(map(type, recorder.touched.values()))
-        watched += [Watched(place, place.read()) for place in torch_places(names)]
+        watched += [
+            Watched(place, outside(place.holder, place.key, place.read()))
+            for place in torch_places(names)
+        ]
         guards = Guards(
             watched,
             tensors=tuple(recorder.tensors.values()),
