@@ -75,7 +75,7 @@ def work() -> None:
 
 def walked() -> tuple[list[str], int]:
     """The files of worker 0's step, each once, as it first enters them; how often it changes."""
-    found = launch(__file__, 2, [])[0]
+    found = launch(__file__, 2, argparse.Namespace())[0]
     return list(dict.fromkeys(found["files"])), found["changes"]
 
 
