@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphsplit.batches import records
 from graphsplit.batches.signature_text import DTYPES
 from graphsplit.capture.numbers.known_values import is_all_ones
 from graphsplit.errors import ConfigurationError
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.torch_ext.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLED = 64

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphsplit.batches import records
 from graphsplit.batches.batch import Arguments, Signature, split_batch
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.private import pytree
 
 Split = Callable[[Any, int], Sequence[Any]]
 LossWeight = Callable[..., Any]

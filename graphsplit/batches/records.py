@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.private import pytree
 
 _known: dict[tuple[str, str], type[Any]] = {}
 _trusted: dict[str, ModuleType] = {}

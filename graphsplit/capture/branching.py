@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.normalize.inplace import make_in_place_explicit
 from graphsplit.capture.operations.effects import is_random, written_operands
 from graphsplit.capture.operations.regions import region_of
+from graphsplit.torch_ext.private import OpOverload, pytree
 from graphsplit.users_line import users_line_of_trace
 
 NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -60,7 +60,7 @@ def _obstacle(node: FxNode, *, redraws: bool) -> Iterator[str]:
     elif node.target is NO_GRAD:
         for inner in made_explicit(submodule_of(node, 1)).graph.nodes:
             yield from _obstacle(inner, redraws=redraws)
-    elif not isinstance(node.target, torch._ops.OpOverload):
+    elif not isinstance(node.target, OpOverload):
         yield f"{node.target} stands inside{where}"
     elif written_operands(node):
         yield f"{node.target} modifies memory in place inside{where}"

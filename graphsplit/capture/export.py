@@ -19,7 +19,6 @@ import torch
 import torch.fx.traceback
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.nodes import build_nodes
@@ -50,6 +49,7 @@ from graphsplit.torch_ext.data_attribute import DataIsDetached
 from graphsplit.torch_ext.eager_mode import as_in_eager_mode
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.meta_functions import as_kernels_accept
+from graphsplit.torch_ext.private import pytree
 
 
 class _LossFunction(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import re
@@ -16,6 +15,7 @@ from torch import nn
 
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import INSIDE_BRANCH
+from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
 from graphsplit.users_line import users_line_of
 
 _OPAQUE = "keep the module around it whole with gs.opaque"
@@ -42,11 +42,6 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "keep the computation in torch operations, and register extra tensors with "
         f"register_buffer, or {_OPAQUE}",
     ),
-)
-_LOGGERS = (
-    "torch.export._trace",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch._subclasses.fake_tensor",
 )
 
 
@@ -107,8 +102,8 @@ def comes_of_capture(error: BaseException) -> bool:
 @contextmanager
 def quiet_export() -> Iterator[None]:
     """Silence what ``torch.export`` prints and logs of a failure: graphsplit's error says it."""
-    trace: Any = importlib.import_module("torch.export._trace")
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    trace = export_trace()
+    loggers = [logging.getLogger(name) for name in LOGGERS_OF_CAPTURE]
     levels = [logger.level for logger in loggers]
     original = trace.sys
     trace.sys = _QuietSys()

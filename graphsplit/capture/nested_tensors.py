@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.capture.opaque.record import Recorder
+from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.replaced import replaced
 
 

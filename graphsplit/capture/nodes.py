@@ -28,6 +28,7 @@ from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.torch_ext.private import OperatorBase
 from graphsplit.users_line import users_line_of_trace
 
 _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
@@ -165,7 +166,7 @@ class NodeBuilder:
         meta = _meta(fx_node)
         written = written_operands(fx_node)
         runs_after, shares_modified = self._memory_order(operands, written)
-        calls = (torch._ops.OperatorBase, OpaqueCall, MemoryCall)
+        calls = (OperatorBase, OpaqueCall, MemoryCall)
         is_element = not isinstance(fx_node.target, calls)
         found = self._differentiation(fx_node, operands)
         requires_grad = self._requires_grad(fx_node, operands, meta, found)

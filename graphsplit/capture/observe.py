@@ -15,15 +15,12 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
 )
 from torch.nn.modules.module import register_module_buffer_registration_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.capture.numbers.answered import sized
 from graphsplit.capture.operations.effects import HIDDEN_WRITES
@@ -31,6 +28,12 @@ from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.marks.annotations import NODE_KEY
 from graphsplit.torch_ext.function_modes import TRACERS, without_modes
+from graphsplit.torch_ext.private import (
+    DataDependentOutputException,
+    TorchDispatchMode,
+    active_fake_mode,
+    pytree,
+)
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training", "is_training")
@@ -165,7 +168,7 @@ def _draws(given: dict[str, Any]) -> bool:
 def unrecorded(observer: Observer) -> Iterator[None]:
     """Run code on fake tensors as eager mode would run it, watched and not recorded."""
     with ExitStack() as stack:
-        fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        fake_mode = active_fake_mode()
         shape_env = getattr(fake_mode, "shape_env", None)
         if shape_env is not None:  # values that code asks for, and keeps to itself
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.state.attributes import Attributes
+from graphsplit.torch_ext.private import FakeTensorMode, pytree
 
 
 def raises_by_itself(

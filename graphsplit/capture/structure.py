@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.private import pytree
 
 _PLAIN = (type(None), bool, int, float, str)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.group import ControlGroup, share_value
@@ -19,6 +18,7 @@ from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import plain_classes
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.private import pytree
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphsplit.errors import DeferredInitError
 from graphsplit.frames import is_users
+from graphsplit.torch_ext.private import pytree, storage_at, throw_on_mutable_data_ptr
 
 SHAPE_ONLY = -1
 """Storage number of an operand of which only shape, strides and dtype are looked at."""
@@ -26,10 +26,10 @@ _CPU = torch.device("cpu")
 
 def hollow_storage(size_bytes: int) -> torch.UntypedStorage:
     """Returns a CPU storage of the given size behind which there is no memory."""
-    storage = torch._C._construct_storage_from_data_pointer(0, _CPU, size_bytes)
+    storage = storage_at(0, _CPU, size_bytes)
     untyped = cast("torch.UntypedStorage", storage)  # torch's own annotation names the typed kind
     # Without this mark a write from a place that no mode sees would be a segmentation fault.
-    torch._C._set_throw_on_mutable_data_ptr(torch.empty(0, dtype=torch.uint8).set_(untyped))
+    throw_on_mutable_data_ptr(torch.empty(0, dtype=torch.uint8).set_(untyped))
     return untyped
 
 
@@ -114,7 +114,7 @@ class Call:
 
     def run(self, resolve: Callable[[TensorSpec], torch.Tensor]) -> list[torch.Tensor]:
         """Executes the operation on real memory and returns the tensors that it created."""
-        args, kwargs = tree_map_only(TensorSpec, resolve, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(TensorSpec, resolve, (self.args, self.kwargs))
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:
@@ -123,7 +123,7 @@ class Call:
             torch.set_default_dtype(before)
         if not self.created:
             return []
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self._check(outputs)
         return outputs
 

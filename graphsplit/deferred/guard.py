@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from graphsplit.deferred.recording import Recording, plain_torch
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
 
 _ATTRIBUTE = "_graphsplit_recording"
 _VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_cdata"})
@@ -28,7 +28,7 @@ _HARMLESS_METHODS = (
 
 
 def _harmless() -> frozenset[Any]:
-    base = torch._C.TensorBase
+    base = TensorBase
     allowed = {getattr(torch.Tensor, name) for name in _HARMLESS_METHODS.split()}
     for name in dir(torch.Tensor):
         attribute: Any = getattr(torch.Tensor, name, None)
@@ -47,11 +47,11 @@ def _torch_function(
 ) -> Any:
     kwargs = kwargs or {}
     if func not in _HARMLESS:
-        guarded = [leaf for leaf in tree_leaves((args, kwargs)) if is_guarded(leaf)]
+        guarded = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_guarded(leaf)]
         with plain_torch():
             for tensor in guarded:
                 fill([tensor], because=f"{getattr(func, '__name__', func)} needs a value")
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

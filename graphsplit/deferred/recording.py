@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from graphsplit.deferred.calls import (
     Call,
@@ -33,6 +32,12 @@ from graphsplit.deferred.calls import (
 from graphsplit.deferred.draws import DrawChain, DrawReplay
 from graphsplit.errors import DeferredInitError
 from graphsplit.optimizers.freed_memory import note_dropped
+from graphsplit.torch_ext.private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    has_storage,
+    storage_use_count,
+)
 
 WARN_FROM_BYTES = 1 << 20
 """Smaller contents are filled on demand without a word."""
@@ -42,8 +47,8 @@ WARN_FROM_BYTES = 1 << 20
 def plain_torch() -> Iterator[None]:
     """Everything inside runs as outside of any mode, autocast or gradient recording."""
     with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
+        DisableTorchFunction(),
+        disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
@@ -78,7 +83,7 @@ class Recording:
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of the hollow storage that the tensor lies on, None if it is real."""
-        if tensor.layout != torch.strided or not torch._C._has_storage(tensor):
+        if tensor.layout != torch.strided or not has_storage(tensor):
             return None
         try:
             return self._by_address.get(tensor.untyped_storage()._cdata)
@@ -124,7 +129,7 @@ class Recording:
 
     def _alive_among(self, numbers: Iterable[int]) -> set[int]:
         # One count is that of the recording's own reference.
-        count = torch._C._storage_Use_Count
+        count = storage_use_count
         hollow = self._hollow
         return {n for n in numbers if n in hollow and count(hollow[n]._cdata) > 1}
 

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphsplit.deferred.calls import SHAPE_ONLY, Call, TensorSpec, user_line
 from graphsplit.deferred.recording import Recording, plain_torch, warn_if_large
+from graphsplit.torch_ext.private import DisableTorchFunction, TorchDispatchMode, pytree
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 _LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
@@ -50,7 +49,7 @@ def _name(func: Any) -> str:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_plain_cpu(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -113,7 +112,7 @@ class OperationMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Handles one operation, below autograd."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,7 +200,7 @@ class OperationMode(TorchDispatchMode):
                 created.append(spec)
                 return tensor
 
-            result = tree_map_only(torch.Tensor, make, shaped)
+            result = pytree.tree_map_only(torch.Tensor, make, shaped)
         if name in _EMPTY and not torch.are_deterministic_algorithms_enabled():
             self._recording.leave_unset(created[0].storage)
         else:
@@ -213,7 +212,7 @@ class OperationMode(TorchDispatchMode):
             size, stride = tensor.size(), tensor.stride()
             return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
 
-        meta_args, meta_kwargs = tree_map_only(torch.Tensor, shape_of, (args, kwargs))
+        meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, shape_of, (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
             meta_kwargs["device"] = torch.device("meta")
         return func(*meta_args, **meta_kwargs)
@@ -248,13 +247,13 @@ class OperationMode(TorchDispatchMode):
             return tensor.clone()
 
         written = {self._spec(t) for t in _written(func, args, kwargs)}
-        described = tree_map_only(torch.Tensor, describe, (args, kwargs))
-        specs = [leaf for leaf in tree_leaves(described) if isinstance(leaf, TensorSpec)]
+        described = pytree.tree_map_only(torch.Tensor, describe, (args, kwargs))
+        specs = [leaf for leaf in pytree.tree_leaves(described) if isinstance(leaf, TensorSpec)]
         reads = {spec.storage for spec in specs if spec.storage >= 0}
         overwrites = {spec.storage for spec in created}
         if name in _FILLS and self._covers(args[0]):
             target = self._spec(args[0]).storage
-            sources = tree_leaves((described[0][1:], described[1]))
+            sources = pytree.tree_leaves((described[0][1:], described[1]))
             if all(not isinstance(s, TensorSpec) or s.storage != target for s in sources):
                 reads.discard(target)
                 overwrites.add(target)

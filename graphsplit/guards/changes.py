@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.errors import CaptureError
 from graphsplit.guards.classes import own_dictionary
@@ -38,6 +37,7 @@ from graphsplit.guards.values import (
     shown,
     thaw,
 )
+from graphsplit.torch_ext.private import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)

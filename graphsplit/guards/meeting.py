@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.frames import is_own, short_path
 from graphsplit.guards.classes import (
@@ -40,6 +39,7 @@ from graphsplit.guards.values import (
     freeze,
     items_of,
 )
+from graphsplit.torch_ext.private import FakeTensor
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
 WITHOUT_VALUES = (*NUMBERS, FakeTensor)

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_own, is_users, short_path
@@ -55,6 +54,7 @@ from graphsplit.guards.values import (
     CONTAINERS,
     MISSING,
 )
+from graphsplit.torch_ext.private import FakeTensor
 
 # Between a control-flow operator and the call in which the user gave it its functions.
 _MAX_FRAMES_OF_TORCH = 8

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.frames import is_own
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.places import Place, entry
 from graphsplit.guards.values import MISSING
+from graphsplit.torch_ext.private import FakeTensor
 
 Tensors = Mapping[tuple[int, str], torch.Tensor]
 

@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_
-from torch.utils._foreach_utils import (
-    _group_tensors_by_device_and_dtype,
-    _has_foreach_support,
-)
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.private import foreach_norm, grouped_tensors, has_foreach_support
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class GlobalNorm:
         with torch.no_grad():
             for members in _groups(gradients):
                 group = [gradients[index] for index in members]
-                if _has_foreach_support(list(group), group[0].device):
-                    norms = list(torch._foreach_norm(group, float(self.norm_type)))
+                if has_foreach_support(list(group), group[0].device):
+                    norms = list(foreach_norm(group, float(self.norm_type)))
                 else:
                     norms = [torch.linalg.vector_norm(g, float(self.norm_type)) for g in group]
                 for index, norm in zip(members, torch.stack(norms).tolist(), strict=True):
@@ -128,7 +125,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Indices of tensors of one device and dtype, in the order in which PyTorch takes them."""
     if not tensors:
         return []
-    grouped = _group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    grouped = grouped_tensors([list(tensors)], with_indices=True)
     return [list(indices) for _, indices in grouped.values()]
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
 
 # What may be asked of a tensor whose value is elsewhere.
 _HARMLESS = frozenset(
@@ -97,7 +98,7 @@ class _Elsewhere(torch.Tensor):
         )
         if not harmless:
             raise OwnershipError(_message(args, kwargs, attribute or name))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -133,7 +134,7 @@ def _refuse_partial_view(tensor: torch.Tensor, asker: str) -> None:
 
 def _message(args: Any, kwargs: Any, asked: str) -> str:
     flat: list[Any] = []
-    torch.utils._pytree.tree_map(flat.append, (args, kwargs))
+    pytree.tree_map(flat.append, (args, kwargs))
     name, owner, _ = next(getattr(a, _WHOSE) for a in flat if isinstance(a, _Elsewhere))
     fix = (
         f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers all "

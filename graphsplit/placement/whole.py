@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import torch
-from torch._ops import HigherOrderOperator
 
 from graphsplit.capture.branching import is_branching, why_together
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
 from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.marks.annotations import Annotation
+from graphsplit.torch_ext.private import HigherOrderOperator
 
 
 def nearest(modules: Mapping[str, Annotation], path: str) -> tuple[str, Annotation] | None:

@@ -61,6 +61,7 @@ from graphsplit.program.lower import (
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_PLANS = 64
 
@@ -311,7 +312,7 @@ class Planner:
 
     def requires_grad(self) -> tuple[bool, ...]:
         """Of every parameter of network and loss, whether it is trained."""
-        with torch._C.DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+        with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
             return tuple([p.requires_grad for p in self.trainable])
 
     def _circumstances(self) -> tuple[tuple[bool, ...], Any]:

@@ -14,6 +14,7 @@ import torch
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.effects import shares_memory
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 
 def check_graph(graph: CapturedGraph) -> None:
@@ -61,7 +62,7 @@ def _refuse_parameter(name: str) -> NoReturn:
 
 def put_requires_grad(parameters: Sequence[torch.Tensor], flags: Sequence[bool]) -> None:
     """Let parameters be trained, or not, as they were."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for parameter, flag in zip(parameters, flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
@@ -21,6 +20,7 @@ from graphsplit.planning.modes import ensure_training
 from graphsplit.recovery.log import Entry
 from graphsplit.recovery.results import pack, unpack
 from graphsplit.recovery.snapshot.share import ModelSnapshot
+from graphsplit.torch_ext.private import pytree
 from graphsplit.train.epochs import load_callbacks
 
 

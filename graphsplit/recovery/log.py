@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphsplit.checkpoint.generators import process_generators, set_process_generators
 from graphsplit.checkpoint.other_loaders import put_loader
@@ -24,6 +23,7 @@ from graphsplit.recovery.snapshot.share import (
     settings_of,
 )
 from graphsplit.tensor_meta import span_elements
+from graphsplit.torch_ext.private import pytree
 from graphsplit.train.epochs import load_callbacks
 
 _TAKES_TENSORS = frozenset(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.branching import (
     NO_GRAD,
@@ -34,6 +33,7 @@ from graphsplit.capture.operations.regions import Region, region_of, set_region
 from graphsplit.rewrite.rebuild import rebuild_nodes
 from graphsplit.rewrite.shared_memory import map_nodes
 from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.private import pytree
 
 _NOTED = ("nn_module_stack", "stack_trace", "custom")
 

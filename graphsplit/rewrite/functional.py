@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
@@ -37,6 +36,7 @@ from graphsplit.capture.operations.regions import region_of
 from graphsplit.rewrite.in_place_calls import WrittenCall, describe_write, reads_its_own_write
 from graphsplit.rewrite.rebuild import rebuild_nodes
 from graphsplit.rewrite.shared_memory import SharedMemory
+from graphsplit.torch_ext.private import FakeTensor
 
 _NOTED = ("nn_module_stack", "stack_trace", "custom")
 

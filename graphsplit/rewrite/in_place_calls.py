@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.operations.effects import HIDDEN_WRITES, written_operands
 from graphsplit.rewrite.shared_memory import map_nodes
+from graphsplit.torch_ext.private import OpOverload, pytree
 
 # Above so many elements, views are taken to overlap unless their ranges are apart.
 _MAX_COMPARED = 1 << 20
@@ -62,7 +62,7 @@ def describe_write(node: Node, *, shares_written: Callable[[Node], bool]) -> Wri
     is_tuple = isinstance(value, (tuple, list))
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     written = written_operands(node)
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         flags = _flags(node.target._schema)
         same = _same(node, node.target._schema)
         shared = set(same)

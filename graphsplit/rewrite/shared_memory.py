@@ -8,7 +8,6 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node as FxNode
 
 from graphsplit.capture.graph import CapturedGraph
@@ -24,6 +23,7 @@ from graphsplit.capture.operations.memory_calls import (
     Taken,
 )
 from graphsplit.errors import PlacementError
+from graphsplit.torch_ext.private import FakeTensor, OpOverload
 
 
 class SharedMemory:
@@ -184,7 +184,7 @@ def map_nodes(value: Any, stands_for: Callable[[FxNode], Any]) -> Any:
 
 def _can_be_repeated(view: FxNode) -> bool:
     maker = view.args[0] if view.target is operator.getitem else view
-    return isinstance(maker, FxNode) and isinstance(maker.target, torch._ops.OpOverload)
+    return isinstance(maker, FxNode) and isinstance(maker.target, OpOverload)
 
 
 def _kind_of(view: FxNode, parent: FxNode) -> type[Step]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.structure import open_object
+from graphsplit.torch_ext.private import pytree
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 

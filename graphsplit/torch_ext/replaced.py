@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from graphsplit.guards.values import MISSING
+MISSING: Any = object()  # a class has no attribute of its own of that name
 
 # By the holder of an attribute, or a module's table, and its name: what stands there otherwise.
 _OUTSIDE: dict[tuple[int, str], Any] = {}

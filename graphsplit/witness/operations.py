@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.capture.graph import LOSS_PATH, Node
 from graphsplit.check.record import Operation
@@ -24,6 +22,7 @@ from graphsplit.frames import line_now, short_path
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.torch_ext.private import TorchDispatchMode, pytree
 from graphsplit.witness.values import digest_of
 
 # What they return is whatever the memory held before.

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from graphsplit.check.record import TORCHS, UNTOUCHED, Kind, Value
 from graphsplit.deferred.guard import is_guarded
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
+from graphsplit.torch_ext.private import pytree
 
 _FEW = 16  # elements that are noted unasked
 _MOST = 1 << 16  # ... and at the most

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.capture.operations.regions import in_region, region_of, set_region
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.private import OpOverload, TorchDispatchMode, pytree
 from graphsplit.users_line import users_line_of_trace
 
 _CASTS = (torch.ops.aten._to_copy.default,)
@@ -110,7 +109,7 @@ class _Recorder(TorchDispatchMode):
 def _run(node: Node, candidates: Sequence[Node]) -> _Recorder | None:
     """Run an operation on fake tensors as it runs in its region; None if it needs values."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     recorder = _Recorder({id(n.meta["val"]): n for n in candidates})
 

@@ -11,10 +11,10 @@ import operator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
 
 _IN_PARTS = "CompositeImplicitAutograd"
 
@@ -53,9 +53,9 @@ def _may_be_identity(node: Node) -> bool:
     (``dropout`` in eval mode is a copy there), and notes other strides.
     """
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IN_PARTS):
+    if not has_kernel(target.name(), _IN_PARTS):
         return False
     looks = {_look(n) for n in node.all_input_nodes}
     results = [node, *(u for u in node.users if u.target is operator.getitem)]

@@ -18,7 +18,6 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from graphsplit.capture.opaque.handed_out import possible_memories
@@ -27,6 +26,7 @@ from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
 from graphsplit.users_line import users_line_of_trace
 
 # Their gradients have a formula of their own, by the result or the same, which gives the same bits.
@@ -122,9 +122,9 @@ def _is_summed_as_a_view(node: Node, base: Node, position: dict[Node, int]) -> b
     dimensions. Written to, its function is made anew, and the uses before keep the old one.
     """
     target = base.target
-    is_composed = isinstance(
-        target, torch._ops.OpOverload
-    ) and torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    is_composed = isinstance(target, OpOverload) and has_kernel(
+        target.name(), "CompositeImplicitAutograd"
+    )
     return is_composed and sum(position[user] < position[node] for user in base.users) > 1
 
 
@@ -137,7 +137,7 @@ def _refuse_new_memory(node: Node, state: AbstractSet[str]) -> None:
     if not _changes_shape_only(node):
         return
     base, target = node.args[0], node.target
-    assert isinstance(base, Node) and isinstance(target, torch._ops.OpOverload)
+    assert isinstance(base, Node) and isinstance(target, OpOverload)
     line = users_line_of_trace(node.meta.get("stack_trace") or "")
     if target._schema.name in _NEW_MEMORY:
         raise CaptureError(
@@ -187,7 +187,7 @@ def _kind(operand: object) -> object:
 
 def _is_alike(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     value, ordinary, target = args[0], _ordinary_form(node), node.target
-    assert ordinary is not None and isinstance(target, torch._ops.OpOverload)
+    assert ordinary is not None and isinstance(target, OpOverload)
 
     def run() -> tuple[Any, Any]:
         with torch.enable_grad():
@@ -231,22 +231,21 @@ def _same_in_region(node: Node, bases: frozenset[Node]) -> bool:
     ):
         return False
     return not any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(ordinary.name(), f"Autocast{device.upper()}")
-        for device, _ in region.autocasts
+        has_kernel(ordinary.name(), f"Autocast{device.upper()}") for device, _ in region.autocasts
     )
 
 
-def _ordinary_form(node: Node) -> torch._ops.OpOverload | None:
+def _ordinary_form(node: Node) -> OpOverload | None:
     """The out-of-place overload of an in-place operation that writes to its first operand only."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
     packet_name = target._schema.name.split("::")[1]
     if not packet_name.endswith("_") or written_operands(node) != (node.args[0],):
         return None
     packet = getattr(getattr(torch.ops, target.namespace), packet_name[:-1], None)
     overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if not isinstance(overload, torch._ops.OpOverload) or overload._schema.is_mutable:
+    if not isinstance(overload, OpOverload) or overload._schema.is_mutable:
         return None
     # The first operand may be `self` in one overload and `input` in the other; in `pow.Scalar` it
     # is a number.

@@ -25,11 +25,10 @@ from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.capture.numbers.recipes import Question, Recipe
+from graphsplit.torch_ext.private import disable_current_modes, pytree
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _MOST_ELEMENTS = 1 << 18
@@ -149,7 +148,7 @@ class KnownValues(TorchCalls):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         real_args, real_kwargs = map_aggregate((args, kwargs), self._value)
-        with _disable_current_modes():
+        with disable_current_modes():
             return function(*real_args, **real_kwargs)
 
     def _value(self, given: Any) -> Any:

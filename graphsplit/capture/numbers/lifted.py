@@ -16,9 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-import torch
-from torch._dynamo.source import ConstantSource
-from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -30,6 +27,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.places import Place
+from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, active_fake_mode
+from graphsplit.torch_ext.private_symbolic import ConstantSource
 
 
 class NotLiftedError(CaptureError):
@@ -75,7 +74,7 @@ def lifted_in_place(places: Sequence[Place]) -> Iterator[Lifted]:
     if not places:
         yield lifted
         return
-    fake_mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    fake_mode: Any = active_fake_mode()
     environment, tracer = fake_mode.shape_env, get_proxy_mode().tracer  # type: ignore[union-attr]
     values = [place.read() for place in places]
     try:
@@ -145,10 +144,6 @@ def _of(node: Any) -> Any:
         return node
     if node.target is NUMBER:
         return Computed(None, (node.args[0],))
-    if (
-        node.op != "call_function"
-        or node.kwargs
-        or isinstance(node.target, torch._ops.OperatorBase)
-    ):
+    if node.op != "call_function" or node.kwargs or isinstance(node.target, OperatorBase):
         raise NotLiftedError(f"a number is made by {node.target}")
     return Computed(node.target, tuple(_of(argument) for argument in node.args))  # type: ignore[arg-type]

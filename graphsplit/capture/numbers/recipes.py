@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private_symbolic import PythonReferenceAnalysis, sympy_interp
 
 Symbols = dict[Any, Any]
 
@@ -125,4 +126,4 @@ def _filled_in(arguments: Any, symbols: Symbols, made: dict[Recipe, torch.Tensor
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:
-    return [r for r in torch.utils._pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]
+    return [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]

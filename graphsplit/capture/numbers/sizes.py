@@ -17,11 +17,11 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.numbers.lifted import NUMBER, Lifted
 from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.errors import CaptureError, ConfigurationError
+from graphsplit.torch_ext.private import pytree
 from graphsplit.users_line import users_line_of_trace
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.observe import Observer, TooManyQuestionsError
 from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.torch_ext.private import DataDependentOutputException, pytree
 
 R = TypeVar("R", bound=Any)
 _ASKED_FOR_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException)

@@ -18,16 +18,9 @@ from torch import nn
 
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.private import TRANSFORMS, ScriptFunction, ScriptMethod, eager_transforms
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now
-
-# What runs a transform, where torch looks it up, and the transform's name.
-_TRANSFORMS = (
-    ("torch._functorch.apis", "vmap_impl", "torch.vmap"),
-    ("torch._functorch.eager_transforms", "grad_impl", "torch.func.grad"),
-    ("torch._functorch.eager_transforms", "grad_and_value_impl", "torch.func.grad_and_value"),
-    ("torch._functorch.eager_transforms", "_jvp_with_argnums", "torch.func.jvp"),
-)
 
 _ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("cov", "corrcoef"))
 
@@ -36,7 +29,7 @@ _ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("c
 def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
     """Record transforms and scripted functions as one node each."""
     with ExitStack() as stack:
-        for module, name, label in _TRANSFORMS:
+        for module, name, label in TRANSFORMS:
             stack.enter_context(_recorded(recorder, importlib.import_module(module), name, label))
         for owner, name in _ASKING:
             label = f"torch.{name}"
@@ -60,7 +53,7 @@ def _recorded(
 
 
 def _vjp_refused(recorder: Recorder) -> Any:
-    owner: Any = importlib.import_module("torch._functorch.eager_transforms")
+    owner: Any = eager_transforms()
     original = owner._vjp_with_argnums
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +70,7 @@ def _vjp_refused(recorder: Recorder) -> Any:
 
 @contextmanager
 def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
-    kinds: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+    kinds: tuple[Any, ...] = (ScriptFunction, ScriptMethod)
     with ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(replaced(kind, "__call__", _scripted(recorder, kind.__call__)))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
@@ -21,11 +20,12 @@ from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now
 
 Apply = Callable[..., Any]
-_SINGLE_LEVEL: Any = torch.autograd.function._SingleLevelFunction
+_SINGLE_LEVEL: Any = SingleLevelFunction
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def _refusing_transforms(recorder: Recorder) -> Apply:
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if recorder.is_recording and torch._C._are_functorch_transforms_active():
+        if recorder.is_recording and are_transforms_active():
             raise CaptureError(
                 f"{cls.__qualname__}.apply is a custom torch.autograd.Function inside torch.func "
                 f"or torch.vmap; its own backward would be lost\n  {users_line_now()}\n"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.observe import (
     Observer,
@@ -31,6 +30,7 @@ from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
+from graphsplit.torch_ext.private import pytree
 from graphsplit.users_line import users_line_now
 
 _PLAIN = (type(None), bool, int, float, str)

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.observe import Pretence
 from graphsplit.capture.operations.opaque_call import OpaqueCallError
 from graphsplit.capture.structure import take_apart
+from graphsplit.torch_ext.private import FakeTensor, pytree
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.operations.memory_calls import KeepVersion, MemoryCall
 from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call, operands_at
+from graphsplit.torch_ext.private import FakeTensor, pytree
 
 # Operators whose schema does not say that they write to their running statistics:
 # name -> (position of the flag that turns it on, positions of what is written).

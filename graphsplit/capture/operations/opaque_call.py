@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.state import Reached
+from graphsplit.torch_ext.private import FakeTensor, HigherOrderOperator
 
 
 class _Placeholder(HigherOrderOperator):

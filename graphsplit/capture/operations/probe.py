@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import opaque_call, operands_at
 from graphsplit.capture.operations.regions import in_region, region_of
 from graphsplit.torch_ext.fakes import on_fakes
+from graphsplit.torch_ext.private import OpOverload, has_kernel, pytree
 
 _IN_PARTS = "CompositeImplicitAutograd"
 
@@ -108,7 +108,7 @@ def _run(
     node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool
 ) -> tuple[tuple[bool, ...], frozenset[int]] | None:
     target = node.target
-    if not isinstance(target, (torch._ops.OpOverload, MemoryCall)):
+    if not isinstance(target, (OpOverload, MemoryCall)):
         return None
     operands, region = node.all_input_nodes, region_of(node)
     shadows: dict[Node, Any] = {}
@@ -131,14 +131,14 @@ def _run(
     return carries, frozenset(i for i, operand in enumerate(operands) if operand in repeated)
 
 
-def _is_in_parts(target: torch._ops.OpOverload | MemoryCall) -> bool:
+def _is_in_parts(target: OpOverload | MemoryCall) -> bool:
     """Whether autograd sees an operation as the several others that it is made of."""
     if isinstance(target, MemoryCall):
         return True
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _IN_PARTS)
+    return has_kernel(target.name(), _IN_PARTS)
 
 
-def _shadow(operand: Node, carries_grad: bool, target: torch._ops.OpOverload | MemoryCall) -> Any:
+def _shadow(operand: Node, carries_grad: bool, target: OpOverload | MemoryCall) -> Any:
     """A fake tensor like the operand's value, with no history but the wish for a gradient."""
     if operand.op == "get_attr":
         return getattr(operand.graph.owning_module, str(operand.target))
@@ -151,7 +151,7 @@ def _shadow(operand: Node, carries_grad: bool, target: torch._ops.OpOverload | M
     if carries_grad:
         shadow.requires_grad_(True)
         # A leaf must not be modified in place.
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if isinstance(target, OpOverload) and target._schema.is_mutable:
             shadow = shadow.clone()
     return shadow
 

@@ -24,9 +24,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.private import (
+    EXPORT_PASSES,
+    enter_autocast,
+    exit_autocast,
+    set_grad_enabled,
+)
+from graphsplit.torch_ext.replaced import replaced
 
 _KEY = "graphsplit_region"  # in ``Node.meta``
-_PASSES = ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass")
 
 
 @dataclass(frozen=True)
@@ -87,15 +93,12 @@ def blocks_kept_flat() -> Iterator[None]:
 
     Blocks inside subgraphs, those of branches and loops, are packed as ever.
     """
-    modules = [importlib.import_module(f"torch._export.passes.{name}") for name in _PASSES]
-    originals = [getattr(module, name) for module, name in zip(modules, _PASSES, strict=True)]
-    try:
-        for module, name, original in zip(modules, _PASSES, originals, strict=True):
-            setattr(module, name, _inside_subgraphs(original))
+    with ExitStack() as stack:
+        for path in EXPORT_PASSES:
+            module, name = importlib.import_module(path), path.rpartition(".")[2]
+            inside = _inside_subgraphs(getattr(module, name))
+            stack.enter_context(replaced(module, name, inside))
         yield
-    finally:
-        for module, name, original in zip(modules, _PASSES, originals, strict=True):
-            setattr(module, name, original)
 
 
 def _inside_subgraphs(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,13 +162,13 @@ def mark_regions(graph: Graph, *, grad_enabled: bool) -> None:
     casts: dict[str, torch.dtype] = {}
     grad, keeps_casts, num_blocks = grad_enabled, False, 0
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             grad = bool(node.args[0])
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
+        elif node.target is enter_autocast:
             num_blocks += not enclosing
             enclosing[node] = (casts, keeps_casts)
             casts, keeps_casts = _entered(node, casts)
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is exit_autocast:
             entry = node.args[0]
             assert isinstance(entry, Node)
             casts, keeps_casts = enclosing.pop(entry)

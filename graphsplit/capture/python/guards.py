@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch._higher_order_ops.utils as higher_order_ops
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -27,6 +26,7 @@ from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_
 from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
+from graphsplit.torch_ext.private import higher_order_ops
 from graphsplit.torch_ext.replaced import outside, replaced
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users, line_now
+from graphsplit.torch_ext.private import SWITCHES
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _OPAQUE = "keep the module or function that does it whole, with gs.opaque"
@@ -98,16 +99,7 @@ _ENVIRON: Any = type(os.environ)
 _CODES: dict[CodeType, _Read] = {
     getattr(_ENVIRON, name).__code__: _ENVIRONMENT for name in ("__getitem__", "__iter__")
 }
-_SWITCHES_OF_TORCH = (
-    *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
-    *("cudnn_sdp_enabled", "sdp_priority_order", "float32_matmul_precision"),
-    *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
-    *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
-)
-_KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (
-    *(getattr(torch._C, f"_get_{name}") for name in _SWITCHES_OF_TORCH),
-    torch.get_num_threads,
-)
+_KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (*SWITCHES, torch.get_num_threads)
 _MADE_HERE = (random.Random.__init__.__code__,)
 # Modules of Python that do it for their callers.
 _THROUGH = frozenset(

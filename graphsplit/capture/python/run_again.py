@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.errors import CaptureError
 from graphsplit.guards.meeting import Noted
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.values import any_leaf, differences, freeze
+from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.users_line import users_line_now
 
 

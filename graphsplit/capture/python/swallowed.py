@@ -22,16 +22,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphsplit.capture.failures import comes_of_capture
 from graphsplit.capture.opaque.record import Recorder
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
+from graphsplit.torch_ext.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.torch_ext.torch_calls import TorchCalls
 

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.private import FakeTensor, ScriptMethod, ScriptModule
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "graphsplit", "_pytest"}) - {
     "__main__"
@@ -324,7 +324,7 @@ class _Walk:
         kind = type(value)
         if isinstance(value, torch.jit.ScriptModule):
             self._visit_scripted(value._c, name)
-        elif isinstance(value, (torch._C.ScriptMethod, torch._C.ScriptModule)):
+        elif isinstance(value, (ScriptMethod, ScriptModule)):
             self._visit_scripted(getattr(value, "owner", value), name)
         if isinstance(value, nn.Module):
             self._visit_nn_module(value, name)
@@ -378,7 +378,7 @@ class _Walk:
         names = [n for n in dict.fromkeys(re.findall(r"\b\w+\.(\w+)", code)) if module.hasattr(n)]
         values = {n: module.getattr(n) for n in names}
         for value in values.values():
-            if isinstance(value, torch._C.ScriptModule):
+            if isinstance(value, ScriptModule):
                 self._visit_scripted(value, name)
         kept = [n for n, value in values.items() if isinstance(value, _SCRIPTED)]
         if kept:

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._python_dispatch import _disable_current_modes
-
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
+from graphsplit.torch_ext.private import disable_current_modes
 
 _OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 
@@ -52,7 +51,7 @@ class Reached:
             apart: What backward leads to but does not run.
         """
         late: dict[Any, Holder] = {}
-        with _disable_current_modes():
+        with disable_current_modes():
             now, code = holders(roots)
             code, followed = [*backward, *code], set()
             while code:
@@ -85,19 +84,19 @@ class Reached:
         try:
             yield
         finally:
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._put_back(found)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Run the code once more on fake tensors, and put back what it changes."""
-        with _disable_current_modes():
+        with disable_current_modes():
             for holder in self.holders.values():
                 holder.note()
         try:
             yield
         finally:
-            with _disable_current_modes():
+            with disable_current_modes():
                 self._put_back(tuple(self.holders.values()))
 
     def _put_back(self, found: Iterable[Holder]) -> None:

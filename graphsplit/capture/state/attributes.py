@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from graphsplit.capture.observe import storage_of
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import MISSING
+from graphsplit.torch_ext.private import FakeTensor, pytree
 
 _NOT_THE_USERS = frozenset(
     (

@@ -22,6 +22,7 @@ from graphsplit.checkpoint.layout import meta_from_json
 from graphsplit.checkpoint.values import from_text, to_text
 from graphsplit.errors import CheckpointError, FrameError
 from graphsplit.tensor_meta import contiguous_strides, span_elements
+from graphsplit.torch_ext.private import foreach_copy_
 
 _ALIGNMENT = 64
 _HEADER_ALIGNMENT = 1024
@@ -99,7 +100,7 @@ class FlatTensors:
             if (key, list(tensors)) != (self._key, list(self.slots)):
                 self._lay_out(dict(zip(tensors, plain, strict=True)))
                 self._key = key
-            torch._foreach_copy_(self._views, plain)
+            foreach_copy_(self._views, plain)
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.slots, size = Slots(), 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from graphsplit.torch_ext.private import run_backward
 
 Gradient = torch.Tensor | None
 
@@ -45,7 +46,7 @@ def backward(
     ]
     # What torch.autograd.backward calls once it has checked its arguments, which takes it longer
     # than the backward of a small layer does.
-    Variable._execution_engine.run_backward(
+    run_backward(
         tuple(roots),
         tuple(root_gradients),
         False,
@@ -79,7 +80,7 @@ def gradients(
     if not inputs:
         return ()
     # What it calls once it has checked its arguments.
-    found: tuple[Gradient, ...] = Variable._execution_engine.run_backward(
+    found: tuple[Gradient, ...] = run_backward(
         tuple(roots),
         tuple(root_gradients),
         keep_graph,

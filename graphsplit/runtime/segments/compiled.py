@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from graphsplit.torch_ext.private import mode_options
+
 _INDUCTOR = "inductor"
 
 
@@ -38,7 +40,7 @@ class Compiler:
             options = {"fallback_random": True}
             mode = given.pop("mode", None)
             if mode is not None:  # torch.compile takes a mode or options, and a mode is options
-                options |= torch._inductor.list_mode_options(mode)
+                options |= mode_options(mode)
             given["options"] = {**options, **(given.get("options") or {})}
         return torch.compile(run, **given)
 

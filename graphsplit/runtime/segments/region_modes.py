@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.operations.regions import Region
+from graphsplit.torch_ext.private import set_grad_enabled
 
 
 def switch_modes(grad_enabled: bool, *autocasts: tuple[str, torch.dtype | None]) -> None:
@@ -19,7 +20,7 @@ def switch_modes(grad_enabled: bool, *autocasts: tuple[str, torch.dtype | None])
         autocasts: Every kind of device that the segment casts on, with the lower dtype, or None
             where autocast is off.
     """
-    torch._C._set_grad_enabled(grad_enabled)
+    set_grad_enabled(grad_enabled)
     for device, dtype in autocasts:
         torch.set_autocast_enabled(device, dtype is not None)
         if dtype is not None:
@@ -66,7 +67,7 @@ def _kept(devices: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._set_grad_enabled(grad_enabled)
+        set_grad_enabled(grad_enabled)
         torch.set_autocast_cache_enabled(keeps_casts)
         for device, is_enabled, dtype in before:
             torch.set_autocast_enabled(device, is_enabled)

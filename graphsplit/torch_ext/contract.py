@@ -1,0 +1,259 @@
+"""What graphsplit relies on in torch beyond its documentation, and why.
+
+Each entry is looked up by ``tests/torch_contract`` under the torch that is installed: a release
+that moves one fails the test of its name. ``docs/how-to/port-to-a-new-torch.md`` says what to do
+then. Patches are entries too: what a block replaces has to be what torch looks up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """One name of torch that may move without notice.
+
+    Attributes:
+        path: Where it is: a module of torch, and attributes of it, with dots between. A class
+            in round brackets is an instance of it, made by the test.
+        why: What graphsplit does with it.
+    """
+
+    path: str
+    why: str
+
+
+def _of(owner: str, why: str, *names: str) -> tuple[PrivateName, ...]:
+    return tuple(PrivateName(f"{owner}.{name}", why) for name in names)
+
+
+CONTRACT: tuple[PrivateName, ...] = (
+    # Fake tensors: torch/_subclasses/fake_tensor.py.
+    *_of(
+        "torch._subclasses.fake_tensor",
+        "tells what capture runs on from what users hold, and runs a node once more without values",
+        *("FakeTensor", "FakeTensorMode"),
+    ),
+    *_of(
+        "torch._subclasses.fake_tensor",
+        "what a fake tensor raises for lack of values: the signal that a part is kept whole",
+        *("DataDependentOutputException", "DynamicOutputShapeException"),
+    ),
+    *_of(
+        "torch._subclasses",
+        "meta functions that refuse more than the kernels do are replaced (meta_functions.py)",
+        "fake_impls",
+    ),
+    *_of(
+        "torch._meta_registrations",
+        "_grouped_mm takes dtypes on the CPU that its meta function refuses (meta_functions.py)",
+        *("_meta_grouped_mm_common", "_create_grouped_mm_output_tensor"),
+    ),
+    # Operators and dispatch: torch/_ops.py, torch/utils/_python_dispatch.py.
+    *_of(
+        "torch._ops",
+        "kinds of call_function targets in a recorded graph",
+        *("OpOverload", "OperatorBase", "HigherOrderOperator"),
+    ),
+    *_of(
+        "torch.ops.aten.add_.Tensor",
+        "which operands an operator writes into, and what its form without a write is called",
+        *("_schema", "_overloadname"),
+    ),
+    *_of(
+        "torch._C",
+        "whether an operator is a composite, whose parts autograd and autocast see",
+        "_dispatch_has_kernel_for_dispatch_key",
+    ),
+    *_of(
+        "torch._C",
+        "whether fake tensors stand before the kernels at this point of a capture",
+        *("_get_dispatch_mode", "_TorchDispatchModeKey.FAKE"),
+    ),
+    *_of(
+        "torch.utils._python_dispatch",
+        "sees each operator (TorchDispatchMode); leaves capture for a moment",
+        *("TorchDispatchMode", "_disable_current_modes"),
+    ),
+    *_of(
+        "torch.overrides",
+        "the user's own function modes stay active while ours are set aside (function_modes.py)",
+        *("_get_current_function_mode_stack", "_push_mode", "_pop_mode"),
+    ),
+    *_of(
+        "torch._C",
+        "functions of torch without __torch_function__ of stand-ins, and how deep the modes are",
+        *("DisableTorchFunction", "DisableTorchFunctionSubclass", "_len_torch_function_stack"),
+        "_disabled_torch_function_impl",
+    ),
+    *_of("torch.utils._pytree", "takes values apart and puts them together", "tree_flatten"),
+    # torch.export: torch/export/_trace.py, torch/_export/passes, torch/_higher_order_ops.
+    *_of("torch.export._trace", "prints its failure; graphsplit's error says it instead", "sys"),
+    *_of(
+        "torch._export.passes",
+        "pack no_grad and autocast blocks into subgraphs; here the blocks' marks stay (regions.py)",
+        "replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass",
+        "replace_autocast_with_hop_pass.replace_autocast_with_hop_pass",
+    ),
+    *_of(
+        "torch._higher_order_ops.utils",
+        "where torch.cond sets up its own capture: reads are watched inside, too",
+        "setup_compilation_env",
+    ),
+    *_of("torch._C", "the mark of a no_grad block in a recorded graph", "_set_grad_enabled"),
+    *_of(
+        "torch.amp.autocast_mode",
+        "the marks of an autocast block in a recorded graph",
+        *("_enter_autocast", "_exit_autocast"),
+    ),
+    *_of("torch", "validation in torch.distributions asks it (eager_mode.py)", "_is_all_true"),
+    *_of(
+        "torch.nn.modules.activation",
+        "asks whether it is traced, and takes another kernel then (eager_mode.py)",
+        "_is_make_fx_tracing",
+    ),
+    *_of(
+        "torch",
+        "nested tensors cannot be recorded; an encoder with padding goes its other way",
+        *("_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_mask"),
+    ),
+    *_of(
+        "torch.utils.checkpoint",
+        "a checkpoint is recorded, not kept whole (checkpoints.py)",
+        *("_checkpoint_without_reentrant_generator", "_checkpoint_hook"),
+    ),
+    *_of(
+        "torch._dynamo.source",
+        "gives a lifted number a source, as an input of the graph has",
+        "ConstantSource",
+    ),
+    *_of(
+        "torch.utils._sympy",
+        "computes a size of a batch by the expression that export gives it",
+        *("interp.sympy_interp", "reference.PythonReferenceAnalysis"),
+    ),
+    # Function transforms: torch/_functorch.
+    *_of("torch._functorch.apis", "torch.vmap is kept whole", "vmap_impl"),
+    *_of(
+        "torch._functorch.eager_transforms",
+        "transforms of torch.func are kept whole, or refused",
+        *("grad_impl", "grad_and_value_impl", "_jvp_with_argnums", "_vjp_with_argnums"),
+    ),
+    *_of(
+        "torch._C",
+        "an autograd.Function inside a transform is the transform's",
+        "_are_functorch_transforms_active",
+    ),
+    # Autograd: torch/autograd.
+    *_of(
+        "torch.autograd.Variable._execution_engine",
+        "backward of a part, without the checks that cost more than a small layer",
+        "run_backward",
+    ),
+    *_of(
+        "torch.autograd.function",
+        "apply of a user's Function, before functorch's own",
+        "_SingleLevelFunction",
+    ),
+    # Modules: torch/nn/modules/module.py.
+    *_of(
+        "torch.nn.Module()",
+        "tables of a module, watched and put in place of each other",
+        *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    ),
+    *_of(
+        "torch.nn.Module()",
+        "hooks of a module, watched",
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    ),
+    *_of(
+        "torch.nn.Module()",
+        "whether a network has code of its own for its state",
+        *("_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+        *("_save_to_state_dict", "_load_from_state_dict"),
+    ),
+    *_of(
+        "torch.nn.modules.module",
+        "hooks of all modules, watched",
+        *("_global_forward_hooks", "_global_forward_pre_hooks"),
+        *("_global_backward_hooks", "_global_backward_pre_hooks"),
+    ),
+    *_of(
+        "torch.nn.Module",
+        "the call of a module: its frame names the module that failed; conversions inside forward",
+        *("_call_impl", "_apply"),
+    ),
+    *_of("torch.nn.Module().state_dict()", "versions of modules in a state", "_metadata"),
+    # Tensors and storages: torch/_tensor.py, torch/csrc.
+    *_of(
+        "torch.empty()",
+        "tensors that are watched or that stand in: writes, views, hooks",
+        *("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    ),
+    *_of("torch.empty().untyped_storage()", "which tensors share memory", "_cdata"),
+    *_of(
+        "torch.empty().untyped_storage()",
+        "deferred construction fills memory in place",
+        "_swap_data_ptr_",
+    ),
+    *_of(
+        "torch._C",
+        "deferred construction: tensors without memory that fail when it is touched",
+        *("TensorBase", "_has_storage", "_storage_Use_Count"),
+        *("_construct_storage_from_data_pointer", "_set_throw_on_mutable_data_ptr"),
+    ),
+    *_of("torch", "many tensors in one call", "_foreach_copy_", "_foreach_norm"),
+    # Scripted modules.
+    *_of(
+        "torch._C",
+        "what TorchScript made is kept whole",
+        *("ScriptFunction", "ScriptMethod", "ScriptModule"),
+    ),
+    # Optimizers and clipping: torch/optim, torch/nn/utils/clip_grad.py.
+    *_of(
+        "torch.utils._foreach_utils",
+        "the order in which clip_grad_norm_ adds",
+        *("_group_tensors_by_device_and_dtype", "_has_foreach_support"),
+    ),
+    *_of(
+        "torch.nn.utils.clip_grad",
+        "clip_grad_norm_ asks these, by these names: a part of the norm is refused there",
+        *("_get_total_norm", "_group_tensors_by_device_and_dtype"),
+    ),
+    *_of(
+        "torch.optim.optimizer",
+        "hooks of all optimizers: are they per parameter?",
+        *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+    ),
+    *_of(
+        "torch.optim.SGD()",
+        "hooks of one optimizer",
+        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+        *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+    ),
+    *_of(
+        "torch.amp.GradScaler()",
+        "whether one optimizer's gradients are finite; a loaded scale counts from its tracker",
+        *("_per_optimizer_states", "_growth_tracker"),
+    ),
+    # Switches: torch/csrc/Module.cpp.
+    *(
+        PrivateName(f"torch._C._get_{name}", "chooses a kernel: watched while capture runs")
+        for name in (
+            *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+            *("cudnn_sdp_enabled", "sdp_priority_order", "float32_matmul_precision"),
+            *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+            *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
+        )
+    ),
+    # The compiler and the process groups.
+    *_of("torch._inductor", "what Model(compile={'mode': ...}) stands for", "list_mode_options"),
+    *_of(
+        "torch.distributed.ProcessGroupGloo",
+        "a group of two workers, made without the default group (transport/torch)",
+        *("_Options", "create_device"),
+    ),
+)

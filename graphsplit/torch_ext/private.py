@@ -1,0 +1,149 @@
+"""Torch's private names that other packages of graphsplit use: imported here, and nowhere else.
+
+A new torch may move any of them. :mod:`graphsplit.torch_ext.contract` says what each is needed
+for; a test looks each up, and tries what is relied on. Names that only this package uses (patches
+of torch) stand where they are used, and in the contract too.
+
+ATen's operators (``torch.ops.aten``) are no part of this: they are the words of
+``torch.export``'s graphs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._higher_order_ops.utils as higher_order_ops
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    ScriptFunction,
+    ScriptMethod,
+    ScriptModule,
+    TensorBase,
+)
+from torch._ops import HigherOrderOperator, OperatorBase, OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
+from torch.autograd import Variable
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree as pytree
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped_tensors
+from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "EXPORT_PASSES",
+    "LOGGERS_OF_CAPTURE",
+    "SWITCHES",
+    "TRANSFORMS",
+    "DataDependentOutputException",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OperatorBase",
+    "ScriptFunction",
+    "ScriptMethod",
+    "ScriptModule",
+    "SingleLevelFunction",
+    "TensorBase",
+    "TorchDispatchMode",
+    "active_fake_mode",
+    "are_transforms_active",
+    "disable_current_modes",
+    "eager_transforms",
+    "enter_autocast",
+    "exit_autocast",
+    "export_trace",
+    "foreach_copy_",
+    "foreach_norm",
+    "grouped_tensors",
+    "has_foreach_support",
+    "has_kernel",
+    "has_storage",
+    "higher_order_ops",
+    "mode_options",
+    "pytree",
+    "run_backward",
+    "set_grad_enabled",
+    "storage_at",
+    "storage_use_count",
+    "throw_on_mutable_data_ptr",
+]
+
+_C: Any = torch._C
+
+SingleLevelFunction: Any = _SingleLevelFunction
+run_backward: Callable[..., Any] = Variable._execution_engine.run_backward
+are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+foreach_norm: Callable[..., Any] = torch._foreach_norm
+has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
+has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
+storage_at: Callable[..., Any] = _C._construct_storage_from_data_pointer
+storage_use_count: Callable[[int], int] = _C._storage_Use_Count
+throw_on_mutable_data_ptr: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+
+# Which of several kernels runs; each has a getter of its own.
+SWITCHES: tuple[Callable[[], Any], ...] = tuple(
+    getattr(_C, f"_get_{name}")
+    for name in (
+        *("math_sdp_enabled", "flash_sdp_enabled", "mem_efficient_sdp_enabled"),
+        *("cudnn_sdp_enabled", "sdp_priority_order", "float32_matmul_precision"),
+        *("mkldnn_enabled", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"),
+        *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
+    )
+)
+# What runs a function transform: torch's module, the name in it, the transform's public name.
+TRANSFORMS = (
+    ("torch._functorch.apis", "vmap_impl", "torch.vmap"),
+    ("torch._functorch.eager_transforms", "grad_impl", "torch.func.grad"),
+    ("torch._functorch.eager_transforms", "grad_and_value_impl", "torch.func.grad_and_value"),
+    ("torch._functorch.eager_transforms", "_jvp_with_argnums", "torch.func.jvp"),
+)
+# Modules of torch that pack the blocks of a graph into subgraphs: each has a function of its name.
+EXPORT_PASSES = tuple(
+    f"torch._export.passes.{name}"
+    for name in ("replace_set_grad_with_hop_pass", "replace_autocast_with_hop_pass")
+)
+LOGGERS_OF_CAPTURE = (
+    "torch.export._trace",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._subclasses.fake_tensor",
+)
+
+
+def active_fake_mode() -> Any:
+    """The ``FakeTensorMode`` that stands between operations and their kernels; None: none."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
+
+
+def eager_transforms() -> ModuleType:
+    """The module that ``torch.func`` stands on; not imported before somebody asks."""
+    return importlib.import_module("torch._functorch.eager_transforms")
+
+
+def export_trace() -> Any:
+    """The module behind ``torch.export``; not imported before somebody asks."""
+    return importlib.import_module("torch.export._trace")
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The options that ``torch.compile(mode=...)`` stands for."""
+    options: dict[str, Any] = torch._inductor.list_mode_options(mode)
+    return options

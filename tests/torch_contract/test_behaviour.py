@@ -1,0 +1,181 @@
+"""What graphsplit relies on of torch's private names, beyond that they are there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from graphsplit.torch_ext import private
+
+
+class _Blocks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ y
+
+
+def _operators(module: nn.Module) -> list[Any]:
+    """Targets of what ``torch.export`` records of a module."""
+    program = torch.export.export(module, (torch.ones(2, 2),), strict=False)
+    return [node.target for node in program.graph.nodes if node.op == "call_function"]
+
+
+def test_the_version_of_a_tensor_counts_writes() -> None:
+    value = torch.zeros(2)
+    before = value._version
+    value.add_(1)
+    value.data.add_(1)  # behind autograd's back, and the counter's
+
+    assert value._version == before + 1
+
+
+def test_views_share_a_storage_and_others_do_not() -> None:
+    value = torch.zeros(4)
+
+    assert value[1:].untyped_storage()._cdata == value.untyped_storage()._cdata
+    assert value.clone().untyped_storage()._cdata != value.untyped_storage()._cdata
+
+
+def test_modules_are_called_through_call_impl() -> None:
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import sys
+
+            caller = sys._getframe(1)
+            while caller.f_code is not nn.Module._call_impl.__code__:
+                assert caller.f_back is not None
+                caller = caller.f_back
+            seen.append(caller.f_locals["self"])
+            return super().forward(x)
+
+    module = Watched(1, 1)
+    module(torch.zeros(1, 1))
+
+    assert seen == [module]
+
+
+def test_a_module_keeps_what_is_assigned_in_its_tables() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(1))
+    module.register_buffer("count", torch.zeros(1), persistent=False)
+    module.child = nn.Identity()
+
+    assert list(module._parameters) == ["weight"]
+    assert list(module._buffers) == ["count"]
+    assert list(module._modules) == ["child"]
+    assert module._non_persistent_buffers_set == {"count"}
+
+
+def test_fakes_say_when_a_value_is_asked_for() -> None:
+    with private.FakeTensorMode(), pytest.raises(private.DataDependentOutputException):
+        torch.zeros(1).item()
+
+
+def test_fakes_say_when_a_shape_depends_on_values() -> None:
+    with private.FakeTensorMode(), pytest.raises(private.DynamicOutputShapeException):
+        torch.zeros(3).nonzero()
+
+
+def test_the_active_fake_mode_is_found() -> None:
+    assert private.active_fake_mode() is None
+    with private.FakeTensorMode() as mode:
+        assert private.active_fake_mode() is mode
+
+
+def test_operators_say_what_they_write() -> None:
+    assert torch.ops.aten.add_.Tensor._schema.is_mutable
+    assert not torch.ops.aten.add.Tensor._schema.is_mutable
+    assert torch.ops.aten.add_.Tensor._overloadname == "Tensor"
+
+
+def test_composites_are_known() -> None:
+    composite = "CompositeImplicitAutograd"
+
+    assert private.has_kernel("aten::linear", composite)
+    assert not private.has_kernel("aten::mm", composite)
+
+
+@pytest.fixture
+def blocks_kept() -> Iterator[None]:
+    from graphsplit.capture.operations.regions import blocks_kept_flat
+
+    with blocks_kept_flat():
+        yield
+
+
+def test_export_marks_blocks_where_its_passes_are_left_out(blocks_kept: None) -> None:
+    targets = _operators(_Blocks())
+
+    for mark in (private.set_grad_enabled, private.enter_autocast, private.exit_autocast):
+        assert mark in targets
+
+
+def test_export_packs_blocks_otherwise() -> None:
+    targets = _operators(_Blocks())
+
+    assert private.set_grad_enabled not in targets
+
+
+def test_a_checkpoint_that_is_not_reentrant_is_one_generator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    original = checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(function)
+        return original(function, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "_checkpoint_without_reentrant_generator", generator)
+    checkpoint.checkpoint(torch.relu, torch.ones(1, requires_grad=True), use_reentrant=False)
+
+    assert asked == [torch.relu]
+
+
+def test_backward_accumulates_or_returns() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * torch.tensor([2.0, 3.0])
+    (given,) = private.run_backward(
+        (y,), (torch.ones(2),), True, False, (x,), True, accumulate_grad=False
+    )
+
+    assert torch.equal(given, torch.tensor([2.0, 3.0]))
+    assert x.grad is None
+
+    private.run_backward((y,), (torch.ones(2),), False, False, (x,), True, accumulate_grad=True)
+
+    assert torch.equal(x.grad, torch.tensor([2.0, 3.0]))
+
+
+def test_clipping_asks_for_the_norm_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.utils import clip_grad
+
+    asked = []
+    original = clip_grad._get_total_norm  # type: ignore[attr-defined]
+
+    def total(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(args)
+        result: torch.Tensor = original(*args, **kwargs)
+        return result
+
+    monkeypatch.setattr(clip_grad, "_get_total_norm", total)
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+
+    assert len(asked) == 1
+
+
+def test_the_switches_say_what_was_chosen() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        inside = [switch() for switch in private.SWITCHES]
+    outside = [switch() for switch in private.SWITCHES]
+
+    assert inside != outside
