@@ -22,7 +22,7 @@ MODEL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-zoo lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
+.PHONY: help demo test test-torch test-zoo lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,18 @@ pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
 		$(BIN)/python -m pytest "$$@" $(PYTEST_ARGS) || [ $$? -eq 5 ]; }; \
 	run -n auto --dist loadfile -m "not real_processes and not zoo and not fuzz"; \
 	run -m "real_processes and not zoo"
+
+# With a GPU's torch this downloads gigabytes. A version that pyproject.toml leaves out may be named.
+TORCH_SAMPLE := tests/torch_contract tests/capture tests/equivalence/test_lenet.py \
+	tests/equivalence/test_eager_paths.py tests/equivalence/test_mixed_precision.py
+test-torch: ## the contract with torch, and a sample, under another one: make test-torch TORCH=2.14.1
+	@test -n "$(TORCH)" || { echo "Fix: make test-torch TORCH=2.14.1" >&2; exit 1; }
+	test -d .venv-torch-$(TORCH) || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	grep -v '^torch==' constraints.txt | .venv-torch-$(TORCH)/bin/python -m pip install \
+		--disable-pip-version-check $(PIP_ARGS) -r /dev/stdin 'torch==$(TORCH)'
+	.venv-torch-$(TORCH)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
+	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/python -m pytest $(TORCH_SAMPLE) \
+		-m "not real_processes and not fuzz" $(PYTEST_ARGS)
 
 test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
 	$(BIN)/python -m pytest -n auto tests/zoo -m zoo $(PYTEST_ARGS)
@@ -102,7 +114,7 @@ bench: $(STAMP) ## measure every row of the table, and write JSON under benchmar
 venv: $(STAMP) ## make .venv only
 
 clean: ## remove .venv, caches and what runs left behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache examples/*/run docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -179,3 +179,35 @@ def test_the_switches_say_what_was_chosen() -> None:
     outside = [switch() for switch in private.SWITCHES]
 
     assert inside != outside
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def test_a_kept_apply_of_a_function_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts write ``f = STE.apply`` once; capture has to see the calls of ``f``."""
+    seen = []
+    kept = _Doubled.apply
+    owner = private.SingleLevelFunction
+    original = super(owner, _Doubled).apply
+
+    def apply(cls: Any, *args: Any) -> Any:
+        seen.append(cls)
+        return original(*args)
+
+    monkeypatch.setattr(owner, "apply", classmethod(apply), raising=False)
+    kept(torch.ones(1, requires_grad=True))
+
+    assert seen == [_Doubled]
+
+
+def test_the_apply_of_functions_is_a_class_method_of_python() -> None:
+    """A block of capture that replaces it calls what it has replaced."""
+    assert callable(torch.autograd.Function.__dict__["apply"].__func__)
