@@ -14,6 +14,10 @@ class GraphsplitError(Exception):
     """Base of all errors raised by graphsplit."""
 
 
+class InvariantError(GraphsplitError, RuntimeError):
+    """graphsplit is at fault: what a promise rests on does not hold. Please report it."""
+
+
 class ConfigurationError(GraphsplitError, ValueError):
     """An ``MS_*`` or ``GS_*`` variable, or an argument, is missing or malformed."""
 

@@ -9,9 +9,8 @@ from torch import nn
 class LeNet5(nn.Module):
     """Two convolutions and three linear layers; ``[batch, 1, 32, 32] -> [batch, 10]`` logits.
 
-    Weights and biases start from a normal distribution of standard deviation 0.02, cut off at
-    two standard deviations, as weights do in MindSpore's example. Its convolutions have no biases;
-    these have, as PyTorch's do by default.
+    Parameters start from a normal distribution of standard deviation 0.02, cut off at two of them,
+    as weights do in MindSpore's example, whose convolutions have no biases.
     """
 
     def __init__(self, num_classes: int = 10) -> None:

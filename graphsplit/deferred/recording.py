@@ -30,7 +30,7 @@ from graphsplit.deferred.calls import (
     user_line,
 )
 from graphsplit.deferred.draws import DrawChain, DrawReplay
-from graphsplit.errors import DeferredInitError
+from graphsplit.errors import DeferredInitError, InvariantError
 from graphsplit.optimizers.freed_memory import note_dropped
 from graphsplit.torch_ext.private import (
     DisableTorchFunction,
@@ -233,7 +233,8 @@ class Recording:
 
     def _unset_content(self, number: int, allowed: Collection[int]) -> torch.UntypedStorage:
         """Returns new memory for what plain construction, too, would not have set yet."""
-        assert number in self._unset or number in allowed, f"no content for storage {number}"
+        if number not in self._unset and number not in allowed:
+            raise InvariantError(f"no content for storage {number}")
         return new_storage(self._sizes[number])
 
     def _run(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, InvariantError
 from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -235,7 +235,8 @@ class Updater:
 
     def _decode(self, told: Mapping[int, Sequence[float]]) -> tuple[list[float], list[torch.dtype]]:
         """The norms of all gradients, in the order of the network's parameters."""
-        assert len(self._owners) == len(self._parameters)
+        if len(self._owners) != len(self._parameters):
+            raise InvariantError("a parameter has no owner")
         unread = {worker: iter(part) for worker, part in told.items()}
         norms, dtypes = [], []
         for owner in self._owners:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from graphsplit.capture.graph import NodeKind
+from graphsplit.errors import InvariantError
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, Tally
 from graphsplit.tensor_meta import TensorMeta
 
@@ -68,4 +69,5 @@ def check_tally(plan: PartitionPlan) -> None:
         for worker, size in enumerate(plan.tally.sizes):
             if worker != root:
                 expected += [(root, worker), *([(worker, root)] if size else [])]
-    assert found == sorted(expected), "a tally goes astray"
+    if found != sorted(expected):
+        raise InvariantError("a tally goes astray")

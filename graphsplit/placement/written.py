@@ -19,6 +19,7 @@ import yaml
 from torch import nn
 
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
+from graphsplit.errors import InvariantError
 from graphsplit.marks.annotations import Annotation
 from graphsplit.marks.pattern import NETWORK, read_names, read_pattern, read_slice
 from graphsplit.marks.rules import OperationRule
@@ -205,7 +206,8 @@ class _Writer:
         for position, names in self._placed.graph.state_names.items():
             if found[position] != self._placed.workers[position]:
                 self._parameters[names[0]] = self._placed.workers[position]
-        assert self._resolved().workers == self._placed.workers, "the rules give another placement"
+        if self._resolved().workers != self._placed.workers:
+            raise InvariantError("the rules give another placement")
 
     def _resolved(self) -> PlacedGraph:
         """The placement that the rules collected so far give, from a fresh start."""

@@ -15,7 +15,7 @@ from torch import nn
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.deferred.construction import is_deferred, materialize
-from graphsplit.errors import StaleGraphError
+from graphsplit.errors import InvariantError, StaleGraphError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
@@ -443,13 +443,13 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        known = self.known_owners()
-        owners = all_owners(plan.placed, known, tensors, self._modules())
+        owners = all_owners(plan.placed, self.known_owners(), tensors, self._modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
-        nodes, workers = plan.placed.graph.nodes, plan.placed.workers
         for position in plan.placed.graph.state_names:
-            assert self.owners[nodes[position].target] == workers[position]
+            name = plan.placed.graph.nodes[position].target
+            if self.owners[name] != plan.placed.workers[position]:
+                raise InvariantError(f"{name} would move to another worker")
         self._free_others()
 
     def _check_memory(

@@ -33,6 +33,7 @@ from graphsplit.capture.operations.memory_calls import (
     WriteToCopy,
 )
 from graphsplit.capture.operations.regions import region_of
+from graphsplit.errors import InvariantError
 from graphsplit.rewrite.in_place_calls import WrittenCall, describe_write, reads_its_own_write
 from graphsplit.rewrite.rebuild import rebuild_nodes
 from graphsplit.rewrite.shared_memory import SharedMemory
@@ -140,7 +141,8 @@ class _Functionaliser:
             self._env[node] = self._take_again(node, root)
         else:
             self._env[node] = self._new.node_copy(node, lambda n: self._current(n, node))
-            assert self._env[node].name == node.name, node.name
+            if self._env[node].name != node.name:
+                raise InvariantError(f"{node.name} would be called {self._env[node].name}")
         if root is node:
             self._shared.check(node)
             self._memories[node] = _Memory(self._env[node], 0, node.name)
@@ -336,5 +338,6 @@ def _fake_view(made: FxNode, like: FxNode) -> Any:
         found = target(*values)
     expected = like.meta.get("val")
     assert isinstance(expected, torch.Tensor)
-    assert found.dtype == expected.dtype and str(found.shape) == str(expected.shape), like.name
+    if found.dtype != expected.dtype or str(found.shape) != str(expected.shape):
+        raise InvariantError(f"{like.name} would get another dtype or shape")
     return found

@@ -24,7 +24,7 @@ from graphsplit.checkpoint.layout import (
     octets_of,
     read_info,
 )
-from graphsplit.errors import CheckpointError
+from graphsplit.errors import CheckpointError, InvariantError
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
 
 PART = ".part"  # ends the name of a file that is being written
@@ -85,7 +85,8 @@ class TensorFileWriter:
             OSError: The write failed.
         """
         expected = list(self._layout.metas)[len(self._checksums)]
-        assert name == expected, f"{name} is written, but {expected} is next"
+        if name != expected:
+            raise InvariantError(f"{name} is written, but {expected} is next")
         checksum, size = 0, 0
         for piece in pieces:
             for start in range(0, piece.numel(), _PIECE_BYTES):
@@ -94,7 +95,8 @@ class TensorFileWriter:
                 self._file.write(data)
                 size += len(data)
                 self._tick()
-        assert size == self._layout.metas[name].size_bytes, f"{name} has {size} bytes"
+        if size != self._layout.metas[name].size_bytes:
+            raise InvariantError(f"{name} has {size} bytes")
         self._checksums[name] = checksum
 
     def finish(self) -> FileRecord:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import networkx as nx
 
 from graphsplit.capture.graph import Node, NodeKind
-from graphsplit.errors import PlacementError
+from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
 from graphsplit.partition.tally import check_tally
 from graphsplit.placement.resolve import EVERYWHERE
@@ -40,7 +40,7 @@ def verify(plan: PartitionPlan) -> None:
 
     Raises:
         PlacementError: Memory that is modified in place would be needed on several workers.
-        AssertionError: A plan that graphsplit should never have made.
+        InvariantError: A plan that graphsplit should never have made.
     """
     _check_nodes(plan)
     _check_segments(plan)
@@ -52,15 +52,17 @@ def _check_nodes(plan: PartitionPlan) -> None:
     seen: set[int] = set()
     for segment in plan.segments:
         for position in segment.nodes:
-            assert position not in seen, f"node {position} lies in two segments"
-            assert plan.placed.workers[position] == segment.worker, f"node {position} is astray"
+            if position in seen:
+                raise InvariantError(f"node {position} lies in two segments")
+            if plan.placed.workers[position] != segment.worker:
+                raise InvariantError(f"node {position} is astray")
             seen.add(position)
     for position, node in enumerate(plan.placed.graph.nodes):
         worker = plan.placed.workers[position]
-        if node.kind is NodeKind.OPERATION:
-            assert position in seen, f"operation {node.name} lies in no segment"
-        if not node.is_everywhere:
-            assert 0 <= worker < plan.num_workers, f"{node.name} has no worker"
+        if node.kind is NodeKind.OPERATION and position not in seen:
+            raise InvariantError(f"operation {node.name} lies in no segment")
+        if not node.is_everywhere and not 0 <= worker < plan.num_workers:
+            raise InvariantError(f"{node.name} has no worker")
 
 
 def _check_segments(plan: PartitionPlan) -> None:
@@ -69,29 +71,36 @@ def _check_segments(plan: PartitionPlan) -> None:
     for first, second in _waits(plan):
         if levels[first] >= levels[second]:
             graph = segment_graph(plan)
-            assert nx.is_directed_acyclic_graph(graph), f"cycle: {nx.find_cycle(graph)}"
-            raise AssertionError((first, second))
+            if not nx.is_directed_acyclic_graph(graph):
+                raise InvariantError(f"cycle: {nx.find_cycle(graph)}")
+            raise InvariantError(f"segment {first} does not come before {second}")
 
 
 def _check_edges(plan: PartitionPlan) -> None:
     values = [(e.value, e.destination) for e in plan.edges if e.kind is EdgeKind.VALUE]
     has_edge = set(values)
-    assert len(values) == len(has_edge), "a value goes to one worker twice"
+    if len(values) != len(has_edge):
+        raise InvariantError("a value goes to one worker twice")
     workers, segment_of = plan.placed.workers, plan.segmentation.segment_of
     for position, node in enumerate(plan.placed.graph.nodes):
         for operand in node.reads:
-            if workers[operand] not in (EVERYWHERE, workers[position]):
-                assert (operand, workers[position]) in has_edge, (operand, position)
+            worker = workers[position]
+            is_there = workers[operand] in (EVERYWHERE, worker)
+            if not is_there and (operand, worker) not in has_edge:
+                raise InvariantError(f"value {operand} does not reach worker {worker}")
     _check_generator_edges(plan)
     check_tally(plan)
     _check_folds(plan)
     for contribution in plan.contributions:
         for position, operand in contribution.uses:
-            assert segment_of[position] == contribution.segment
-            assert plan.placed.graph.nodes[position].reads[operand] == contribution.value
+            if segment_of[position] != contribution.segment:
+                raise InvariantError(f"a gradient of node {position} comes from another segment")
+            if plan.placed.graph.nodes[position].reads[operand] != contribution.value:
+                raise InvariantError(f"a gradient of node {position} is another value's")
         for seed in contribution.seed:
             before = plan.segments[plan.contributions[seed].segment].level
-            assert before > plan.segments[contribution.segment].level, "a seed comes too late"
+            if before <= plan.segments[contribution.segment].level:
+                raise InvariantError("a seed comes too late")
 
 
 def _check_generator_edges(plan: PartitionPlan) -> None:
@@ -100,7 +109,8 @@ def _check_generator_edges(plan: PartitionPlan) -> None:
     if chain and not plan.is_microbatched:  # after the step every worker has the last state
         expected |= {(chain[-1], w) for w in range(plan.num_workers) if w != workers[chain[-1]]}
     found = [(e.value, e.destination) for e in plan.edges if e.kind is EdgeKind.GENERATOR]
-    assert sorted(found) == sorted(expected), "the generator's state goes astray"
+    if sorted(found) != sorted(expected):
+        raise InvariantError("the generator's state goes astray")
 
 
 def _check_folds(plan: PartitionPlan) -> None:
@@ -112,12 +122,14 @@ def _check_folds(plan: PartitionPlan) -> None:
         for t in fold
         if t.contribution is not None
     ]
-    assert sorted(sent + local) == list(range(len(plan.contributions))), "a gradient is lost"
+    if sorted(sent + local) != list(range(len(plan.contributions))):
+        raise InvariantError("a gradient is lost")
     sums = [*plan.folds.items()]
     sums += [(plan.contributions[c].value, seed) for c, seed in plan.seeds.items()]
     terms = [(value, t.edge) for value, fold in sums for t in fold if t.edge is not None]
     edges = [(e.value, e.index) for e in plan.edges if e.kind is EdgeKind.GRADIENT]
-    assert sorted(terms) == sorted(edges), "a gradient that arrives is not summed"
+    if sorted(terms) != sorted(edges):
+        raise InvariantError("a gradient that arrives is not summed")
 
 
 def _check_in_place(plan: PartitionPlan) -> None:
