@@ -26,12 +26,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import PythonStep, compare
 from graphsplit.planning.modes import as_in, ensure_training
-from graphsplit.planning.overlap import (
-    check_overlapping,
-    check_used,
-    modified_state,
-    overlapping,
-)
+from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
     all_owners,
     capture_graph,
@@ -52,12 +47,7 @@ from graphsplit.planning.task import (
 )
 from graphsplit.planning.written_inputs import written_inputs
 from graphsplit.program.depths import channel_depths
-from graphsplit.program.lower import (
-    WHOLE_STEP,
-    StepPart,
-    WorkerProgram,
-    describe_programs,
-)
+from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, describe_programs
 from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
