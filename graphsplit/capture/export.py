@@ -35,7 +35,7 @@ from graphsplit.capture.operations.regions import (
     blocks_kept_flat,
     mark_regions,
 )
-from graphsplit.capture.own_errors import raises_by_itself
+from graphsplit.capture.own_errors import own_error
 from graphsplit.capture.python.guards import StateWatch
 from graphsplit.capture.python.outside_reads import OutsideReads
 from graphsplit.capture.python.trained_marks import marked_as_left
@@ -213,7 +213,7 @@ def _how_to_export(step: _Step, request: CaptureRequest, watch: StateWatch) -> E
     arguments = request.args, request.kwargs
     return Export(
         lambda: _export(step, request),
-        lambda error: raises_by_itself(step, run, arguments, error),
+        lambda error: own_error(step, run, arguments, error),
         watch,
     )
 

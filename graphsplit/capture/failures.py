@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from graphsplit.capture.own_errors import OwnError
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import INSIDE_BRANCH
 from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
@@ -45,22 +46,19 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def explain(network: nn.Module, error: BaseException, *, is_own: bool = False) -> CaptureError:
+def explain(network: nn.Module, error: BaseException, own: OwnError | None = None) -> CaptureError:
     """What to tell the user of an error that came out of ``torch.export``.
 
     Args:
         network: The network.
         error: The error.
-        is_own: Whether it comes in plain PyTorch too.
+        own: The same in plain PyTorch; None: it does not come there.
     """
     text = f"{type(error).__name__}: {error}"
     reason, fix = (
         "torch.export does not support something this code does",
         f"write the code named above with torch operations, or {_OPAQUE}",
     )
-    if is_own:
-        reason = "the network itself raises this error, in plain PyTorch too"
-        fix = "look at the shapes and dtypes of the batch, and at how many values it has"
     for pattern, why, way_out in _REASONS:
         if re.search(pattern, text):
             reason, fix = why, way_out
@@ -70,7 +68,12 @@ def explain(network: nn.Module, error: BaseException, *, is_own: bool = False) -
         fix = "put gs.place around the branch or loop"
     frames = traceback.extract_tb(error.__traceback__)
     line = users_line_of(frames)
-    if frames and line.startswith(f"{frames[-1].filename}:{frames[-1].lineno}"):
+    is_users = bool(frames) and line.startswith(f"{frames[-1].filename}:{frames[-1].lineno}")
+    if own is not None:
+        fix = "look at the shapes and dtypes of the batch, and at how many values it has"
+        fix = "mend the line named above" if is_users else fix
+        return CaptureError(f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}.")
+    if is_users:
         reason, fix = "its own code raised an error", "mend the line named above"
     first = text.strip().splitlines()[0][:300]
     return CaptureError(

@@ -1,25 +1,55 @@
 """Whether an error of a capture is one that the network raises anyway.
 
 A batch of a wrong shape, or a misspelt name, fails in plain PyTorch too. Then neither
-``torch.export`` nor graphsplit is to blame, and the message must not say so.
+``torch.export`` nor graphsplit is to blame, and the message must not say so: it leads with what
+PyTorch itself says, and names the module.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphsplit.capture.state.attributes import Attributes
+from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import FakeTensorMode, pytree
+from graphsplit.torch_ext.torch_calls import TorchCalls
+
+_MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
 
 
-def raises_by_itself(
+@dataclass(frozen=True)
+class OwnError:
+    """An error that comes in plain PyTorch too.
+
+    Attributes:
+        text: Its kind and first line, as eager mode has it.
+        module: The path of the innermost module that ran: ``network``, or a part of it, or
+            ``loss_fn``; empty: none.
+        given: The tensors that this module was called with, as ``float32[8, 7]``.
+    """
+
+    text: str
+    module: str
+    given: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """What is raised, and where."""
+        where = {"": "", "network": "the network", "loss_fn": "the loss"}
+        at = where.get(self.module, f"module {self.module!r}")
+        given = f", given {', '.join(self.given)}" if self.given else ""
+        return f"{self.text}\n  in {at}{given}" if at else self.text
+
+
+def own_error(
     root: nn.Module, run: Callable[..., Any], arguments: Any, error: Exception
-) -> bool:
+) -> OwnError | None:
     """Run a network plainly, on tensors without values, and look whether the same error comes.
 
     Args:
@@ -28,13 +58,67 @@ def raises_by_itself(
         arguments: Its arguments: ``(args, kwargs)``.
         error: The error.
     """
-    try:
-        with _everything_kept(root), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-            given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
-            run(*given[0], **given[1])
-    except Exception as other:
-        return type(other) is type(error) and _first_line(other) == _first_line(error)
-    return False
+    calls = _LastCall()
+    with _everything_kept(root):
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, calls:
+                given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
+                run(*given[0], **given[1])
+        except Exception as other:
+            if type(other) is not type(error) or _first_line(other) != _first_line(error):
+                return None
+            eager = calls.again(other) or other
+            return OwnError(f"{type(eager).__name__}: {_first_line(eager)}", *_where(root, other))
+    return None
+
+
+class _LastCall(TorchCalls):
+    """Notes the function of torch that raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._error: Exception | None = None
+        self._call: tuple[Callable[..., Any], Any] | None = None
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self._error, self._call = error, (function, (args, kwargs))
+            raise
+
+    def again(self, error: Exception) -> Exception | None:
+        """What the function raises for tensors that have values: zeros."""
+        if self._call is None or self._error is not error:
+            return None
+        function, arguments = self._call
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        if sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
+            return None
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), arguments
+        )
+        try:
+            function(*args, **kwargs)
+        except Exception as eager:
+            return eager
+        return None
+
+
+def _where(root: nn.Module, error: Exception) -> tuple[str, tuple[str, ...]]:
+    """The innermost module that ran, and what it was called with."""
+    paths = {id(module): path for path, module in root.named_modules()}
+    found: tuple[str, tuple[str, ...]] = ("", ())
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is nn.Module._call_impl.__code__:
+            held = frame.f_locals
+            path = paths.get(id(held["self"]), "")
+            tensors = pytree.tree_leaves((held.get("args"), held.get("kwargs")))
+            shown = tuple(str(TensorMeta.of(t)) for t in tensors if isinstance(t, torch.Tensor))
+            found = (path.removeprefix("network."), shown)
+    return found
 
 
 def _first_line(error: Exception) -> str:

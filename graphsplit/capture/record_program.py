@@ -27,6 +27,7 @@ from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
 from graphsplit.capture.opaque.record import Recorder
 from graphsplit.capture.operations.opaque_call import put_in_place
+from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
 from graphsplit.capture.python.read_outside import refuse_reads_of_changed
 from graphsplit.capture.python.swallowed import Signals
@@ -52,12 +53,12 @@ class Export:
 
     Attributes:
         record: Calls ``torch.export``.
-        raises_by_itself: Whether an error comes in plain PyTorch too.
+        own_error: The same error in plain PyTorch; None: it does not come there.
         watch: Watches the Python code of the step.
     """
 
     record: Callable[[], ExportedProgram]
-    raises_by_itself: Callable[[Exception], bool]
+    own_error: Callable[[Exception], OwnError | None]
     watch: StateWatch
 
 
@@ -216,9 +217,9 @@ def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedP
         if isinstance(error, GraphsplitError):
             raise
         module = failing_module(error)
-        is_own = module is None and export.raises_by_itself(error)
+        own = export.own_error(error) if module is None else None
         # torch's own frames, a hundred of them, would hide the user's line.
-        raise _CannotBeTakenApartError(explain(network, error, is_own=is_own), module) from None
+        raise _CannotBeTakenApartError(explain(network, error, own), module) from None
     _check_nothing_swallowed(signals, network)
     return program
 
