@@ -26,21 +26,17 @@ def is_own(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Whether a file is not Python's own, nor torch's, nor graphsplit's, nor generated code."""
-    if file.startswith(("<", *_not_the_users())):
-        return False
-    return not file.startswith(_PYTHON) or "site-packages" in file
-
-
-def _not_the_users() -> tuple[str, ...]:
     # Not imported: the scheduler's tests do without torch, and its frames are none then.
     torch = sys.modules.get("torch")
-    file = getattr(torch, "__file__", None)
-    return (_OWN,) if file is None else (_OWN, _folder_of(file))
+    return _is_users(file, getattr(torch, "__file__", None))
 
 
-@functools.lru_cache
-def _folder_of(file: str) -> str:
-    return f"{Path(file).parent}/"
+@functools.lru_cache(maxsize=4096)  # stacks are walked for each value that a capture notes
+def _is_users(file: str, torch_file: str | None) -> bool:
+    not_the_users = (_OWN,) if torch_file is None else (_OWN, f"{Path(torch_file).parent}/")
+    if file.startswith(("<", *not_the_users)):
+        return False
+    return not file.startswith(_PYTHON) or "site-packages" in file
 
 
 def line_of(trace: TracebackType | None) -> str:
@@ -54,13 +50,26 @@ def line_of(trace: TracebackType | None) -> str:
     return found
 
 
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The user's innermost frame of a running stack."""
+    known: dict[str, bool] = {}  # a hundred frames are of ten files
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_found = known.get(file)
+        if is_found is None:
+            is_found = known[file] = is_users(file)
+        if is_found:
+            return frame
+        frame = frame.f_back
+    return None
+
+
 def line_now(frame: FrameType | None) -> str:
     """The user's innermost line of a running stack, ``train.py:31, in forward``."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return _line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return ""
+    found = users_frame(frame)
+    if found is None:
+        return ""
+    return _line(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
 
 def _line(file: str, number: int, function: str) -> str:

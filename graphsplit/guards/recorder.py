@@ -22,6 +22,7 @@ from types import (
     CodeType,
     FrameType,
     FunctionType,
+    MethodType,
     ModuleType,
     SimpleNamespace,
 )
@@ -31,7 +32,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.frames import is_own, is_users, short_path
+from graphsplit.frames import is_own, is_users, short_path, users_frame
 from graphsplit.guards.by_name import AskedByName
 from graphsplit.guards.classes import (
     HookedClasses,
@@ -316,6 +317,12 @@ class ReadRecorder:
             if type(known[0]).__module__.startswith("graphsplit."):
                 return  # what holds the network and the loss
             self.touched[id(held)] = known[0]
+        # Each call below would be told to what watches the user's code, ten times its own cost.
+        seen_by, traced_by = sys.getprofile(), sys.gettrace()
+        is_ours = isinstance(seen_by, MethodType)  # a profiler in C, of the script, goes on
+        if is_ours:
+            sys.setprofile(None)
+        sys.settrace(None)
         self._is_off = True
         try:
             place = self._place_of(one, held, name, value)
@@ -327,6 +334,9 @@ class ReadRecorder:
                 self._seen[id(one), name] = one
         finally:
             self._is_off = False
+            sys.settrace(traced_by)
+            if is_ours:
+                sys.setprofile(seen_by)
 
     def _read_all_of(self, one: Any) -> None:
         """``vars(one)`` or a copy may be used for anything; torch takes those of modules often."""
@@ -392,9 +402,7 @@ class ReadRecorder:
 
     def _where(self, held: Any) -> tuple[str, str | None]:
         """The user's line that is running, and the path of the module that is read."""
-        frame: Any = sys._getframe(2)
-        while frame is not None and not is_users(frame.f_code.co_filename):
-            frame = frame.f_back
+        frame = users_frame(sys._getframe(2))
         line = f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
         module = self._meeting.tables.get(id(held))
         return line, module[1] if module is not None else None
