@@ -15,6 +15,7 @@ from graphsplit import logs
 from graphsplit.check.request import leave_generator, left_generator, requested_file
 from graphsplit.cluster.member.identity import NodeIdentity
 from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.wire.messages import END_OF_SCRIPT
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
 from graphsplit.job.data_plane import GENERATOR_KEY, DataPlane
@@ -194,6 +195,7 @@ def _finish(job: Job) -> None:
                 for action in job.at_end:
                     action()
                 progress, position.progress = position.progress, FINISHED
+                position.calls.begin(END_OF_SCRIPT)
                 job.member.finish(stopped=job.is_stopping)
             return
         except MembershipChangedError:
