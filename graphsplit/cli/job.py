@@ -62,8 +62,15 @@ _RESTARTS = click.option(
     help="How often to start again what was lost: a killed process under "
     "GS_RECOVERY=wait_rejoin, the whole job under GS_RECOVERY=restart.",
 )
+_MODULE = click.option(
+    "-m",
+    "as_module",
+    is_flag=True,
+    help="SCRIPT is the name of a module, as of `python -m`: pkg.train.",
+)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SCRIPT = (
-    click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+    click.argument("script", type=click.Path(path_type=Path)),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]..."),
 )
 
@@ -81,6 +88,7 @@ class JobOptions:
         script: The script of every process.
         arguments: The script's own arguments.
         restarts: How often to start again what was lost.
+        as_module: Whether the script is the name of a module.
     """
 
     num_workers: int
@@ -91,11 +99,12 @@ class JobOptions:
     script: Path
     arguments: tuple[str, ...]
     restarts: int = 0
+    as_module: bool = False
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a job; it is called with ``JobOptions``, then with its own."""
-    return _with_options(command, (*_OPTIONS, _RESTARTS, *_SCRIPT))
+    return _with_options(command, (*_OPTIONS, _RESTARTS, _MODULE, *_SCRIPT))
 
 
 def single_job_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -111,12 +120,20 @@ def _with_options(
     @wraps(command)
     def call(**given: Any) -> None:
         parts = {name: given.pop(name) for name in names if name in given}
+        if not parts.get("as_module"):
+            _check_file(parts["script"])
         command(JobOptions(**parts), **given)
 
     found: Callable[..., None] = call
     for option in reversed(options):
         found = option(found)
     return found
+
+
+def _check_file(script: Path) -> None:
+    context = click.get_current_context()
+    parameter = next(one for one in context.command.params if one.name == "script")
+    _FILE.convert(str(script), parameter, context)
 
 
 def terminal() -> Console:
@@ -176,7 +193,8 @@ def run_job(
 
 def script_command(options: JobOptions) -> list[str]:
     """The command that every process runs."""
-    return [sys.executable, str(options.script), *options.arguments]
+    script = ["-m", str(options.script)] if options.as_module else [str(options.script)]
+    return [sys.executable, *script, *options.arguments]
 
 
 def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:
