@@ -89,7 +89,8 @@ def _is_command_line() -> bool:
     options = [one for one in sys.orig_argv[1:] if one.startswith("-m")]
     first = options[0] if options else ""
     module = first[2:] or "".join(sys.orig_argv[sys.orig_argv.index(first) + 1 :][:1])
-    return module == "graphsplit" or module.startswith("graphsplit.cli")
+    without = ("graphsplit", "graphsplit.cluster.scheduler")
+    return module in without or module.startswith("graphsplit.cli")
 
 
 if not _is_command_line():

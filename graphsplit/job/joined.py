@@ -25,6 +25,7 @@ from graphsplit.job.meter import Meter
 from graphsplit.job.script import Call
 from graphsplit.marks.annotations import WORKER_ROLE
 from graphsplit.metrics_port import serve_metrics
+from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
@@ -60,6 +61,7 @@ def init() -> None:
     install_last_words()
     # gRPC's own fork handlers print at every fork of a data loader; see cluster.forked.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    note_init(os.environ)
     settings = ClusterSettings.from_environ(os.environ)
     if settings is None:
         _one_process = True
