@@ -23,7 +23,7 @@ from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
 from graphsplit.job.script import Call
-from graphsplit.marks.annotations import WORKER_ROLE
+from graphsplit.marks.annotations import WORKER_ROLE, never_used
 from graphsplit.metrics_port import serve_metrics
 from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
@@ -34,6 +34,7 @@ from graphsplit.version import __version__
 
 _job: Job | None = None
 _one_process = False
+_MOST_NAMED = 5
 
 on_joined: list[Callable[[Job], None]] = []
 """Called with every job that this process joins, by whoever knows more of what it does."""
@@ -176,11 +177,25 @@ def finalize() -> None:
         return
     try:
         if job.abort.cause is None or job.abort.recovers:
+            _name_unused(job)
             _finish(job)
             if not job.is_stopping:
                 job.script.finished()
     finally:
         job.close()
+
+
+def _name_unused(job: Job) -> None:
+    """Say that the placements had no effect: each worker has trained by itself, if at all."""
+    unused = never_used()
+    if unused and job.rank == 0 and not job.has_stepped:
+        shown = ", ".join(unused[:_MOST_NAMED]) + (", ..." if len(unused) > _MOST_NAMED else "")
+        line = (
+            f"placed modules were never given to a gs.Model that ran: {shown}\n"
+            f"  Fix: train with gs.Model(net, ...); other loops and trainers train a whole copy on "
+            f"every worker."
+        )
+        logs.say(line, event="unused", level="warning")
 
 
 def _finish(job: Job) -> None:
