@@ -30,7 +30,7 @@ from collections.abc import Sequence
 _PR_SET_PDEATHSIG = 1
 _REPARENTED_WITHIN_S = 10.0
 _MOST_BYTES = 1 << 20
-_READ_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "ATEN_", "DNNL_", "ONEDNN_")
+_READ_AT_IMPORT = ("OMP_", "MKL_", "GOMP_", "ATEN_", "DNNL_", "ONEDNN_")
 _OWN_STATUS = 70  # EX_SOFTWARE
 
 

@@ -21,7 +21,7 @@ from graphsplit.cli.launch.environment import ChildSpec
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORT_WITHIN_S = 120.0
 _USES_GRAPHSPLIT = re.compile(r"^\s*(import|from)\s.*\bgraphsplit\b", re.MULTILINE)
-_SPEAKS_OF_ENVIRONMENT = re.compile(r"environ|putenv|setenv|MS_ROLE|dotenv")
+_SPEAKS_OF_ENVIRONMENT = re.compile(r"environ|putenv|setenv|getenv|dotenv")
 
 
 @dataclass
