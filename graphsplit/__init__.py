@@ -82,7 +82,15 @@ def __getattr__(name: str) -> Any:
 
 def _is_command_line() -> bool:
     """Whether this process is the ``graphsplit`` command, which does without torch's seconds."""
-    return bool(sys.argv) and Path(sys.argv[0]).name in ("graphsplit", "graphsplit.exe", "-m")
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    if name != "-m":
+        return name in ("graphsplit", "graphsplit.exe")
+    # Python has yet to find the module: only its own arguments say which one it looks for.
+    options = [one for one in sys.orig_argv[1:] if one.startswith("-m")]
+    first = options[0] if options else ""
+    module = first[2:] or "".join(sys.orig_argv[sys.orig_argv.index(first) + 1 :][:1])
+    without = ("graphsplit", "graphsplit.cluster.scheduler")
+    return module in without or module.startswith("graphsplit.cli")
 
 
 if not _is_command_line():

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 from graphsplit.errors import GraphsplitError
 
@@ -70,6 +70,11 @@ def line_now(frame: FrameType | None) -> str:
     if found is None:
         return ""
     return _line(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def line_at(code: CodeType, number: int) -> str:
+    """A line of the user's, ``train.py:31, in forward``; empty if it is not."""
+    return _line(code.co_filename, number, code.co_name) if is_users(code.co_filename) else ""
 
 
 def _line(file: str, number: int, function: str) -> str:

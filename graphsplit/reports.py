@@ -51,6 +51,29 @@ def write_report(environ: Mapping[str, str], cause: FailureCause) -> None:
             file.write(text)
 
 
+def note_init(environ: Mapping[str, str]) -> None:
+    """Tell the launcher that this process takes part in the job."""
+    path = environ.get(VARIABLE, "").strip()
+    if path:
+        with contextlib.suppress(OSError):
+            _init_mark(Path(path)).touch()
+
+
+def has_begun(path: Path) -> bool:
+    """Whether the process of this report has called ``gs.init()``."""
+    return _init_mark(path).exists()
+
+
+def forget(path: Path) -> None:
+    """Another process will use this name."""
+    path.unlink(missing_ok=True)
+    _init_mark(path).unlink(missing_ok=True)
+
+
+def _init_mark(path: Path) -> Path:
+    return path.with_suffix(".begun")
+
+
 def read_report(path: Path) -> Report | None:
     """The report of one process; None if it left none."""
     try:

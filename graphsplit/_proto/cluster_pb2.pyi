@@ -143,18 +143,42 @@ class Register(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ..., recovery: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("progress", "position", "watched", "location", "wants_stop")
+    __slots__ = ("progress", "position", "watched", "location", "wants_stop", "calls")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     WATCHED_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     WANTS_STOP_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     progress: int
     position: str
     watched: _containers.RepeatedScalarFieldContainer[int]
     location: Location
     wants_stop: bool
-    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., wants_stop: _Optional[bool] = ...) -> None: ...
+    calls: CallsMade
+    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., wants_stop: _Optional[bool] = ..., calls: _Optional[_Union[CallsMade, _Mapping]] = ...) -> None: ...
+
+class CallMade(_message.Message):
+    __slots__ = ("name", "source", "milestones")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    MILESTONES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    source: str
+    milestones: int
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., milestones: _Optional[int] = ...) -> None: ...
+
+class CallsMade(_message.Message):
+    __slots__ = ("num", "milestones", "latest", "within")
+    NUM_FIELD_NUMBER: _ClassVar[int]
+    MILESTONES_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_FIELD_NUMBER: _ClassVar[int]
+    num: int
+    milestones: int
+    latest: _containers.RepeatedCompositeFieldContainer[CallMade]
+    within: CallMade
+    def __init__(self, num: _Optional[int] = ..., milestones: _Optional[int] = ..., latest: _Optional[_Iterable[_Union[CallMade, _Mapping]]] = ..., within: _Optional[_Union[CallMade, _Mapping]] = ...) -> None: ...
 
 class Arrive(_message.Message):
     __slots__ = ("kind", "name", "digest", "number")

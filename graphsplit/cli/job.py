@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 
 import click
 
+from graphsplit.cli.launch.children import StartChild, start_child
 from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.environment import find_free_port, job_children
 from graphsplit.cli.launch.supervise import Restarts, supervise
+from graphsplit.cli.launch.warm import WarmStart, may_fork, uses_graphsplit
 from graphsplit.cli.tokens import kept_token
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
@@ -62,8 +65,21 @@ _RESTARTS = click.option(
     help="How often to start again what was lost: a killed process under "
     "GS_RECOVERY=wait_rejoin, the whole job under GS_RECOVERY=restart.",
 )
+_MODULE = click.option(
+    "-m",
+    "as_module",
+    is_flag=True,
+    help="SCRIPT is the name of a module, as of `python -m`: pkg.train.",
+)
+_FRESH = click.option(
+    "--fresh",
+    is_flag=True,
+    help="Start every process as `python SCRIPT`. By default workers are forked from one "
+    "process that has imported torch, unless SCRIPT speaks of environment variables.",
+)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SCRIPT = (
-    click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+    click.argument("script", type=click.Path(path_type=Path)),
     click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]..."),
 )
 
@@ -81,6 +97,8 @@ class JobOptions:
         script: The script of every process.
         arguments: The script's own arguments.
         restarts: How often to start again what was lost.
+        as_module: Whether the script is the name of a module.
+        fresh: Whether each process imports everything itself.
     """
 
     num_workers: int
@@ -91,11 +109,13 @@ class JobOptions:
     script: Path
     arguments: tuple[str, ...]
     restarts: int = 0
+    as_module: bool = False
+    fresh: bool = False
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a job; it is called with ``JobOptions``, then with its own."""
-    return _with_options(command, (*_OPTIONS, _RESTARTS, *_SCRIPT))
+    return _with_options(command, (*_OPTIONS, _RESTARTS, _FRESH, _MODULE, *_SCRIPT))
 
 
 def single_job_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -111,12 +131,20 @@ def _with_options(
     @wraps(command)
     def call(**given: Any) -> None:
         parts = {name: given.pop(name) for name in names if name in given}
+        if not parts.get("as_module"):
+            _check_file(parts["script"])
         command(JobOptions(**parts), **given)
 
     found: Callable[..., None] = call
     for option in reversed(options):
         found = option(found)
     return found
+
+
+def _check_file(script: Path) -> None:
+    context = click.get_current_context()
+    parameter = next(one for one in context.command.params if one.name == "script")
+    _FILE.convert(str(script), parameter, context)
 
 
 def terminal() -> Console:
@@ -163,20 +191,41 @@ def run_job(
     )
     specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
     restarts = _restarts(options.restarts, environ)
-    with kept_token(specs[0].variables, options.host, port):
+    console = console or terminal()
+    with (
+        kept_token(specs[0].variables, options.host, port),
+        _starting(options, console.say) as start,
+    ):
         return supervise(
             specs,
             script_command(options),
-            console=console or terminal(),
+            console=console,
             log_dir=options.log_dir,
             restarts=restarts,
             limit_s=limit_s,
+            start=start,
+            expects_init=not options.as_module and uses_graphsplit(options.script),
         )
+
+
+@contextmanager
+def _starting(options: JobOptions, say: Callable[[str], None]) -> Iterator[StartChild]:
+    """How processes are started: by fork where the script allows it."""
+    script = options.script
+    if options.fresh or options.as_module or not may_fork(script):
+        yield start_child
+        return
+    warm = WarmStart(script, say)
+    try:
+        yield warm.start
+    finally:
+        warm.close()
 
 
 def script_command(options: JobOptions) -> list[str]:
     """The command that every process runs."""
-    return [sys.executable, str(options.script), *options.arguments]
+    script = ["-m", str(options.script)] if options.as_module else [str(options.script)]
+    return [sys.executable, *script, *options.arguments]
 
 
 def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:

@@ -145,7 +145,9 @@ class Feed:
             yield from self._alone()
             return
         with self._readers.being_read(self._reading, self.leader):
-            yield from self._lead() if self._is_leading else self._follow()
+            for fed in self._lead() if self._is_leading else self._follow():
+                yield fed
+                self._job.member.position.calls.pass_milestone()
 
     @property
     def _is_leading(self) -> bool:

@@ -47,6 +47,11 @@ class LastWords:
         self._previous = previous
         self.job: Job | None = None
 
+    @staticmethod
+    def of_python(hook: _Hook) -> _Hook:
+        """The hook that was there before, if this is one of ours."""
+        return hook._previous if isinstance(hook, LastWords) else hook
+
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
@@ -140,10 +145,33 @@ def install_endings(job: Job, finalize: Callable[[], None]) -> None:
     atexit.register(_exit_for_another_try, job)
     atexit.register(_finalize_at_exit, job, finalize)
     if threading.current_thread() is threading.main_thread():
+        _forget_in_children(job)
         _raise_on(job, WAKE_SIGNAL)
         _raise_again_where_lost(job)
         _end_on_terminate(job)
     job.abort.add_waker(job.interrupt_main_thread)
+
+
+def _forget_in_children(job: Job) -> None:
+    """A process that the script forks is no worker: it ends as it would without graphsplit."""
+    numbers = [signal.SIGTERM, signal.SIGINT, *([WAKE_SIGNAL] if WAKE_SIGNAL else [])]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    hooks = LastWords.of_python(sys.excepthook), sys.unraisablehook
+    is_worker = True
+
+    def forget() -> None:
+        nonlocal is_worker
+        if not is_worker:
+            return  # the child of a child: its parent may have handlers of its own
+        is_worker = False
+        job.forget()
+        atexit.unregister(_finalize_at_exit)
+        atexit.unregister(_exit_for_another_try)
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        sys.excepthook, sys.unraisablehook = hooks
+
+    os.register_at_fork(after_in_child=forget)
 
 
 def _is_no_echo(record: logging.LogRecord) -> bool:

@@ -24,6 +24,7 @@ from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
 from graphsplit.optimizers.ownership import TensorOwners
+from graphsplit.settings import FAIL_FAST
 from graphsplit.transport.base import Transport
 
 # Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
@@ -79,7 +80,8 @@ class Job:
         self.control = ControlChannels(transport, member.rank, member.num_workers)
         self._doors = doors
         self.meter = meter
-        self.script = Script()
+        member.position.calls.is_kept = member.recovery == FAIL_FAST
+        self.script = Script(member.position.calls)
         self.owners = TensorOwners()
         self.readers = LoaderReaders()
         self.num_barriers = 0
@@ -194,6 +196,8 @@ class Job:
 
     def _report(self, error: BaseException) -> JobFailedError | MembershipChangedError | None:
         """Report an error; or return what it only follows from."""
+        if self._closed:
+            return None
         self.is_ending = not isinstance(error, MembershipChangedError)
         if isinstance(error, TransportError) and not isinstance(error, FrameError):
             return self._report_link(error)
@@ -240,6 +244,10 @@ class Job:
         step = self.member.position.location().step
         rank, job = self.rank, self.member.job
         return {"job": job, "generation": self.generation, "rank": rank, "step": step}
+
+    def forget(self) -> None:
+        """This process is a child that the script has forked: it has no part in the job."""
+        self._closed = self.is_ending = True
 
     def close(self) -> None:
         """Leave without waiting for anybody."""

@@ -15,6 +15,7 @@ from graphsplit import logs
 from graphsplit.check.request import leave_generator, left_generator, requested_file
 from graphsplit.cluster.member.identity import NodeIdentity
 from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.wire.messages import END_OF_SCRIPT
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
 from graphsplit.job.data_plane import GENERATOR_KEY, DataPlane
@@ -22,8 +23,9 @@ from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
 from graphsplit.job.script import Call
-from graphsplit.marks.annotations import WORKER_ROLE
+from graphsplit.marks.annotations import WORKER_ROLE, never_used
 from graphsplit.metrics_port import serve_metrics
+from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
@@ -32,6 +34,7 @@ from graphsplit.version import __version__
 
 _job: Job | None = None
 _one_process = False
+_MOST_NAMED = 5
 
 on_joined: list[Callable[[Job], None]] = []
 """Called with every job that this process joins, by whoever knows more of what it does."""
@@ -59,6 +62,7 @@ def init() -> None:
     install_last_words()
     # gRPC's own fork handlers print at every fork of a data loader; see cluster.forked.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    note_init(os.environ)
     settings = ClusterSettings.from_environ(os.environ)
     if settings is None:
         _one_process = True
@@ -173,11 +177,25 @@ def finalize() -> None:
         return
     try:
         if job.abort.cause is None or job.abort.recovers:
+            _name_unused(job)
             _finish(job)
             if not job.is_stopping:
                 job.script.finished()
     finally:
         job.close()
+
+
+def _name_unused(job: Job) -> None:
+    """Say that the placements had no effect: each worker has trained by itself, if at all."""
+    unused = never_used()
+    if unused and job.rank == 0 and not job.has_stepped:
+        shown = ", ".join(unused[:_MOST_NAMED]) + (", ..." if len(unused) > _MOST_NAMED else "")
+        line = (
+            f"placed modules were never given to a gs.Model that ran: {shown}\n"
+            f"  Fix: train with gs.Model(net, ...); other loops and trainers train a whole copy on "
+            f"every worker."
+        )
+        logs.say(line, event="unused", level="warning")
 
 
 def _finish(job: Job) -> None:
@@ -194,6 +212,7 @@ def _finish(job: Job) -> None:
                 for action in job.at_end:
                     action()
                 progress, position.progress = position.progress, FINISHED
+                position.calls.begin(END_OF_SCRIPT)
                 job.member.finish(stopped=job.is_stopping)
             return
         except MembershipChangedError:

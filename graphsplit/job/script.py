@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from graphsplit.cluster.member.calls import CallHistory
+
 
 @dataclass(frozen=True)
 class Call:
@@ -33,14 +35,27 @@ class Call:
 
 
 class Script:
-    """Runs every call as it comes."""
+    """Runs every call as it comes.
+
+    Args:
+        calls: Notes the calls that all workers make; None where there is nobody else.
+    """
+
+    def __init__(self, calls: CallHistory | None = None) -> None:
+        self._calls = calls
 
     def add_subject(self, subject: Any, *parts: Any) -> None:
         """A Model was built of some parts."""
 
     def collective(self, call: Call) -> Any:
         """Run a call that all workers make."""
-        return call()
+        if self._calls is None:
+            return call()
+        self._calls.begin(call.name)
+        try:
+            return call()
+        finally:
+            self._calls.end()
 
     def local(self, call: Call) -> Any:
         """Run a call that each worker makes for itself, and that changes nothing."""

@@ -45,6 +45,16 @@ _planned_with: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] 
 )
 
 
+# What was placed while nothing has been planned: the type of a module, and the user's line.
+_not_used: dict[str, str] = {}
+_is_used = False
+
+
+def never_used() -> list[str]:
+    """``Linear at train.py:12``, for each line that placed a module, if none was ever planned."""
+    return [] if _is_used else [f"{name} at {source}" for source, name in _not_used.items()]
+
+
 @dataclass(frozen=True)
 class Annotation:
     """One placement as the user wrote it.
@@ -130,6 +140,8 @@ def place_module(module: nn.Module, role: str, rank: int) -> nn.Module:
             f"  {source}\n  {found.source}\n  Fix: leave out one of the two."
         )
     module.__dict__[_MODULE_ATTRIBUTE] = annotation
+    if not _is_used:
+        _not_used[source] = name
     if children:
         container = module.__dict__.setdefault(_CONTAINER_ATTRIBUTE, uuid.uuid4().hex)
         for child in children:
@@ -210,6 +222,9 @@ def _has_been_planned(module: nn.Module) -> bool:
 
 def mark_planned(network: nn.Module) -> None:
     """Refuse further placements of a network's modules from now on."""
+    global _is_used
+    _is_used = True
+    _not_used.clear()
     for module in network.modules():
         _planned_with.setdefault(module, weakref.WeakSet()).add(network)
 

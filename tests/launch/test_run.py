@@ -185,6 +185,38 @@ def test_a_missing_script_is_named(launch: Launch) -> None:
     assert "absent.py" in err
 
 
+def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys\nprint(__name__, __package__, sys.argv[1:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "graphsplit", "run", "-n", "1", "-m", "package.train", "-x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "[worker 0] __main__ package ['-x']" in done.stdout, done
+
+
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_a_script_that_never_calls_init_fails(tmp_path: Path, *, is_forked: bool) -> None:
+    path = tmp_path / "alone.py"
+    path.write_text(f"import graphsplit as gs  # {'' if is_forked else 'environ'}\nprint('trains')")
+    command = [sys.executable, "-m", "graphsplit", "run", "-n", "2", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "ended without gs.init()" in done.stderr.splitlines()[-1], done
+    assert ("[scheduler] trains" not in done.stdout) == is_forked
+
+
+def test_a_package_may_import_graphsplit_when_it_is_run(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import graphsplit")
+    (tmp_path / "package" / "train.py").write_text(
+        "import torch\ntorch.nn.Linear(2, 2).place('MS_WORKER', 0)"
+    )
+    command = [sys.executable, "-m", "package.train"]
+    subprocess.run(command, cwd=tmp_path, timeout=60, check=True)
+
+
 def test_the_launcher_does_not_import_torch() -> None:
     # The command is recognised by its name: a script that imports graphsplit needs torch anyway.
     code = (

@@ -11,6 +11,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlacementError
+from graphsplit.marks import annotations
 from graphsplit.marks.annotations import mark_planned, module_annotation
 
 
@@ -110,3 +111,16 @@ def test_blocks_and_operations_change_nothing_outside_capture() -> None:
     with gs.place("MS_WORKER", 4):
         result = gs.op(torch.mul).place("MS_WORKER", 2)(torch.full((1,), 3.0), 2)
     assert torch.equal(result, torch.full((1,), 6.0))
+
+
+def test_placements_that_nothing_was_planned_with_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(annotations, "_not_used", {})
+    monkeypatch.setattr(annotations, "_is_used", False)
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0].place("MS_WORKER", 1)
+    (named,) = annotations.never_used()
+    assert named.startswith("Linear at ") and "test_annotations.py:" in named
+    annotations.mark_planned(network)
+    assert annotations.never_used() == []

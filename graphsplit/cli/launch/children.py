@@ -54,7 +54,7 @@ def start_child(
         stderr=subprocess.PIPE,
         pass_fds=kept,
         # Safe here: the launcher has one thread only.
-        preexec_fn=_make_setup(),
+        preexec_fn=make_setup(),
     )
 
 
@@ -74,7 +74,7 @@ def collect_if_ended(child: Child) -> int | None:
     return child.wait()
 
 
-def _make_setup() -> Callable[[], None]:
+def make_setup() -> Callable[[], None]:
     """Return what the new process does before it becomes the user's script."""
     # Loaded here: between fork and exec as little as possible may happen.
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None

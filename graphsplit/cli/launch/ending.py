@@ -69,8 +69,8 @@ class JobEnding:
         """Whether the user asked for the end, before anything failed."""
         return self._is_interrupted and not self.first_failed
 
-    def exited(self, name: str, *, returncode: int, now_s: float) -> bool:
-        """A process ended; ``returncode`` is ``-N`` if signal N ended it.
+    def exited(self, name: str, *, returncode: int, now_s: float, how: str = "") -> bool:
+        """A process ended; ``returncode`` is ``-N`` if signal N ended it; ``how``, in words.
 
         Returns:
             Whether to start it again. Then it counts as running.
@@ -85,7 +85,8 @@ class JobEnding:
             self.returncodes[name] = returncode
         if returncode != 0 and self.status == 0:
             self.first_failed = name
-            how = f"was given up: {given_up}" if given_up else describe(returncode)
+            if given_up or not how:
+                how = f"was given up: {given_up}" if given_up else describe(returncode)
             self._blame(1 if given_up else exit_status(returncode), f"{name} {how}")
             self._end_from(now_s + GRACE_S)
         elif self.running == {SCHEDULER}:

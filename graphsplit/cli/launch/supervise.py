@@ -35,11 +35,12 @@ from graphsplit.cli.launch.verdict import verdict
 from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
-from graphsplit.reports import Report, read_report
+from graphsplit.reports import Report, forget, has_begun, read_report
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READ_BYTES = 1 << 16
 DRAIN_S = 1.0
+NO_INIT = "ended without gs.init(): it took no part in the job; call gs.init() first in the script"
 
 
 @dataclass
@@ -80,12 +81,17 @@ def supervise(
     restarts: Restarts = NO_RESTARTS,
     limit_s: float = math.inf,
     start: StartChild = start_child,
+    expects_init: bool = False,
 ) -> int:
-    """Start ``command`` once for each of ``specs`` and return the job's exit status."""
+    """Start ``command`` once for each of ``specs`` and return the job's exit status.
+
+    ``expects_init``: a worker that ends without ``gs.init()`` has failed.
+    """
     for tries_left in range(restarts.jobs, -1, -1):
         with contextlib.ExitStack() as stack:
             wakeup, received = stack.enter_context(_catching_signals())
             job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
+            job.expects_init = expects_init
             job.ending.restarts = restarts.processes
             job.ending.restarts_scheduler = restarts.with_scheduler
             stack.callback(job.kill_all)
@@ -114,6 +120,7 @@ class _Job:
         start: StartChild,
     ) -> None:
         self._start_child = start
+        self.expects_init = False
         self.ending = JobEnding({spec.name for spec in specs})
         self._specs = specs
         self._command = command
@@ -139,7 +146,7 @@ class _Job:
 
     def _start(self, spec: ChildSpec, log: BinaryIO | None) -> None:
         report = self._reports[spec.name]
-        report.unlink(missing_ok=True)
+        forget(report)
         spec = replace(spec, variables={**spec.variables, REPORT_FILE: str(report)})
         child = (
             self._start_scheduler(spec)
@@ -203,13 +210,19 @@ class _Job:
             if returncode is None:
                 continue
             why = self.ending.given_up.get(name, "")
-            how = f"was given up: {why}" if why else describe(returncode)
-            if self.ending.exited(name, returncode=returncode, now_s=time.monotonic()):
+            is_stray = returncode == 0 and self._is_stray(name)
+            how = f"was given up: {why}" if why else NO_INIT if is_stray else describe(returncode)
+            returncode = 1 if is_stray else returncode
+            if self.ending.exited(name, returncode=returncode, now_s=time.monotonic(), how=how):
                 self._start_again(name, how)
             elif name == SCHEDULER:
                 self._forget_scheduler()
             elif SCHEDULER in self._children:
                 self._tell_end(name, how)
+
+    def _is_stray(self, name: str) -> bool:
+        """Whether a worker took no part in the job: it did all the work, as each of the others."""
+        return self.expects_init and name != SCHEDULER and not has_begun(self._reports[name])
 
     def _tell_end(self, name: str, how: str) -> None:
         """The scheduler may never have heard of that process."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.text import cut_end, cut_middle, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.errors import (
@@ -63,15 +64,24 @@ class Position:
         text_source: Gives the position in words.
         location_source: Gives it in parts.
         waiting_source: Gives whom this worker waits for at this moment, and for what.
+        calls: The calls that this worker has made, which all make alike.
     """
 
-    __slots__ = ("_last_progress", "location_source", "progress", "text_source", "waiting_source")
+    __slots__ = (
+        "_last_progress",
+        "calls",
+        "location_source",
+        "progress",
+        "text_source",
+        "waiting_source",
+    )
 
     def __init__(self) -> None:
         self.progress: int = 0
         self.text_source: Callable[[], str] = _nowhere
         self.location_source: Callable[[], Location] = _no_location
         self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
+        self.calls = CallHistory()
         self._last_progress = -1
 
     def text(self) -> str:

@@ -209,6 +209,7 @@ class Member:
                     arrival = state.arrive(kind, name, digest)
                     number = arrival.number
                     # So that something is known of a worker that is lost before its next one.
+                    membership.position.calls.pass_milestone()
                     self._connection.tell(membership.heartbeat())
                     self._connection.tell(arrival)
 

@@ -119,6 +119,7 @@ class Membership:
             watched=tuple(sorted(watched)[: limits.MAX_WATCHED]),
             location=self.position.sample(),
             wants_stop=self.wants_stop,
+            calls=self.position.calls.made(),
         )
 
     def refused(self) -> RegistrationRefusedError:

@@ -22,6 +22,7 @@ MAX_ENDPOINTS = 16
 MAX_VERSIONS = 16
 MAX_WARNINGS = 16
 MAX_WATCHED = 64
+MAX_CALLS = 8
 
 # Bytes. A plan's text is sent in chunks far below gRPC's usual limit of 4 MiB, and cut at 8 MiB.
 MAX_WORKER_MESSAGE_BYTES = 4 << 20

@@ -24,6 +24,7 @@ from graphsplit.cluster.wire.fields import (
     NeededName,
     NeededNodeId,
     Pid,
+    PlaceText,
     PositionText,
     Rank,
     RecoveryPolicy,
@@ -142,6 +143,46 @@ class Register:
 
 
 @dataclass(frozen=True)
+class CallMade:
+    """A call that all workers make, in the same order.
+
+    Attributes:
+        name: What was called: ``"state_dict"``; ``END_OF_SCRIPT`` when there is nothing more.
+        source: The user's line.
+        milestones: How many the worker had passed before.
+    """
+
+    name: Name
+    source: PlaceText = ""
+    milestones: int = 0
+
+
+END_OF_SCRIPT = "the end of the script"
+"""The name of the last call of every worker."""
+
+
+@dataclass(frozen=True)
+class CallsMade:
+    """How far a worker has come in what all workers do alike.
+
+    Attributes:
+        num: How many calls it has made.
+        milestones: How many batches and meetings of all workers it has been through.
+        latest: Its latest calls, in order.
+        within: The innermost call that it is in, if any.
+    """
+
+    num: int = 0
+    milestones: int = 0
+    latest: Annotated[tuple[CallMade, ...], AtMost(limits.MAX_CALLS)] = ()
+    within: CallMade | None = None
+
+
+NO_CALLS = CallsMade()
+"""Nothing is known."""
+
+
+@dataclass(frozen=True)
 class Heartbeat:
     """The worker is alive, has come this far, and is here (in words, and in parts).
 
@@ -154,6 +195,7 @@ class Heartbeat:
     watched: Annotated[tuple[Rank, ...], AtMost(limits.MAX_WATCHED)] = ()
     location: Location = NOWHERE
     wants_stop: bool = False
+    calls: CallsMade = NO_CALLS
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from graphsplit.cluster.scheduler.decisions import ending, recovery, view
 from graphsplit.cluster.scheduler.job import causes
+from graphsplit.cluster.scheduler.job.divergence import describe_divergence, diverging_call
 from graphsplit.cluster.scheduler.job.events import Drop, ToldByLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
@@ -21,13 +22,36 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
         if (progress, beat.position) != (worker.progress, worker.position):
             worker.last_change = job.now
         worker.progress, worker.position = progress, beat.position
-        worker.location = beat.location
+        worker.location, worker.calls = beat.location, beat.calls
+        _compare_calls(job, worker)
     if beat.wants_stop:
         ending.stop_soon(job, f"worker {worker.rank} was asked to end")
     if beat.watched and job.phase is Phase.RUNNING:
         asked = set(beat.watched)
         known = {one.rank: one.progress for one in job.workers_of(asked)}
         job.send(worker, Progress(known))
+
+
+def _compare_calls(job: JobState, worker: Worker) -> None:
+    """End the job if two workers wait that have made different calls.
+
+    Where any two differ, one of them differs from the first worker.
+    """
+    if job.phase is not Phase.RUNNING or not job.roster.is_full or not _waits(job, worker):
+        return
+    first = job.roster.in_order[0]
+    others = job.roster.in_order if worker is first else (first,)
+    for other in others:
+        call = diverging_call(worker.calls, other.calls) if _waits(job, other) else None
+        if call is not None:
+            calls_of = {one.rank: one.calls for one in job.roster}
+            ending.fail(job, FailureCause("disagreement", describe_divergence(call, calls_of)))
+            return
+
+
+def _waits(job: JobState, worker: Worker) -> bool:
+    is_meeting = job.gathering.meeting.waits_at(worker.rank) is not None
+    return is_meeting or worker.location.waits_for is not None
 
 
 def note_failure(job: JobState, worker: Worker, cause: FailureCause, *, is_present: bool) -> None:

@@ -11,7 +11,7 @@ from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import Gathering, Generation, JobState, Phase
 from graphsplit.cluster.scheduler.job.suspicion import Suspicion
 from graphsplit.cluster.wire.limits import MAX_UNEXPLAINED_RECOVERIES
-from graphsplit.cluster.wire.messages import Recovering, Rejoin
+from graphsplit.cluster.wire.messages import NO_CALLS, Recovering, Rejoin
 from graphsplit.failure import FailureCause
 
 
@@ -61,6 +61,7 @@ def _leave_generation(job: JobState, cause: FailureCause) -> None:
     for worker in job.roster:
         worker.is_finished = False
         worker.progress = 0
+        worker.calls = NO_CALLS
 
 
 def repeat_recovering(job: JobState, worker: Worker) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphsplit.cluster.scheduler.job.formation import Holders, assign_ranks
 from graphsplit.cluster.status.job_status import AWAY, FINISHED, LOST, RUNNING
-from graphsplit.cluster.wire.messages import Peer, Register
+from graphsplit.cluster.wire.messages import NO_CALLS, CallsMade, Peer, Register
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 NO_NODE = -1
@@ -30,6 +30,7 @@ class Worker:
     progress: int = 0
     position: str = ""
     location: Location = NOWHERE
+    calls: CallsMade = NO_CALLS
     is_finished: bool = False
     is_leaving: bool = False
     is_lost: bool = False

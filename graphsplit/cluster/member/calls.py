@@ -1,0 +1,71 @@
+"""The calls that a worker has made, of those that all workers make in the same order.
+
+As the checkers of MPI programs do (MUST; torch's ``DETAIL`` mode), the scheduler compares them: a
+call that only some workers make is found when it stops the job, not when a deadline passes.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+
+from graphsplit.cluster.text import cut_end, encodable
+from graphsplit.cluster.wire import limits
+from graphsplit.cluster.wire.messages import CallMade, CallsMade
+from graphsplit.frames import is_own, line_at
+
+_Where = tuple[CodeType, int] | None
+_Call = tuple[str, int, _Where]
+
+
+class CallHistory:
+    """Notes calls and milestones. One thread writes; others read ``made``.
+
+    A *milestone* is a batch of a loader, or a meeting of all workers: each worker passes the same
+    ones between the same calls.
+
+    Attributes:
+        is_kept: Whether anything is told. Workers that come back to a job make fewer calls.
+    """
+
+    def __init__(self) -> None:
+        self.is_kept = True
+        # Number of calls, milestones, latest calls, open calls: replaced as a whole.
+        self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
+
+    def begin(self, name: str) -> None:
+        """A call begins, made by the nearest frame that is not graphsplit's."""
+        num, milestones, latest, within = self._state
+        call = (name, milestones, _caller(sys._getframe(1)))
+        latest = (*latest[1 - limits.MAX_CALLS :], call)
+        self._state = (num + 1, milestones, latest, (*within, call))
+
+    def end(self) -> None:
+        """The call that began last is over."""
+        num, milestones, latest, within = self._state
+        self._state = (num, milestones, latest, within[:-1])
+
+    def pass_milestone(self) -> None:
+        """A batch is done with, or a meeting comes."""
+        num, milestones, latest, within = self._state
+        self._state = (num, milestones + 1, latest, within)
+
+    def made(self) -> CallsMade:
+        """The calls so far."""
+        if not self.is_kept:
+            return CallsMade()
+        num, milestones, latest, within = self._state
+        told = tuple(_told(*call) for call in latest)
+        return CallsMade(num, milestones, told, _told(*within[-1]) if within else None)
+
+
+def _caller(frame: FrameType | None) -> _Where:
+    while frame is not None and is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code, frame.f_lineno)
+
+
+def _told(name: str, milestones: int, where: _Where) -> CallMade:
+    line = "" if where is None else line_at(*where)
+    shown = "".join(char if char.isprintable() else "?" for char in encodable(line))
+    return CallMade(name, cut_end(shown, limits.MAX_PLACE_CHARS), milestones)

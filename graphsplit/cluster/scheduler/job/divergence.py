@@ -1,0 +1,87 @@
+"""Workers that have made different calls can never meet again. Pure.
+
+Every worker makes the same calls in the same order, with the same milestones between them. What
+two workers have told of that is true for ever, however late it comes: so this is a proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from graphsplit.cluster.text import join_numbers
+from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallMade, CallsMade
+
+_MOST_GROUPS = 8
+
+
+def diverging_call(one: CallsMade, other: CallsMade) -> CallMade | None:
+    """A call that one of two waiting workers is in, and that the other one never makes.
+
+    None if none is known. The other one never makes it where it is past that place, or in another
+    call, which the first one has not made.
+    """
+    for mine, theirs in ((one, other), (other, one)):
+        call = mine.within
+        if call is None or not _lacks(theirs, call, mine):
+            continue
+        is_past = theirs.milestones > call.milestones
+        instead = theirs.within
+        if is_past or (instead is not None and _is_instead(instead, call, mine, theirs)):
+            return call
+    return None
+
+
+def _is_instead(instead: CallMade, call: CallMade, mine: CallsMade, theirs: CallsMade) -> bool:
+    return instead.milestones == call.milestones and _lacks(mine, instead, theirs)
+
+
+def _lacks(calls: CallsMade, call: CallMade, owner: CallsMade) -> bool:
+    """Whether a worker has not made a call that another one is in, as far back as is known."""
+    is_known = calls.num <= len(calls.latest) or calls.latest[0].milestones < call.milestones
+    return is_known and _count(calls, call) < _count(owner, call)
+
+
+def _count(calls: CallsMade, call: CallMade) -> int:
+    return sum((one.name, one.milestones) == (call.name, call.milestones) for one in calls.latest)
+
+
+def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> str:
+    """Who is where, the line of each, and what to do.
+
+    Args:
+        call: The call that not all have made.
+        calls_of: The calls of all workers, by rank.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank, calls in sorted(calls_of.items()):
+        ranks_at.setdefault(_place(calls), []).append(rank)
+    places = sorted(ranks_at.items(), key=lambda place: len(place[1]))[:_MOST_GROUPS]
+    told = "; ".join(_group(place, ranks) for place, ranks in places)
+    if call.name == END_OF_SCRIPT:
+        # Whoever has not come there is in a call of its own.
+        found = (calls.within for calls in calls_of.values() if calls.within is not None)
+        call = next((one for one in found if one.name != END_OF_SCRIPT), call)
+    if call.name == END_OF_SCRIPT:
+        fix = "let every worker come to the end of the script alike"
+    else:
+        fix = f"call {call.name}() on every worker, and not below an `if` on the rank"
+    return (
+        f"the workers have made different calls, and wait for each other: {told}\n"
+        f"  Fix: every worker makes the same calls in the same order: {fix}"
+    )
+
+
+def _place(calls: CallsMade) -> str:
+    call = calls.within
+    if call is None:
+        return "between its calls" if calls.latest else "before its first call"
+    if call.name == END_OF_SCRIPT:
+        return f"at {END_OF_SCRIPT}"
+    return f"in {call.name}(){call.source and f' at {call.source}'}"
+
+
+def _group(place: str, ranks: Iterable[int]) -> str:
+    found = list(ranks)
+    is_one = len(found) == 1
+    who = "worker" if is_one else "workers"
+    return f"{who} {join_numbers(found, most=8)} {'is' if is_one else 'are'} {place}"

@@ -1,0 +1,85 @@
+"""Workers that made different calls are told apart, and slow ones are not taken for such."""
+
+from __future__ import annotations
+
+from graphsplit.cluster.member.calls import CallHistory
+from graphsplit.cluster.scheduler.job.divergence import describe_divergence, diverging_call
+from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
+
+
+def history(*moves: str) -> CallsMade:
+    """What a worker tells after some moves: ``"train"`` begins, ``"/"`` ends, ``"."`` passes."""
+    calls = CallHistory()
+    for move in moves:
+        if move == ".":
+            calls.pass_milestone()
+        elif move == "/":
+            calls.end()
+        else:
+            calls.begin(move)
+    return calls.made()
+
+
+def differ(one: CallsMade, other: CallsMade) -> str:
+    call = diverging_call(one, other)
+    assert (call is None) == (diverging_call(other, one) is None)
+    return "" if call is None else call.name
+
+
+def test_a_call_that_the_others_are_past_is_found():
+    inside = history("train", ".", "state_dict")
+    assert differ(inside, history("train", ".", ".")) == "state_dict"
+    assert differ(inside, history("train", ".", "state_dict", "/", ".")) == ""
+
+
+def test_a_worker_that_may_still_come_is_waited_for():
+    inside = history("train", ".", "state_dict")
+    assert differ(inside, history("train")) == ""
+    assert differ(inside, history("train", ".")) == ""
+    assert differ(history("train", "."), history("train", ".", ".")) == ""
+    assert differ(inside, history()) == ""
+
+
+def test_calls_in_another_order_are_found():
+    saves, evaluates = history("train", "/", "save"), history("train", "/", "eval")
+    assert differ(saves, evaluates) in ("save", "eval")
+
+
+def test_the_end_of_a_script_is_the_last_call():
+    ended = history("train", "/", END_OF_SCRIPT)
+    assert differ(ended, history("train", "/", "state_dict")) != ""
+    assert differ(history("train", ".", "/", END_OF_SCRIPT), history("train", ".")) == ""
+    assert differ(history("train", END_OF_SCRIPT), history("train", ".", ".")) != ""
+
+
+def test_an_extra_call_that_is_over_took_nobody_else():
+    assert differ(history("state_dict", "/", "train", "."), history("train", ".")) == ""
+
+
+def test_what_is_forgotten_proves_nothing():
+    many = [move for _ in range(40) for move in ("train_step", "/")]
+    assert differ(history("predict"), history(*many, "train_step")) == ""
+
+
+def test_many_calls_are_told_in_a_bounded_message():
+    made = history(*(["eval", "/"] * 30))
+    assert made.num == 30 and len(made.latest) == 8 and made.within is None
+
+
+def test_the_workers_calls_and_the_way_out_are_told():
+    calls_of = {0: history("state_dict"), 1: history("train", "."), 2: history("train", ".")}
+    call = diverging_call(calls_of[0], calls_of[1])
+    assert call is not None and call.source.startswith("tests/cluster/test_divergence.py:")
+    text = describe_divergence(call, calls_of)
+    assert "worker 0 is in state_dict() at " in text and "workers 1, 2 are in train() at " in text
+    assert "call state_dict() on every worker" in text
+    ended = {0: history(END_OF_SCRIPT), 1: history("save")}
+    text = describe_divergence(history(END_OF_SCRIPT).latest[0], ended)
+    assert f"worker 0 is at {END_OF_SCRIPT}" in text and "call save() on every worker" in text
+
+
+def test_a_worker_that_may_come_back_tells_nothing():
+    calls = CallHistory()
+    calls.begin("train")
+    calls.is_kept = False
+    assert calls.made() == CallsMade()
