@@ -7,6 +7,7 @@ engine. Where lost workers may come back, the script stands in between (``Script
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,11 +182,8 @@ class Training:
             return None
 
         def show() -> None:
-            context.step += 1  # the one under way
-            try:
-                for callback in looking:
-                    callback.on_gradients(context)
-            finally:
-                context.step -= 1
+            under_way = replace(context, step=context.step + 1)
+            for callback in looking:
+                callback.on_gradients(under_way)
 
         return show
