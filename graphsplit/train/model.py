@@ -13,20 +13,22 @@ from torch import nn
 from graphsplit.batches.microbatches import LossWeight, Split
 from graphsplit.checkpoint.position import Position
 from graphsplit.checkpoint.states import Loaded, PathLike, States
+from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
+from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
 from graphsplit.train.metrics import Metric
-from graphsplit.train.needs import need_cluster, need_metrics, need_optimizer
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
 from graphsplit.train.training import Calls, stop_if_asked
@@ -214,7 +216,7 @@ class Model:
             LoaderMismatchError: Workers' loaders disagree.
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
-        need_optimizer(self._task, "train")
+        _need_optimizer(self._task, "train")
         check_run(epochs, loader, callbacks)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self._calls.train(epochs, loader, callbacks, resume, self)
@@ -230,7 +232,7 @@ class Model:
             ConfigurationError, CaptureError, PlacementError, PlanMismatchError, JobFailedError:
                 as ``train``.
         """
-        need_optimizer(self._task, "train_step")
+        _need_optimizer(self._task, "train_step")
         loss = self._calls.train_step(batch, kwargs)
         self._stop_between_calls()
         return loss
@@ -244,7 +246,7 @@ class Model:
         Raises:
             ConfigurationError: The Model has no metrics, or a batch does not fit.
         """
-        need_metrics(self._metrics)
+        _need_metrics(self._metrics)
         found = self._calls.eval(loader)
         self._stop_between_calls()
         return found
@@ -296,7 +298,7 @@ class Model:
                 recovers from lost workers; or, at the end of the block, fewer than four steps of
                 one plan were run.
         """
-        return Profiling(need_cluster(self._engine).profiler)
+        return Profiling(_need_cluster(self._engine).profiler)
 
     def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
         """The placement that was resolved, as rules that give the same plan again.
@@ -366,7 +368,7 @@ class Model:
         Returns:
             The state; a list of states if the Model was given a list of optimizers.
         """
-        need_optimizer(self._task, "optimizer_state_dict")
+        _need_optimizer(self._task, "optimizer_state_dict")
         return self._stored.optimizer_state_dict(to)
 
     def load_optimizer_state_dict(self, state: Any) -> None:
@@ -378,7 +380,7 @@ class Model:
         Raises:
             StateError: The states are more or fewer than the optimizers.
         """
-        need_optimizer(self._task, "load_optimizer_state_dict")
+        _need_optimizer(self._task, "load_optimizer_state_dict")
         self._stored.load_optimizer_state_dict(state)
 
     def save(
@@ -434,3 +436,41 @@ class Model:
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
         return self._explainer.last_gradient_norm()
+
+
+def _need_optimizer(task: Task, method: str) -> None:
+    """Raise ``ConfigurationError`` if there is nothing that trains."""
+    if not task.optimizers:
+        raise ConfigurationError(
+            f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
+            f"net.parameters(), lr=0.01))."
+        )
+
+
+def _need_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise ``ConfigurationError`` if there is nothing to evaluate."""
+    if not metrics:
+        raise ConfigurationError(
+            "eval needs metrics\n  Fix: Model(..., metrics={'Accuracy': gs.metrics.Accuracy()})."
+        )
+
+
+def _need_cluster(engine: Engine) -> ClusterEngine:
+    """The engine of a job that can be profiled.
+
+    Raises:
+        ConfigurationError: It is that of one process, or the job recovers from lost workers.
+    """
+    if not isinstance(engine, ClusterEngine):
+        raise ConfigurationError(
+            "profile measures what several workers do and wait for, and this is one process\n"
+            "  Fix: start the script with graphsplit run, or use torch.profiler."
+        )
+    job = joined.current()
+    if job is not None and job.recovery_policy != FAIL_FAST:
+        raise ConfigurationError(
+            f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
+            f"worker that comes back would have measured nothing\n"
+            f"  Fix: start the job with GS_RECOVERY=fail_fast to profile it."
+        )
+    return engine
