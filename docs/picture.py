@@ -1,5 +1,7 @@
 """What README's picture shows: three workers, two branches and a skip, four microbatches.
 
+Drawn by::
+
     OMP_NUM_THREADS=1 graphsplit trace -n 3 -o trace docs/picture.py && cp trace/timeline.svg docs/
 """
 
@@ -22,6 +24,7 @@ class Net(nn.Module):
         self.right = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through both branches."""
         x = self.stem(x).relu()
         result: torch.Tensor = self.head(self.left(x).relu() + self.right(x).sigmoid() + x)
         return result

@@ -166,7 +166,7 @@ class CapturedGraph:
         """Whether the next call may find another state than this one did."""
         return any(change.is_read for change in self.state.changes)
 
-    @property
+    @cached_property
     def loss_node(self) -> int | None:
         """The node that computes the loss."""
         return None if self.loss is None else self.outputs[self.loss].node

@@ -12,9 +12,9 @@ nothing. Only workers that read the loader do any of this; all others only set t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -255,3 +255,33 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
         if isinstance(value, torch.Generator) and all(value is not g for g in found.values()):
             found[path] = value
     return found
+
+
+class Run(Protocol):
+    """A ``train`` that runs: how far it is, and what a save in its middle needs."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Its epoch, from 1, and the steps done in it; at the end of an epoch those of the next."""
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """Loss of the last step; None before."""
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        """Its callbacks."""
+
+    @property
+    def watch(self) -> LoaderWatch:
+        """Remembers what is needed to resume the epoch that runs now."""
+
+
+@dataclass(frozen=True)
+class NoRun:
+    """As a ``Run``: no ``train`` runs; the loss is that of the last step so far."""
+
+    loss: torch.Tensor | None = None
+    position: tuple[int, int] = (0, 0)
+    callbacks: Sequence[Any] = ()
+    watch: LoaderWatch = field(default_factory=LoaderWatch)

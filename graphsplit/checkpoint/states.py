@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +23,7 @@ from graphsplit.checkpoint.disk.source import Request, Source
 from graphsplit.checkpoint.holder import Holder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import EpochStart, LoaderWatch, Position
+from graphsplit.checkpoint.position import EpochStart, NoRun, Position, Run
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -126,11 +126,7 @@ class States:
         more: Further objects whose state belongs to the training state, by name. Each is saved by
             worker 0 and loaded on all; one that is missing in a save is an error.
         num_epochs: Whole epochs so far.
-        epoch: Epoch that the running ``train`` is in; 0 outside.
-        step: Steps done in it.
-        loss: Loss of the last step; None before.
-        callbacks: The callbacks of the running ``train``.
-        watch: Remembers what is needed to resume the epoch that runs now.
+        run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
         resumption: Set by ``load``, for the next ``train``.
     """
@@ -141,10 +137,8 @@ class States:
         self.more: dict[str, Stateful] = {}
         if task.scaler is not None:
             self.more["scaler"] = task.scaler
-        self.num_epochs = self.epoch = self.step = 0
-        self.loss: torch.Tensor | None = None
-        self.callbacks: Sequence[Stateful] = ()
-        self.watch = LoaderWatch()
+        self.num_epochs = 0
+        self.run: Run = NoRun()
         self.others = OtherLoaders()
         self.resumption: Resumption | None = None
 
@@ -152,7 +146,7 @@ class States:
     def position(self) -> Position:
         """How far training has come."""
         steps = self._holder.progress.num_steps
-        return Position(steps, self.num_epochs, self.epoch, self.step)
+        return Position(steps, self.num_epochs, *self.run.position)
 
     # One file.
 
@@ -255,8 +249,8 @@ class States:
 
     def _loader_section(self, process: Fixed | None = None) -> dict[str, Any]:
         return {
-            "state": self.watch.state(process),
-            "epoch_generator": self.watch.epoch_generator,
+            "state": self.run.watch.state(process),
+            "epoch_generator": self.run.watch.epoch_generator,
             "others": self.others.state(),
         }
 
@@ -265,7 +259,7 @@ class States:
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
             "generator": torch.default_generator.get_state(),
-            "loss": self.loss,
+            "loss": self.run.loss,
             "more": {name: value.state_dict() for name, value in self.more.items()},
             "extra": {
                 name: value.state_dict() if isinstance(value, Stateful) else value
@@ -275,7 +269,7 @@ class States:
 
     def _callbacks(self) -> list[list[Any]]:
         """Class and state of every callback that has one, as it is on this worker."""
-        found = [[type(c).__qualname__, c.state_dict()] for c in self.callbacks]
+        found = [[type(c).__qualname__, c.state_dict()] for c in self.run.callbacks]
         return [entry for entry in found if entry[1]]
 
     def load(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Loaded:
@@ -353,7 +347,7 @@ class States:
         if found.start.now is not None:
             torch.default_generator.set_state(found.start.now)
         progress.num_steps, progress.seed = position.num_steps, found.seed
-        self.num_epochs, self.epoch, self.step = position.num_epochs, 0, 0
+        self.num_epochs = position.num_epochs
         self.resumption = None
         if position.epoch:
             callbacks = values.get(CALLBACKS) or []
@@ -390,7 +384,7 @@ class States:
         if self._task.scaler is not None:
             self._task.scaler._per_optimizer_states.clear()  # of a step that was broken off
         self._take_over(found, values)
-        self.loss = values.get("loss")
+        self.run = NoRun(values.get("loss"))
         if not inside:
             kept = values.get(RESUMPTION)
             self.resumption = None if kept is None else Resumption.from_values(kept)

@@ -1,14 +1,16 @@
 """The calls of a user's script that concern all workers, one after the other.
 
-Every worker makes the same calls in the same order. ``Script`` runs each as it comes; where a job
-recovers from lost workers, another kind of script remembers them, and what they returned.
+Every worker makes the same calls in the same order. ``Script`` leaves them alone; where lost
+workers may come back, another kind of script stands around them, and remembers what they returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 from graphsplit.cluster.member.calls import CallHistory
 
@@ -21,13 +23,13 @@ class Call:
         name: What the user wrote: ``"train_step"``.
         run: Does it, given the arguments.
         arguments: Its arguments.
-        subject: The Model that was called; None for a call of the module, such as ``barrier``.
+        engine: That of the Model that was called; None for a call such as ``barrier``.
     """
 
     name: str
     run: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
-    subject: Any = None
+    engine: Any = None
 
     def __call__(self) -> Any:
         """Do it."""
@@ -44,8 +46,19 @@ class Script:
     def __init__(self, calls: CallHistory | None = None) -> None:
         self._calls = calls
 
-    def add_subject(self, subject: Any, *parts: Any) -> None:
-        """A Model was built of some parts."""
+    def add_engine(self, task: Any, engine: Any, states: Any) -> None:
+        """A Model was built, of a task, an engine and states."""
+
+    def around(self, engine: Any, calls: T, *, changes_nothing: bool = False) -> T:
+        """The calls of a Model, as this script makes them: with the same methods.
+
+        Args:
+            engine: The Model's engine.
+            calls: Its methods are the calls; arguments are passed by position.
+            changes_nothing: Each worker makes them for itself, and they change nothing; else all
+                workers make them.
+        """
+        return calls
 
     def collective(self, call: Call) -> Any:
         """Run a call that all workers make."""
@@ -56,10 +69,6 @@ class Script:
             return call()
         finally:
             self._calls.end()
-
-    def local(self, call: Call) -> Any:
-        """Run a call that each worker makes for itself, and that changes nothing."""
-        return call()
 
     def step_done(self) -> None:
         """A training step inside a call is over, callbacks included."""

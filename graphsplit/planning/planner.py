@@ -267,7 +267,7 @@ class Planner:
                 self._job.transport.close_plan(self._numbers.pop(oldest))
         elif len(self._plans) > 1:
             self._plans.move_to_end(key)
-        for change in recording.graph.changes:
+        for change in recording.graph.state.changes:
             change.leave(found.lifted)
         return replace(planned, numbers=found.numbers) if found.numbers else planned
 

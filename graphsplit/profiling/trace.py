@@ -15,34 +15,36 @@ class Trace:
     Args:
         job: The job; worker 0 writes.
         profiler: Measures the engine's steps.
+
+    Attributes:
+        is_due: Whether a trace was asked for, and is not written yet.
     """
 
     def __init__(self, job: Job, profiler: Profiler) -> None:
         self._job = job
         self._profiler = profiler
         self._folder = job.take_trace_folder()
-        if self._folder and job.generation > 1:  # others may have written it
-            self._folder = ""
-        if self._folder:
+        self.is_due = bool(self._folder) and job.generation == 1  # else others may have written it
+        if self.is_due:
             profiler.turn_on()
             job.at_end.append(self._at_end)
 
     def start_over(self) -> None:
         """A worker was lost, and with it what it had measured: there will be no trace."""
-        if self._folder:
-            self._folder, self._profiler.is_on = "", False
+        if self.is_due:
+            self.is_due = self._profiler.is_on = False
             if self._job.rank == 0:
                 say("no trace is written: a worker was lost, and its measurements with it")
 
     def after_step(self, planned: PlannedStep) -> None:
         """A step has been trained."""
-        if self._folder and not any(plan.wants_costs for plan in planned.plans):
+        if self.is_due and not any(plan.wants_costs for plan in planned.plans):
             most = self._profiler.most_timed()
             if most is not None and self._profiler.has_all(most):
                 self._write()
 
     def _at_end(self) -> None:
-        if self._folder:
+        if self.is_due:
             try:
                 self._write()
             except ConfigurationError as error:
@@ -50,12 +52,11 @@ class Trace:
                     say(f"no trace was written: {error}")
 
     def _write(self) -> None:
-        folder, self._folder = self._folder, ""
-        self._profiler.is_on = False
+        self.is_due = self._profiler.is_on = False
         try:
             profile = self._profiler.measured()
         finally:
             self._profiler.forget()
         if self._job.rank == 0:
-            profile.save(folder)
-            say(f"wrote a trace of {profile.costs.source.partition(' over ')[2]}: {folder}")
+            profile.save(self._folder)
+            say(f"wrote a trace of {profile.costs.source.partition(' over ')[2]}: {self._folder}")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -48,6 +48,7 @@ from graphsplit.recovery.snapshot.share import ModelSnapshot, loads_state
 from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
 from graphsplit.train.cluster_engine import ClusterEngine
 
+T = TypeVar("T")
 _STEPPING = ("train", "train_step")
 
 
@@ -63,7 +64,7 @@ class RecoveringScript(Script):
         self._job = job
         self.settings = settings
         self._shares: list[ModelSnapshot] = []
-        self._subjects: dict[int, ModelSnapshot] = {}
+        self._by_engine: dict[int, ModelSnapshot] = {}
         self._results = Results()
         self._snapshots = Snapshots(job, settings, self._shares, self._results)
         self._entries: dict[int, Entry] = {}
@@ -77,16 +78,20 @@ class RecoveringScript(Script):
         self._place: ScriptPoint | None = None  # where the script goes on for real
         job.after_recovery = self._recover_at_the_end
 
-    def add_subject(self, subject: Any, *parts: Any) -> None:
+    def add_engine(self, task: Any, engine: Any, states: Any) -> None:
         """A Model was built, of a task, an engine and states."""
-        task, engine, states = parts
         if not isinstance(engine, ClusterEngine):
             return
         share = ModelSnapshot(len(self._shares), task, engine, states, self._job.rank)
         engine.planner.keep_graphs()
         engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
         self._shares.append(share)
-        self._subjects[id(subject)] = share
+        self._by_engine[id(engine)] = share
+
+    def around(self, engine: Any, calls: T, *, changes_nothing: bool = False) -> T:
+        """The calls of a Model, each of which may be taken back, and given again."""
+        run = self.local if changes_nothing else self.collective
+        return cast(T, _Recorded(engine, calls, run))
 
     # Calls.
 
@@ -157,7 +162,7 @@ class RecoveringScript(Script):
             self._depth -= 1
 
     def _share(self, call: Call) -> ModelSnapshot | None:
-        return self._subjects.get(id(call.subject))
+        return self._by_engine.get(id(call.engine))
 
     def _index(self, call: Call) -> int:
         share = self._share(call)
@@ -387,6 +392,19 @@ class RecoveringScript(Script):
                 self._attempt(earlier)
             except (CheckpointError, StateError):
                 continue  # the script has seen it
+
+
+class _Recorded:
+    """Has the methods of some calls; each goes to the script as a ``Call`` of its name."""
+
+    def __init__(self, engine: Any, calls: Any, run: Callable[[Call], Any]) -> None:
+        self._engine = engine
+        self._calls = calls
+        self._run = run
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._calls, name)
+        return lambda *arguments: self._run(Call(name, method, arguments, self._engine))
 
 
 def _generators() -> tuple[Any, ...]:

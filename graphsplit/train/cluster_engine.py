@@ -165,7 +165,8 @@ class ClusterEngine(ClusterState):
                 costs = self.profiler.collect(plan).costs
                 self.profiler.forget(plan)
                 self.planner.use_costs(plan, costs)
-        self._trace.after_step(planned)
+        if self._trace.is_due:
+            self._trace.after_step(planned)
 
     def start_over(self) -> None:
         """The job has new channels: make plans anew, and tell signatures again."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch
+from graphsplit.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch, NoRun
 from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.errors import ConfigurationError
 from graphsplit.train.callbacks import Callback, RunContext
 
 
 class Epochs:
-    """Counts epochs and steps, and remembers what a save in the middle of them needs.
+    """Counts epochs and steps in the context that callbacks see; a save in the middle reads them.
 
     Use as a context: what is saved outside of it belongs to no running ``train``.
 
@@ -42,7 +42,10 @@ class Epochs:
         self._states = states
         self._context = context
         self._loader = loader
-        self._callbacks = callbacks
+        self._loss = states.run.loss  # until this run has one
+        self._is_between = True  # behind the context's epoch, before the next
+        self.callbacks = callbacks
+        self.watch = LoaderWatch(loader)
         pending = states.resumption
         goes_back = pending is not None and pending.is_rollback
         self._resumption = pending if resume or goes_back else None
@@ -63,14 +66,24 @@ class Epochs:
     def _first(self) -> int:
         return 1 if self._resumption is None else self._resumption.position.epoch
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, from 1, and the steps done in it; at the end of an epoch those of the next."""
+        context = self._context
+        return (context.epoch + 1, 0) if self._is_between else (context.epoch, context.step)
+
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """Loss of the last step; None before."""
+        return self._loss if self._context.loss is None else self._context.loss
+
     def __enter__(self) -> Epochs:
-        context, states = self._context, self._states
-        states.callbacks, states.epoch, states.step = self._callbacks, self._first, 0
-        states.watch = LoaderWatch(self._loader)
+        context = self._context
         if self._resumption is not None:
             context.epoch, context.step = self._first, self._resumption.position.step
-            context.loss, states.step = self._resumption.loss, context.step
-            states.loss = context.loss
+            context.loss = self._loss = self._resumption.loss
+            self._is_between = False
+        self._states.run = self
         return self
 
     def __exit__(
@@ -79,9 +92,7 @@ class Epochs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        states = self._states
-        states.callbacks, states.epoch, states.step = (), 0, 0
-        states.watch = LoaderWatch()
+        self._states.run = NoRun(self.loss)
 
     def __iter__(self) -> Iterator[EpochStart]:
         """Each epoch, once callbacks may be told that it begins."""
@@ -90,13 +101,12 @@ class Epochs:
             start = self._go_on(self._resumption)
         for epoch in range(self._first, self._context.num_epochs + 1):
             self._context.epoch, self._context.step = epoch, start.step
-            self._states.epoch, self._states.step = epoch, start.step
+            self._is_between = False
             yield start
-            self._states.epoch, self._states.step = epoch + 1, 0
             start = FROM_THE_START
 
     def _go_on(self, resumption: Resumption) -> EpochStart:
-        left = load_callbacks(self._callbacks, resumption.callbacks)
+        left = load_callbacks(self.callbacks, resumption.callbacks)
         if resumption.is_rollback:
             for callback in left:
                 if callback.state_dict():  # what it has learned since is of a past undone
@@ -110,19 +120,18 @@ class Epochs:
 
     def begin(self, start: EpochStart) -> None:
         """The loader will be asked for a batch next."""
-        self._states.watch.begin_epoch(self._loader, start)
+        self.watch.begin_epoch(self._loader, start)
 
     def count(self, loss: torch.Tensor) -> None:
         """A step is done."""
         self._context.step += 1
-        self._context.loss = self._states.loss = loss
-        self._states.step = self._context.step
+        self._context.loss = loss
 
     def end(self) -> None:
         """The loader has no more batches; what is saved from now on stands before the next."""
-        self._states.watch.end_epoch()
+        self.watch.end_epoch()
         self._states.num_epochs += 1
-        self._states.epoch, self._states.step = self._context.epoch + 1, 0
+        self._is_between = True
 
 
 def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> list[Callback]:

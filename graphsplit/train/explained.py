@@ -1,9 +1,11 @@
-"""A Model's plan and placement, told without running it."""
+"""What a Model can tell without running: its plan, its placement, its last gradient norm."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
@@ -52,7 +54,7 @@ class Explainer:
             step_times=engine.step_times() if isinstance(engine, ClusterEngine) else (),
         )
 
-    def placement(
+    def _written(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str
     ) -> WrittenPlacement:
         """The placement of the plan, as rules.
@@ -72,14 +74,19 @@ class Explainer:
         )
         return write_placement(plan.placed, rules, task.network)
 
-    def as_mapping(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def placement(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """See ``Model.placement``."""
-        found: dict[str, Any] = self.placement(batch, kwargs, method="placement").as_mapping()
-        return found
+        return self._written(batch, kwargs, method="placement").as_mapping()
 
-    def save(self, path: str | Path, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def save_placement(
+        self, path: str | Path, batch: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """See ``Model.save_placement``."""
-        self.placement(batch, kwargs, method="save_placement").save(path)
+        self._written(batch, kwargs, method="save_placement").save(path)
+
+    def last_gradient_norm(self) -> torch.Tensor | None:
+        """See ``Model.last_gradient_norm``."""
+        return self._engine.last_gradient_norm
 
     def _plan(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], *, method: str

@@ -11,27 +11,27 @@ import torch
 from torch import nn
 
 from graphsplit.batches.microbatches import LossWeight, Split
-from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.position import Position
 from graphsplit.checkpoint.states import Loaded, PathLike, States
-from graphsplit.errors import EnoughSteps, StoppedInOrder
+from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
-from graphsplit.job.script import Call, Script
+from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
+from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_run
-from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.callbacks import Callback
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
 from graphsplit.train.metrics import Metric
-from graphsplit.train.needs import need_cluster, need_metrics, need_optimizer
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
-from graphsplit.train.training import Training
+from graphsplit.train.training import Calls, stop_if_asked
 from graphsplit.witness import witness_for
 
 
@@ -139,10 +139,14 @@ class Model:
         )
         self._engine.witness = witness_for(self._task)
         self._states = States(self._task, self._engine)
-        self._stored = StoredState(self._task, self._engine, self._states)
-        self._explainer = Explainer(self._task, self._engine)
-        self._script = Script() if job is None else job.script
-        self._script.add_subject(self, self._task, self._engine, self._states)
+        self._script = script = Script() if job is None else job.script
+        script.add_engine(self._task, self._engine, self._states)
+        calls = Calls(self._task, self._engine, self._states, self._metrics, script)
+        self._calls = script.around(self._engine, calls)
+        stored = StoredState(self._task, self._engine, self._states)
+        self._stored = script.around(self._engine, stored)
+        explainer = Explainer(self._task, self._engine)
+        self._explainer = script.around(self._engine, explainer, changes_nothing=True)
 
     @property
     def network(self) -> nn.Module:
@@ -212,23 +216,10 @@ class Model:
             LoaderMismatchError: Workers' loaders disagree.
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
-        need_optimizer(self._task, "train")
+        _need_optimizer(self._task, "train")
         check_run(epochs, loader, callbacks)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
-        self._script.collective(
-            Call("train", self._run_train, (epochs, loader, callbacks, resume), subject=self)
-        )
-
-    def _run_train(
-        self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
-    ) -> None:
-        context = RunContext(self, joined.get_rank(), epochs, length_of(loader))
-        run = Training(self._engine, self._states, context, callbacks, self._after_step)
-        run.run(loader, resume=resume)
-
-    def _after_step(self) -> None:
-        self._script.step_done()
-        self._stop_if_asked()
+        self._calls.train(epochs, loader, callbacks, resume, self)
 
     def train_step(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch, which every worker passes alike.
@@ -241,20 +232,10 @@ class Model:
             ConfigurationError, CaptureError, PlacementError, PlanMismatchError, JobFailedError:
                 as ``train``.
         """
-        need_optimizer(self._task, "train_step")
-        call = Call("train_step", self._run_train_step, (batch, kwargs), subject=self)
-        loss: torch.Tensor = self._script.collective(call)
+        _need_optimizer(self._task, "train_step")
+        loss = self._calls.train_step(batch, kwargs)
         self._stop_between_calls()
         return loss
-
-    def _run_train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        task = self._task
-        with self._engine.guard():
-            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
-            self._engine.witness.begins()
-            loss = self._engine.train_step(division)
-            self._engine.witness.trained(loss)
-            return loss
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -265,33 +246,15 @@ class Model:
         Raises:
             ConfigurationError: The Model has no metrics, or a batch does not fit.
         """
-        need_metrics(self._metrics)
-        found: dict[str, float] = self._script.collective(
-            Call("eval", self._run_eval, (loader,), subject=self)
-        )
+        _need_metrics(self._metrics)
+        found = self._calls.eval(loader)
         self._stop_between_calls()
         return found
-
-    def _stop_if_asked(self) -> None:
-        """Leave the script, together with all workers, if the job was asked to end."""
-        if self._engine.witness.has_enough:
-            raise EnoughSteps
-        if self._engine.stops_here:
-            self._script.stop()
-            raise StoppedInOrder
 
     def _stop_between_calls(self) -> None:
         # What a callback calls is part of a training step, which has an end of its own.
         if not self._engine.is_inside_call:
-            self._stop_if_asked()
-
-    def _run_eval(self, loader: Iterable[Any]) -> dict[str, float]:
-        with self._engine.guard():
-            self._states.others.begin(loader)
-            found = self._engine.eval_epoch(loader, self._metrics)
-            self._states.others.end(loader)
-            self._engine.witness.evaluated(found)
-            return found
+            stop_if_asked(self._engine, self._script)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network in eval mode, without gradients, on inputs every worker passes alike.
@@ -299,16 +262,9 @@ class Model:
         Returns:
             The network's outputs in its own structure, on every worker.
         """
-        call = Call("predict", self._run_predict, (args, kwargs), subject=self)
-        outputs = self._script.collective(call)
+        outputs = self._calls.predict(args, kwargs)
         self._stop_between_calls()
         return outputs
-
-    def _run_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._engine.guard():
-            outputs = self._engine.predict((args, kwargs))
-            self._engine.witness.predicted(outputs)
-            return outputs
 
     def explain(self, *batch: Any, detail: Detail = "modules", **kwargs: Any) -> str:
         """Which worker runs what, why, and the bytes that cross each cut.
@@ -323,9 +279,7 @@ class Model:
         Raises:
             ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail.
         """
-        call = Call("explain", self._explainer.explain, (batch, kwargs, detail), subject=self)
-        text: str = self._script.local(call)
-        return text
+        return self._explainer.explain(batch, kwargs, detail)
 
     def profile(self) -> Profiling:
         """Measure the training steps inside a ``with`` block.
@@ -344,7 +298,7 @@ class Model:
                 recovers from lost workers; or, at the end of the block, fewer than four steps of
                 one plan were run.
         """
-        return Profiling(need_cluster(self._engine).profiler)
+        return Profiling(_need_cluster(self._engine).profiler)
 
     def placement(self, *batch: Any, **kwargs: Any) -> dict[str, Any]:
         """The placement that was resolved, as rules that give the same plan again.
@@ -357,8 +311,7 @@ class Model:
             What ``gs.apply_placement`` takes. ``.place`` and ``gs.place`` in the code stay in force
             beside it.
         """
-        call = Call("placement", self._explainer.as_mapping, (batch, kwargs), subject=self)
-        return dict(self._script.local(call))
+        return self._explainer.placement(batch, kwargs)
 
     def save_placement(self, path: str | Path, *batch: Any, **kwargs: Any) -> None:
         """Write the placement that was resolved to a file for ``gs.apply_placement``.
@@ -368,8 +321,7 @@ class Model:
             batch: One batch, as for ``explain``.
             kwargs: One batch, as keyword arguments.
         """
-        given = (path, batch, kwargs)
-        self._script.local(Call("save_placement", self._explainer.save, given, subject=self))
+        self._explainer.save_placement(path, batch, kwargs)
 
     @overload
     def state_dict(self) -> dict[str, Any]: ...
@@ -389,9 +341,7 @@ class Model:
         Raises:
             CheckpointError: The file cannot be written; the same on every worker.
         """
-        call = Call("state_dict", self._stored.network, (to,), subject=self)
-        found: dict[str, Any] | None = self._script.collective(call)
-        return found
+        return self._stored.state_dict(to)
 
     def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
         """Load a full state of the network, however it was placed when it was saved.
@@ -407,9 +357,7 @@ class Model:
                 which may catch it (for a dictionary in one process: what PyTorch raises).
             CheckpointError: The file is not there, or damaged.
         """
-        self._script.collective(
-            Call("load_state_dict", self._stored.load_network, (state,), subject=self)
-        )
+        self._stored.load_state_dict(state)
 
     def optimizer_state_dict(self, *, to: PathLike | None = None) -> Any:
         """The optimizer's full state in PyTorch's form; in a cluster gathered on every worker.
@@ -420,9 +368,8 @@ class Model:
         Returns:
             The state; a list of states if the Model was given a list of optimizers.
         """
-        need_optimizer(self._task, "optimizer_state_dict")
-        call = Call("optimizer_state_dict", self._stored.optimizers, (to,), subject=self)
-        return self._script.collective(call)
+        _need_optimizer(self._task, "optimizer_state_dict")
+        return self._stored.optimizer_state_dict(to)
 
     def load_optimizer_state_dict(self, state: Any) -> None:
         """Load a full state of the optimizer, or a list of them, as ``optimizer_state_dict`` gives.
@@ -433,11 +380,8 @@ class Model:
         Raises:
             StateError: The states are more or fewer than the optimizers.
         """
-        need_optimizer(self._task, "load_optimizer_state_dict")
-        call = Call(
-            "load_optimizer_state_dict", self._stored.load_optimizers, (state,), subject=self
-        )
-        self._script.collective(call)
+        _need_optimizer(self._task, "load_optimizer_state_dict")
+        self._stored.load_optimizer_state_dict(state)
 
     def save(
         self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
@@ -459,9 +403,7 @@ class Model:
             CheckpointError: It could not be saved; the same on every worker, and a save that was
                 there before still is.
         """
-        self._script.collective(
-            Call("save", self._stored.save, (path, gather, extra or {}), subject=self)
-        )
+        self._stored.save(path, gather, extra or {})
 
     def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
         """Load a whole training state, from any number of workers and any placement.
@@ -480,9 +422,7 @@ class Model:
             CheckpointError: There is no complete save there, or it is damaged.
             StateError: It does not fit; lists all that does not. Nothing was loaded.
         """
-        call = Call("load", self._stored.load, (path, extra or {}), subject=self)
-        loaded: Loaded = self._script.collective(call)
-        return loaded
+        return self._stored.load(path, extra or {})
 
     @property
     def position(self) -> Position:
@@ -495,6 +435,42 @@ class Model:
 
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
-        call = Call("last_gradient_norm", lambda: self._engine.last_gradient_norm, subject=self)
-        norm: torch.Tensor | None = self._script.local(call)
-        return norm
+        return self._explainer.last_gradient_norm()
+
+
+def _need_optimizer(task: Task, method: str) -> None:
+    """Raise ``ConfigurationError`` if there is nothing that trains."""
+    if not task.optimizers:
+        raise ConfigurationError(
+            f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
+            f"net.parameters(), lr=0.01))."
+        )
+
+
+def _need_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise ``ConfigurationError`` if there is nothing to evaluate."""
+    if not metrics:
+        raise ConfigurationError(
+            "eval needs metrics\n  Fix: Model(..., metrics={'Accuracy': gs.metrics.Accuracy()})."
+        )
+
+
+def _need_cluster(engine: Engine) -> ClusterEngine:
+    """The engine of a job that can be profiled.
+
+    Raises:
+        ConfigurationError: It is that of one process, or the job recovers from lost workers.
+    """
+    if not isinstance(engine, ClusterEngine):
+        raise ConfigurationError(
+            "profile measures what several workers do and wait for, and this is one process\n"
+            "  Fix: start the script with graphsplit run, or use torch.profiler."
+        )
+    job = joined.current()
+    if job is not None and job.recovery_policy != FAIL_FAST:
+        raise ConfigurationError(
+            f"profile measures every worker, and this job runs with {job.recovery_policy}: a "
+            f"worker that comes back would have measured nothing\n"
+            f"  Fix: start the job with GS_RECOVERY=fail_fast to profile it."
+        )
+    return engine

@@ -41,7 +41,7 @@ class StoredState:
         if agreed is not None:
             raise agreed
 
-    def network(self, to: PathLike | None) -> dict[str, Any] | None:
+    def state_dict(self, to: PathLike | None) -> dict[str, Any] | None:
         """The network's full state, or None where it was streamed to a file."""
         if to is not None:
             with self._in_step():
@@ -50,7 +50,7 @@ class StoredState:
         with self._engine.guard():
             return self._engine.state_dict()
 
-    def load_network(self, state: Mapping[str, Any] | PathLike) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | PathLike) -> None:
         """Load a full state of the network, from memory or a file."""
         if isinstance(state, (str, os.PathLike)):
             with self._in_step():
@@ -59,7 +59,7 @@ class StoredState:
         with self._in_step():
             self._engine.load_state_dict(state)
 
-    def optimizers(self, to: PathLike | None) -> Any:
+    def optimizer_state_dict(self, to: PathLike | None) -> Any:
         """The full state of the optimizer, or of each; None where it was streamed to a file."""
         if to is not None:
             with self._in_step():
@@ -69,7 +69,7 @@ class StoredState:
             states = self._engine.optimizer_state_dicts()
         return states[0] if self._has_one_optimizer else states
 
-    def load_optimizers(self, state: Any) -> None:
+    def load_optimizer_state_dict(self, state: Any) -> None:
         """Load a full state of the optimizer, or of each, from memory or a file."""
         if isinstance(state, (str, os.PathLike)):
             with self._in_step():

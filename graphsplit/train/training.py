@@ -1,15 +1,110 @@
-"""One call of ``Model.train``: epochs and steps, and what callbacks hear of them."""
+"""The calls of a Model that run steps. Each is what all workers do between two lines of a script.
+
+A Model's method checks its arguments and makes the call of the same name here, which leads to the
+engine. Where lost workers may come back, the script stands in between (``Script.around``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
-from graphsplit.errors import MembershipChangedError
-from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.errors import EnoughSteps, MembershipChangedError, StoppedInOrder
+from graphsplit.job import joined
+from graphsplit.job.script import Script
+from graphsplit.planning.task import Task
+from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
+from graphsplit.train.metrics import Metric
+
+
+class Calls:
+    """Trains, evaluates and predicts; see the methods of ``Model``.
+
+    Args:
+        task: What is run.
+        engine: Runs the steps.
+        states: Saves and loads the state.
+        metrics: What ``eval`` computes, by name.
+        script: Told when a training step is over.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        engine: Engine,
+        states: States,
+        metrics: Mapping[str, Metric],
+        script: Script,
+    ) -> None:
+        self._task = task
+        self._engine = engine
+        self._states = states
+        self._metrics = metrics
+        self._script = script
+
+    def train(
+        self,
+        epochs: int,
+        loader: Iterable[Any],
+        callbacks: Sequence[Callback],
+        resume: bool,
+        model: TrainedModel,
+    ) -> None:
+        """Train over a loader; callbacks see the Model."""
+        context = RunContext(model, joined.get_rank(), epochs, length_of(loader))
+        run = Training(self._engine, self._states, context, callbacks, self._after_step)
+        run.run(loader, resume=resume)
+
+    def _after_step(self) -> None:
+        self._script.step_done()
+        stop_if_asked(self._engine, self._script)
+
+    def train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Train on one batch; returns the loss."""
+        task, engine = self._task, self._engine
+        with engine.guard():
+            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+            engine.witness.begins()
+            loss = engine.train_step(division)
+            engine.witness.trained(loss)
+            return loss
+
+    def eval(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Compute the metrics over a loader."""
+        with self._engine.guard():
+            self._states.others.begin(loader)
+            found = self._engine.eval_epoch(loader, self._metrics)
+            self._states.others.end(loader)
+            self._engine.witness.evaluated(found)
+            return found
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs for one batch."""
+        with self._engine.guard():
+            outputs = self._engine.predict((args, kwargs))
+            self._engine.witness.predicted(outputs)
+            return outputs
+
+
+def stop_if_asked(engine: Engine, script: Script) -> None:
+    """Leave the script, together with all workers, if the job was asked to end.
+
+    Raises:
+        EnoughSteps: The check that runs the script has seen what it needs.
+        StoppedInOrder: The job was asked to end.
+    """
+    if engine.witness.has_enough:
+        raise EnoughSteps
+    if engine.stops_here:
+        script.stop()
+        raise StoppedInOrder
 
 
 class Training:
@@ -87,11 +182,8 @@ class Training:
             return None
 
         def show() -> None:
-            context.step += 1  # the one under way
-            try:
-                for callback in looking:
-                    callback.on_gradients(context)
-            finally:
-                context.step -= 1
+            under_way = replace(context, step=context.step + 1)
+            for callback in looking:
+                callback.on_gradients(under_way)
 
         return show

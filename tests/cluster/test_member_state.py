@@ -114,9 +114,9 @@ def test_being_let_go_from_where_one_does_not_wait_is_an_error(running):
 
 
 def test_progress_text_and_acknowledgement(running):
-    assert running.progress(1) == 0
+    assert 1 not in running.progress
     running.handle(Progress({0: 4, 1: 9}))
-    assert [running.progress(rank) for rank in (-1, 0, 1, 2)] == [0, 4, 9, 0]
+    assert running.progress == {0: 4, 1: 9}
     assert running.handle(TextWanted("plan")) == [ShowText("plan")]
     assert not running.is_failure_noted
     running.handle(FailureNoted())

@@ -13,6 +13,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.checkpoint.by_worker import saver_of
 from graphsplit.checkpoint.group import Group
+from graphsplit.checkpoint.position import NoRun
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import StateError
 
@@ -42,8 +43,8 @@ def states_of(group: Group) -> States:
 def save(folder: Path, num_workers: int, state: Any, *, gather: bool = False) -> list[Any]:
     def run(group: Group) -> None:
         states = states_of(group)
-        states.epoch, states.step = 1, 1  # in the middle: callbacks go on
-        states.callbacks = [Means(state(group.rank)), Clock({"ticks": 3})]
+        callbacks = [Means(state(group.rank)), Clock({"ticks": 3})]
+        states.run = NoRun(position=(1, 1), callbacks=callbacks)  # in the middle: they go on
         states.save(folder, gather=gather, extra={})
 
     return together(groups_of(num_workers), run)

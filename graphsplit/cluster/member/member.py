@@ -137,7 +137,7 @@ class Member:
         if rank == self.rank:
             return self.position.progress
         self._membership.watched.add(rank)
-        return self._membership.state.progress(rank)
+        return self._membership.state.progress.get(rank, 0)
 
     # Meeting the others.
 

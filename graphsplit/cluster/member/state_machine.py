@@ -121,6 +121,7 @@ class MemberState:
         refusal: Why it was refused.
         formed: The plan of the last generation that it is part of.
         waits_at: Where it waits for the others.
+        progress: The last progress number heard of each worker, by rank.
         stops_soon: Whether all are to end in order.
         num_departed: From how many meetings of this generation it was let go.
         job: The job's id; empty until the scheduler told it.
@@ -142,7 +143,7 @@ class MemberState:
         self.keeps_journal = False
         self._next_generation = 0
         self._endpoints: Mapping[str, str] = dict(endpoints or {})
-        self._progress: Mapping[int, int] = {}
+        self.progress: Mapping[int, int] = {}
 
     @property
     def is_over(self) -> bool:
@@ -158,10 +159,6 @@ class MemberState:
     def reconnects(self) -> bool:
         """Whether a lost stream is to be opened again."""
         return self.keeps_journal or self.recovery == WAIT_REJOIN
-
-    def progress(self, rank: int) -> int:
-        """The last progress number heard of a rank; 0 if none was."""
-        return self._progress.get(rank, 0)
 
     def registration(self, new: Register) -> Register:
         """The first message on a stream: ``new``, or where this worker stands already."""
@@ -225,7 +222,7 @@ class MemberState:
             return []  # of another generation; see [Note: fences]
         match message:
             case Progress():
-                self._progress = message.values
+                self.progress = message.values
             case Departed():
                 return self._depart(message)
             case TextWanted():
@@ -284,7 +281,7 @@ class MemberState:
         self.phase = MemberPhase.RUNNING
         self.waits_at = None
         self.num_departed = 0
-        self._progress = {}
+        self.progress = {}
         return [BeginGeneration(message.generation)]
 
     def _recover(self, message: Recovering) -> list[MemberEffect]:

@@ -15,14 +15,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import platform
-import threading
 from typing import Any
 
 from graphsplit.transport.shm.region import Region, adopt_region, create_region, is_supported
 
 BELL_BYTES = 4096
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-_IS_X86 = platform.machine() == "x86_64"
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
 
 
@@ -44,31 +42,6 @@ if is_available():
     _sleep = ctypes.CDLL(None).syscall
     _wake = ctypes.PyDLL(None).syscall
     _sleep.argtypes = _wake.argtypes = _ARGUMENTS
-
-
-class Fence:
-    """Orders the memory accesses before it with those after it.
-
-    Python has no fence of its own, but the operations of a lock contain them: on x86 one locked
-    instruction orders everything; elsewhere a release followed by an acquire does.
-    """
-
-    def __init__(self) -> None:
-        lock = threading.Lock()
-        self._acquire, self._release = lock.acquire, lock.release
-
-    def full(self) -> None:
-        """Order everything, also earlier stores with later loads."""
-        self._acquire()
-        self._release()
-        if not _IS_X86:
-            self._acquire()
-            self._release()
-
-    def light(self) -> None:
-        """Order everything but earlier stores with later loads; x86 does that by itself."""
-        if not _IS_X86:
-            self.full()
 
 
 class Doorbell:

@@ -28,7 +28,9 @@ without sleeping, for ``ANNOUNCED_LOOK_S`` at the most.
 from __future__ import annotations
 
 import os
+import platform
 import socket
+import threading
 import time
 from collections.abc import Callable
 
@@ -39,7 +41,6 @@ from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, describe
 from graphsplit.transport.layout import ALIGNMENT
 from graphsplit.transport.session import TICK_S, AbortWatch, Session
-from graphsplit.transport.shm.doorbell import Fence
 from graphsplit.transport.shm.links import Link, Links
 from graphsplit.transport.shm.region import Region, adopt_region, create_region
 from graphsplit.transport.shm.slots import Slot, num_spare, slot_bytes
@@ -71,6 +72,34 @@ def _num_lines(spec: ChannelSpec) -> int:
 def channel_bytes(spec: ChannelSpec) -> int:
     """Size of a channel's memory; both ends compute it, neither believes the other."""
     return _num_lines(spec) * _LINE + _num_slots(spec) * slot_bytes(spec)
+
+
+_IS_X86 = platform.machine() == "x86_64"
+
+
+class Fence:
+    """Orders the memory accesses before it with those after it.
+
+    Python has no fence of its own, but the operations of a lock contain them: on x86 one locked
+    instruction orders everything; elsewhere a release followed by an acquire does.
+    """
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self._acquire, self._release = lock.acquire, lock.release
+
+    def full(self) -> None:
+        """Order everything, also earlier stores with later loads."""
+        self._acquire()
+        self._release()
+        if not _IS_X86:
+            self._acquire()
+            self._release()
+
+    def light(self) -> None:
+        """Order everything but earlier stores with later loads; x86 does that by itself."""
+        if not _IS_X86:
+            self.full()
 
 
 class _End:
