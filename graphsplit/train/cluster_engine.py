@@ -43,10 +43,13 @@ class ClusterEngine(ClusterState):
         self._trace = Trace(job, self.profiler)
 
     def train_epoch(
-        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+        self,
+        loader: Iterable[Any],
+        start: EpochStart = FROM_THE_START,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
-        feed = self._leading.feed(Mode.TRAIN, loader, start)
+        feed = self._leading.feed(Mode.TRAIN, loader, start, is_stopped)
         self.loader_rank = feed.leader
         for planned, division, meanwhile in feed:
             yield self._train(planned, division, feed.holders(planned), meanwhile)

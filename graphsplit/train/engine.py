@@ -48,9 +48,15 @@ class Engine(Holder):
 
     @abstractmethod
     def train_epoch(
-        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+        self,
+        loader: Iterable[Any],
+        start: EpochStart = FROM_THE_START,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
-        """Train on every batch of a loader, or on those that are left; yields each step's loss."""
+        """Train on every batch of a loader, or on those that are left; yields each step's loss.
+
+        Ends where ``is_stopped``, which is asked after each step, on all workers alike.
+        """
 
     @abstractmethod
     def train_step(self, division: Division) -> torch.Tensor:
@@ -98,7 +104,10 @@ class EagerEngine(Engine):
         self._network = task.network if task.compiler is None else task.compiler(task.network)
 
     def train_epoch(
-        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+        self,
+        loader: Iterable[Any],
+        start: EpochStart = FROM_THE_START,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each loss."""
         ensure_training(self._task.network)
@@ -106,6 +115,8 @@ class EagerEngine(Engine):
         has_loss_fn = self._task.loss_fn is not None
         for batch in start.batches(loader):
             yield self.train_step(self._task.divider.divide(batch, has_loss_fn=has_loss_fn))
+            if is_stopped():
+                return
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""

@@ -24,6 +24,7 @@ from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
 from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.callbacks.stopping import Validation
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
@@ -110,25 +111,11 @@ class Model:
         recompute: bool | Sequence[str | nn.Module] = False,
     ) -> None:
         given = ModelArguments(
-            net,
-            loss_fn,
-            optimizer,
-            metrics,
-            microbatches=microbatches,
-            split=split,
-            loss_weight=loss_weight,
-            schedule=schedule,
-            capture=capture,
-            unplaced=unplaced,
-            dynamic_dims=dynamic_dims,
-            clip=clip,
-            scaler=scaler,
-            autocast=autocast,
-            set_to_none=set_to_none,
-            accumulate=accumulate,
-            compile=compile,
-            recompute=recompute,
-        )
+            net, loss_fn, optimizer, metrics, microbatches=microbatches, split=split,
+            loss_weight=loss_weight, schedule=schedule, capture=capture, unplaced=unplaced,
+            dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
+            set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
+        )  # fmt: skip
         given.check()
         self._given = given
         self._metrics = dict(metrics or {})
@@ -187,6 +174,7 @@ class Model:
         loader: Iterable[Any],
         callbacks: Sequence[Callback] = (),
         *,
+        validation: Iterable[Any] | None = None,
         resume: bool = True,
     ) -> None:
         """Train for some epochs.
@@ -201,6 +189,8 @@ class Model:
                 mapping passed as keyword arguments. Every worker passes its own, equal one; only
                 workers that consume an input draw from it.
             callbacks: Called on every worker.
+            validation: A loader for ``eval`` after each epoch; callbacks find what it gave in
+                ``context.metrics``.
             resume: Whether to go on where a loaded state stood; if not, epochs count from 1.
 
         Raises:
@@ -215,6 +205,9 @@ class Model:
         need_optimizer(self._task, "train")
         check_run(epochs, loader, callbacks)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
+        if validation is not None:
+            need_metrics(self._metrics)
+            callbacks.insert(0, Validation(validation))
         self._script.collective(
             Call("train", self._run_train, (epochs, loader, callbacks, resume), subject=self)
         )

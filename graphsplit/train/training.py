@@ -8,6 +8,7 @@ from typing import Any
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import MembershipChangedError
 from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.callbacks.stop import Stopping
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
 
@@ -36,6 +37,8 @@ class Training:
         self._context = context
         self._callbacks = callbacks
         self._after_step = after_step
+        self._stopping = Stopping(callbacks, engine.group)
+        context.on_stop = self._stopping.ask
 
     def run(self, loader: Iterable[Any], *, resume: bool) -> None:
         """Train; see ``Epochs`` for ``resume``."""
@@ -56,9 +59,11 @@ class Training:
             raise
         finally:
             self._engine.call_on_gradients(None)
+            context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any]) -> None:
-        context, callbacks = self._context, self._callbacks
+        context, callbacks, stopping = self._context, self._callbacks, self._stopping
+        stopping.begin()
         if not run.has_begun:
             for callback in callbacks:
                 callback.on_train_begin(context)
@@ -66,16 +71,21 @@ class Training:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
             run.begin(start)
-            losses = self._engine.train_epoch(loader, start)
+            losses = self._engine.train_epoch(loader, start, lambda: stopping.is_stopped)
             for loss in self._engine.witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
                 for callback in callbacks:
                     callback.on_step_end(context)
                 self._after_step()
-            run.end()
+                stopping.after_step()
+            if not stopping.is_stopped:
+                run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
+            stopping.after_epoch()
+            if stopping.is_stopped:
+                break
         for callback in callbacks:
             callback.on_train_end(context)
 
