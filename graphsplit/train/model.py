@@ -28,8 +28,9 @@ from graphsplit.train.callbacks.stopping import Validation
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
-from graphsplit.train.metrics import Metric
+from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.needs import need_cluster, need_metrics, need_optimizer
+from graphsplit.train.outputs import Predicting
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
 from graphsplit.train.training import Training
@@ -45,10 +46,11 @@ class Model:
     Args:
         net: The network. Its train and eval mode is set by the methods below.
         loss_fn: ``loss_fn(outputs, target)``, a scalar. None: the network returns the scalar loss,
-            or an object with ``.loss``.
+            an object with ``.loss``, or a tuple that begins with it.
         optimizer: Any optimizer of ``torch.optim`` over the network's parameters that needs no
             closure; or several, which are stepped one after the other.
-        metrics: Metrics of ``eval``, by name.
+        metrics: Metrics of ``eval``, by name; or functions ``(outputs, target) -> number``, of
+            which the mean is given, weighted by the batches' numbers of samples.
         microbatches: Into how many microbatches training splits each batch. The gradients are those
             of a plain loop that accumulates over them; ``docs/how-to/microbatches.md`` prints it.
         split: How to split a batch, where not along dimension 0: ``split(batch, microbatches)``
@@ -93,7 +95,7 @@ class Model:
         net: nn.Module,
         loss_fn: Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | Callable[[Any, Any], Any]] | None = None,
         *,
         microbatches: int = 1,
         split: Split | None = None,
@@ -118,7 +120,7 @@ class Model:
         )  # fmt: skip
         given.check()
         self._given = given
-        self._metrics = dict(metrics or {})
+        self._metrics = as_metrics(metrics)
         self._task = given.task()
         job = joined.current()
         self._engine: Engine = (
@@ -256,7 +258,7 @@ class Model:
             Every metric by name, the true value on every worker.
 
         Raises:
-            ConfigurationError: The Model has no metrics, or a batch does not fit.
+            ConfigurationError: The Model has no metrics, a batch does not fit, or there is none.
         """
         need_metrics(self._metrics)
         found: dict[str, float] = self._script.collective(
@@ -290,7 +292,8 @@ class Model:
         """Run the network in eval mode, without gradients, on inputs every worker passes alike.
 
         Returns:
-            The network's outputs in its own structure, on every worker.
+            The network's outputs in its own structure, on every worker. For a single ``DataLoader``
+            or iterator, which gives batches as for ``eval``: the list of each batch's outputs.
         """
         call = Call("predict", self._run_predict, (args, kwargs), subject=self)
         outputs = self._script.collective(call)
@@ -299,7 +302,9 @@ class Model:
 
     def _run_predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._engine.guard():
-            outputs = self._engine.predict((args, kwargs))
+            has_loss_fn = self._task.loss_fn is not None
+            predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)
+            outputs = predicting.outputs((args, kwargs))
             self._engine.witness.predicted(outputs)
             return outputs
 
