@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from graphsplit.capture.state.attributes import plain_attributes
+from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal, FailureCause
@@ -30,6 +31,7 @@ from graphsplit.planning import passes, planner
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.replicator import Replicator
+from graphsplit.settings import WAIT_REJOIN
 from graphsplit.testing.simulate import moved_to
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
@@ -107,6 +109,7 @@ class CountedPosition:
         self._progress = 0
         self.kill_at = kill_at
         self._wait_to_die = wait_to_die
+        self.calls = CallHistory()
         self.text_source: Callable[[], str] = lambda: ""
         # Always for somebody, so that snapshots need not wait for a pause.
         self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: (0, "its turn")
@@ -130,6 +133,8 @@ class CountedPosition:
 
 class ThreadMember:
     """Membership, as a job sees it."""
+
+    recovery = WAIT_REJOIN
 
     def __init__(self, cluster: ThreadCluster, rank: int, kill_at: int | None) -> None:
         self._cluster = cluster

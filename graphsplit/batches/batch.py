@@ -255,7 +255,7 @@ def casting_to(dtype: torch.dtype | None, run: Callable[..., Any]) -> Callable[.
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss that a network returned: a scalar, or an object or mapping with ``loss``.
+    """The loss that a network returned: a scalar, ``loss`` of several, or the first of a tuple.
 
     Raises:
         ConfigurationError: There is none.
@@ -265,11 +265,14 @@ def loss_of(outputs: Any) -> torch.Tensor:
         loss = (
             outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         )
+        if loss is None and isinstance(outputs, (tuple, list)) and outputs:
+            loss = outputs[0]
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise ConfigurationError(
             f"the network returned {_shape_of(outputs)}; without a loss_fn it must return the "
-            f"scalar loss, or an object with .loss\n  Fix: give the Model a loss_fn, or pass the "
-            f"labels so that the network computes its loss."
+            f"scalar loss, an object with .loss, or a tuple that begins with it\n"
+            f"  Fix: give the Model a loss_fn, or pass the labels so that the network computes its "
+            f"loss."
         )
     return loss
 

@@ -112,6 +112,7 @@ class Feed:
         note: str = "",
         start: EpochStart = FROM_THE_START,
         progress: Progress | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job = job
         self._planner = planner
@@ -128,6 +129,7 @@ class Feed:
         self._has_loss_fn = has_loss_fn
         self._note = note
         self._progress = progress
+        self._is_stopped = is_stopped
         self._start = start
         start.go_on(loader)
         self._epoch_state = torch.default_generator.get_state()
@@ -156,7 +158,7 @@ class Feed:
     def _alone(self) -> Iterator[Fed]:
         """There is nobody to tell, and nothing to compare."""
         cursor = self._open_cursor()
-        while (division := cursor.draw()) is not None:
+        while not self._is_stopped() and (division := cursor.draw()) is not None:
             yield self._planned(division.shape()), division, None
             self._step += 1
 
@@ -171,7 +173,7 @@ class Feed:
             if self._step > 0:
                 known = torch.default_generator.get_state()
                 watch.look()
-            division = cursor.draw()
+            division = None if self._is_stopped() else cursor.draw()
             process = watch.look()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
@@ -310,7 +312,7 @@ class Feed:
                 self._next = self._next_checksum = None
                 self._take_over_generators(ticket)
                 yield planned, None, None
-            if self._cursor is not None:
+            if self._cursor is not None and not self._is_stopped():
                 # In program order the next batch is drawn now, after the step and the callbacks:
                 # while others still compute, and before its ticket.
                 self._next = self._draw()

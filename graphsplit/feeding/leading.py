@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from graphsplit.batches.batch import fingerprint
@@ -39,13 +39,20 @@ class Leading:
         """The job has new channels: tell signatures again."""
         self._tickets = Tickets(self._job)
 
-    def feed(self, mode: Mode, loader: Iterable[Any], start: EpochStart) -> Feed:
+    def feed(
+        self,
+        mode: Mode,
+        loader: Iterable[Any],
+        start: EpochStart,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> Feed:
         """The steps of an epoch, each with its batch where that is needed.
 
         Args:
             mode: Train or eval.
             loader: The loader.
             start: Where the epoch goes on.
+            is_stopped: Whether it ends after the step that is done; the same on all workers.
         """
         is_training = mode is Mode.TRAIN
         return Feed(
@@ -56,6 +63,7 @@ class Leading:
             leader=self._leader(mode, loader),
             loader=loader,
             start=start,
+            is_stopped=is_stopped,
             divider=self._task.divider if is_training else Divider(),
             has_loss_fn=self._task.loss_fn is not None,
             note=self._note() if is_training else "",

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-T = TypeVar("T")
-
 from graphsplit.cluster.member.calls import CallHistory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from graphsplit.planning.task import Task
 from graphsplit.runtime.segments.compiled import compiler_of, problems_of_compile
 from graphsplit.schedule.policies import POLICIES
 from graphsplit.train.callbacks import Callback
-from graphsplit.train.metrics import Metric
+from graphsplit.train.metrics import Metric, as_metrics
 
 
 def _problems_of_microbatches(microbatches: Any, split: Any, loss_weight: Any) -> list[str]:
@@ -118,9 +118,10 @@ def _problems_of_metrics(metrics: Any) -> list[str]:
             f"{{'Accuracy': gs.metrics.Accuracy()}}"
         ]
     return [
-        f"metric {name!r} is {described(metric)}; expected a graphsplit.metrics.Metric"
+        f"metric {name!r} is {described(metric)}; expected a graphsplit.metrics.Metric, or a "
+        f"function (outputs, target) -> number"
         for name, metric in metrics.items()
-        if not isinstance(metric, Metric)
+        if not isinstance(metric, Metric) and (isinstance(metric, type) or not callable(metric))
     ]
 
 
@@ -159,7 +160,7 @@ class ModelArguments:
 
     def task(self) -> Task:
         """The task that they ask for, once they were checked."""
-        metrics: Mapping[str, Metric] = self.metrics or {}
+        metrics = as_metrics(self.metrics)
         return Task(
             self.net,
             self.loss_fn,

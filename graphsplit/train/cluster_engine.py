@@ -25,7 +25,7 @@ from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
 from graphsplit.train.cluster_state import ClusterState
-from graphsplit.train.metrics import Metric
+from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import unflatten_outputs
 
 Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leaves on this worker
@@ -43,10 +43,13 @@ class ClusterEngine(ClusterState):
         self._trace = Trace(job, self.profiler)
 
     def train_epoch(
-        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+        self,
+        loader: Iterable[Any],
+        start: EpochStart = FROM_THE_START,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each true loss, on every worker."""
-        feed = self._leading.feed(Mode.TRAIN, loader, start)
+        feed = self._leading.feed(Mode.TRAIN, loader, start, is_stopped)
         self.loader_rank = feed.leader
         for planned, division, meanwhile in feed:
             yield self._train(planned, division, feed.holders(planned), meanwhile)
@@ -76,16 +79,17 @@ class ClusterEngine(ClusterState):
         """Evaluate; metrics are computed where the outputs are, their values known everywhere."""
         for metric in metrics.values():
             metric.reset()
-        home = 0
+        home = num_batches = 0
         feed = self._leading.feed(Mode.EVAL, loader, FROM_THE_START)
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
-                home = planned.first.plan.home
+                home, num_batches = planned.first.plan.home, num_batches + 1
                 values = self._run_whole(planned, division, feed.holders(planned), meanwhile)
                 if self._job.rank == home:
                     assert division is not None
                     outputs = _outputs(planned, division.arguments, values)
                     self._update_metrics(metrics, division.arguments, outputs)
+        need_batches(num_batches)
         return self._share_metrics(metrics, home)
 
     def predict(self, arguments: Arguments) -> Any:

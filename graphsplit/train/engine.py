@@ -19,7 +19,7 @@ from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import Progress, total_loss
 from graphsplit.planning.task import Task, materialize_all
 from graphsplit.planning.trainable import check_value
-from graphsplit.train.metrics import Metric
+from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.witness import Witness
 
 
@@ -48,9 +48,15 @@ class Engine(Holder):
 
     @abstractmethod
     def train_epoch(
-        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+        self,
+        loader: Iterable[Any],
+        start: EpochStart = FROM_THE_START,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
-        """Train on every batch of a loader, or on those that are left; yields each step's loss."""
+        """Train on every batch of a loader, or on those that are left; yields each step's loss.
+
+        Ends where ``is_stopped``, which is asked after each step, on all workers alike.
+        """
 
     @abstractmethod
     def train_step(self, division: Division) -> torch.Tensor:
@@ -98,7 +104,10 @@ class EagerEngine(Engine):
         self._network = task.network if task.compiler is None else task.compiler(task.network)
 
     def train_epoch(
-        self, loader: Iterable[Any], start: EpochStart = FROM_THE_START
+        self,
+        loader: Iterable[Any],
+        start: EpochStart = FROM_THE_START,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[torch.Tensor]:
         """Train on every batch; yields each loss."""
         ensure_training(self._task.network)
@@ -106,6 +115,8 @@ class EagerEngine(Engine):
         has_loss_fn = self._task.loss_fn is not None
         for batch in start.batches(loader):
             yield self.train_step(self._task.divider.divide(batch, has_loss_fn=has_loss_fn))
+            if is_stopped():
+                return
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
@@ -182,8 +193,9 @@ class EagerEngine(Engine):
         has_loss_fn = task.loss_fn is not None
         run = batches.casting_to(task.autocast, batches.run_eval)
         run_with_loss = batches.casting_to(task.autocast, batches.run_eval_with_loss)
+        num_batches = 0
         with evaluating(task.network), torch.no_grad():
-            for batch in loader:
+            for num_batches, batch in enumerate(loader, 1):  # noqa: B007  their number
                 arguments = split_batch(batch, has_loss_fn=has_loss_fn)
                 args, kwargs = arguments
                 loss = None
@@ -192,6 +204,7 @@ class EagerEngine(Engine):
                 else:
                     outputs = run(self._network, task.loss_fn, *args, **kwargs)
                 update_metrics(metrics, arguments, outputs, loss, has_loss_fn=has_loss_fn)
+        need_batches(num_batches)
         return {name: metric.compute() for name, metric in metrics.items()}
 
     def predict(self, arguments: Arguments) -> Any:

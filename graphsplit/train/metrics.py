@@ -8,6 +8,7 @@ result is sent to all workers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Accuracy(Metric):
         Raises:
             ConfigurationError: Outputs or targets are no tensors of fitting shapes.
         """
-        scores = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
+        scores = _scores_of(outputs)
         if (
             not isinstance(scores, torch.Tensor)
             or not isinstance(target, torch.Tensor)
@@ -110,6 +111,74 @@ class Loss(Metric):
     def compute(self) -> float:
         """Mean loss per sample; 0.0 before the first batch."""
         return self._sum / self._num_samples if self._num_samples else 0.0
+
+
+class BatchMean(Metric):
+    """A function's mean over the batches, weighted by their numbers of samples.
+
+    Args:
+        name: The metric's name, for errors.
+        function: ``function(outputs, target)`` gives a number.
+    """
+
+    def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
+        self._name, self._function = name, function
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._sum = 0.0
+        self._num_samples = 0
+
+    def update(
+        self, *, outputs: Any, target: Any, loss: torch.Tensor | None, num_samples: int
+    ) -> None:
+        """Call the function for one batch.
+
+        Raises:
+            ConfigurationError: It gave no number.
+        """
+        found = self._function(outputs, target)
+        is_number = isinstance(found, (int, float))
+        if not is_number and not (isinstance(found, torch.Tensor) and found.numel() == 1):
+            raise ConfigurationError(
+                f"metric {self._name!r} gave {_describe(found)}; expected one number\n"
+                f"  Fix: reduce it, as in .mean()."
+            )
+        self._sum += float(found) * num_samples
+        self._num_samples += num_samples
+
+    def compute(self) -> float:
+        """The mean per sample."""
+        return self._sum / self._num_samples if self._num_samples else 0.0
+
+
+def as_metrics(given: Mapping[str, Metric | Callable[[Any, Any], Any]] | None) -> dict[str, Metric]:
+    """Metrics by name; a function becomes its mean over the batches."""
+    return {
+        name: metric if isinstance(metric, Metric) else BatchMean(name, metric)
+        for name, metric in (given or {}).items()
+    }
+
+
+def need_batches(num_batches: int) -> None:
+    """Raise ``ConfigurationError`` if a loader gave nothing to evaluate."""
+    if not num_batches:
+        raise ConfigurationError(
+            "eval: the loader gave no batch, so that the metrics have no value\n"
+            "  Fix: pass a loader with batches; a generator is used up after the first call."
+        )
+
+
+def _scores_of(outputs: Any) -> Any:
+    """The scores among outputs: themselves, ``.logits``, or those beside a loss."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, (tuple, list)) and len(outputs) > 1 and not hasattr(outputs, "logits"):
+        first = outputs[0]
+        is_loss = isinstance(first, torch.Tensor) and first.dim() == 0
+        return outputs[1] if is_loss else None
+    return getattr(outputs, "logits", None)
 
 
 def _describe(value: Any) -> str:

@@ -25,10 +25,11 @@ from graphsplit.program.lower import Policy
 from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_run
 from graphsplit.train.callbacks import Callback
+from graphsplit.train.callbacks.stopping import Validation
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer
-from graphsplit.train.metrics import Metric
+from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
 from graphsplit.train.training import Calls, stop_if_asked
@@ -44,10 +45,11 @@ class Model:
     Args:
         net: The network. Its train and eval mode is set by the methods below.
         loss_fn: ``loss_fn(outputs, target)``, a scalar. None: the network returns the scalar loss,
-            or an object with ``.loss``.
+            an object with ``.loss``, or a tuple that begins with it.
         optimizer: Any optimizer of ``torch.optim`` over the network's parameters that needs no
             closure; or several, which are stepped one after the other.
-        metrics: Metrics of ``eval``, by name.
+        metrics: Metrics of ``eval``, by name; or functions ``(outputs, target) -> number``, of
+            which the mean is given, weighted by the batches' numbers of samples.
         microbatches: Into how many microbatches training splits each batch. The gradients are those
             of a plain loop that accumulates over them; ``docs/how-to/microbatches.md`` prints it.
         split: How to split a batch, where not along dimension 0: ``split(batch, microbatches)``
@@ -92,7 +94,7 @@ class Model:
         net: nn.Module,
         loss_fn: Callable[..., Any] | None = None,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | Callable[[Any, Any], Any]] | None = None,
         *,
         microbatches: int = 1,
         split: Split | None = None,
@@ -110,28 +112,14 @@ class Model:
         recompute: bool | Sequence[str | nn.Module] = False,
     ) -> None:
         given = ModelArguments(
-            net,
-            loss_fn,
-            optimizer,
-            metrics,
-            microbatches=microbatches,
-            split=split,
-            loss_weight=loss_weight,
-            schedule=schedule,
-            capture=capture,
-            unplaced=unplaced,
-            dynamic_dims=dynamic_dims,
-            clip=clip,
-            scaler=scaler,
-            autocast=autocast,
-            set_to_none=set_to_none,
-            accumulate=accumulate,
-            compile=compile,
-            recompute=recompute,
-        )
+            net, loss_fn, optimizer, metrics, microbatches=microbatches, split=split,
+            loss_weight=loss_weight, schedule=schedule, capture=capture, unplaced=unplaced,
+            dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
+            set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
+        )  # fmt: skip
         given.check()
         self._given = given
-        self._metrics = dict(metrics or {})
+        self._metrics = as_metrics(metrics)
         self._task = given.task()
         job = joined.current()
         self._engine: Engine = (
@@ -191,6 +179,7 @@ class Model:
         loader: Iterable[Any],
         callbacks: Sequence[Callback] = (),
         *,
+        validation: Iterable[Any] | None = None,
         resume: bool = True,
     ) -> None:
         """Train for some epochs.
@@ -205,6 +194,8 @@ class Model:
                 mapping passed as keyword arguments. Every worker passes its own, equal one; only
                 workers that consume an input draw from it.
             callbacks: Called on every worker.
+            validation: A loader for ``eval`` after each epoch; callbacks find what it gave in
+                ``context.metrics``.
             resume: Whether to go on where a loaded state stood; if not, epochs count from 1.
 
         Raises:
@@ -219,6 +210,9 @@ class Model:
         _need_optimizer(self._task, "train")
         check_run(epochs, loader, callbacks)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
+        if validation is not None:
+            _need_metrics(self._metrics)
+            callbacks.insert(0, Validation(validation))
         self._calls.train(epochs, loader, callbacks, resume, self)
 
     def train_step(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
@@ -244,7 +238,7 @@ class Model:
             Every metric by name, the true value on every worker.
 
         Raises:
-            ConfigurationError: The Model has no metrics, or a batch does not fit.
+            ConfigurationError: The Model has no metrics, a batch does not fit, or there is none.
         """
         _need_metrics(self._metrics)
         found = self._calls.eval(loader)
@@ -260,7 +254,8 @@ class Model:
         """Run the network in eval mode, without gradients, on inputs every worker passes alike.
 
         Returns:
-            The network's outputs in its own structure, on every worker.
+            The network's outputs in its own structure, on every worker. For a single ``DataLoader``
+            or iterator, which gives batches as for ``eval``: the list of each batch's outputs.
         """
         outputs = self._calls.predict(args, kwargs)
         self._stop_between_calls()

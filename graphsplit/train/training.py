@@ -19,9 +19,11 @@ from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.planning.task import Task
 from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
+from graphsplit.train.callbacks.stop import Stopping
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
 from graphsplit.train.metrics import Metric
+from graphsplit.train.outputs import Predicting
 
 
 class Calls:
@@ -86,9 +88,11 @@ class Calls:
             return found
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outputs for one batch."""
+        """The outputs for one batch, or for each batch of a loader."""
         with self._engine.guard():
-            outputs = self._engine.predict((args, kwargs))
+            has_loss_fn = self._task.loss_fn is not None
+            predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)
+            outputs = predicting.outputs((args, kwargs))
             self._engine.witness.predicted(outputs)
             return outputs
 
@@ -131,6 +135,8 @@ class Training:
         self._context = context
         self._callbacks = callbacks
         self._after_step = after_step
+        self._stopping = Stopping(callbacks, engine.group)
+        context.on_stop = self._stopping.ask
 
     def run(self, loader: Iterable[Any], *, resume: bool) -> None:
         """Train; see ``Epochs`` for ``resume``."""
@@ -151,9 +157,11 @@ class Training:
             raise
         finally:
             self._engine.call_on_gradients(None)
+            context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any]) -> None:
-        context, callbacks = self._context, self._callbacks
+        context, callbacks, stopping = self._context, self._callbacks, self._stopping
+        stopping.begin()
         if not run.has_begun:
             for callback in callbacks:
                 callback.on_train_begin(context)
@@ -161,16 +169,21 @@ class Training:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
             run.begin(start)
-            losses = self._engine.train_epoch(loader, start)
+            losses = self._engine.train_epoch(loader, start, lambda: stopping.is_stopped)
             for loss in self._engine.witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
                 for callback in callbacks:
                     callback.on_step_end(context)
                 self._after_step()
-            run.end()
+                stopping.after_step()
+            if not stopping.is_stopped:
+                run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
+            stopping.after_epoch()
+            if stopping.is_stopped:
+                break
         for callback in callbacks:
             callback.on_train_end(context)
 

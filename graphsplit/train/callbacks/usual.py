@@ -1,153 +1,17 @@
-"""Callbacks of ``Model.train``.
-
-Where they run: every callback runs on every worker, at the same points, with the same true loss.
-What is shown once for all (a progress bar) shows itself on worker 0 alone. Gradients are seen where
-they are: every worker shows its own.
-"""
+"""Callbacks that most people use: they print, save, and step schedulers."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 
 from graphsplit.checkpoint.disk.series import Series
-from graphsplit.checkpoint.position import Position
-from graphsplit.checkpoint.states import Loaded, PathLike
 from graphsplit.errors import ConfigurationError
-from graphsplit.optimizers.ownership import is_elsewhere
-
-
-class TrainedModel(Protocol):
-    """The ``Model`` that is trained, with what callbacks usually ask of it."""
-
-    loss_fn: Callable[..., Any] | None
-    optimizer: Any
-
-    @property
-    def network(self) -> torch.nn.Module:
-        """As ``Model.network``."""
-
-    @property
-    def position(self) -> Position:
-        """As ``Model.position``."""
-
-    @property
-    def last_gradient_norm(self) -> torch.Tensor | None:
-        """As ``Model.last_gradient_norm``."""
-
-    def eval(self, loader: Iterable[Any]) -> dict[str, float]:
-        """As ``Model.eval``."""
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Model.predict``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """As ``Model.state_dict``."""
-
-    def optimizer_state_dict(self) -> Any:
-        """As ``Model.optimizer_state_dict``."""
-
-    def save(
-        self, path: PathLike, *, gather: bool = False, extra: Mapping[str, Any] | None = None
-    ) -> None:
-        """As ``Model.save``."""
-
-    def load(self, path: PathLike, *, extra: Mapping[str, Any] | None = None) -> Loaded:
-        """As ``Model.load``."""
-
-
-@dataclass
-class RunContext:
-    """Where training stands.
-
-    Attributes:
-        model: The model that is trained.
-        rank: This worker; 0 in one process.
-        num_epochs: Epochs of this call of ``train``.
-        num_steps: Steps of an epoch, or None if the loader has no length.
-        epoch: Current epoch, from 1.
-        step: Step within the epoch, from 1; 0 before the first.
-        loss: Loss of the last step, a scalar tensor; None before the first.
-        has_updated: Whether the optimizer stepped in the last step; not so after every batch if
-            the Model accumulates gradients.
-    """
-
-    model: TrainedModel
-    rank: int
-    num_epochs: int
-    num_steps: int | None
-    epoch: int = 0
-    step: int = 0
-    loss: torch.Tensor | None = None
-    has_updated: bool = False
-
-    def owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The network's parameters that live on this worker, by name; in one process all.
-
-        Treat each by itself: a norm over them is that of one worker. ``clip_grad_norm_`` raises
-        ``OwnershipError``; ``Model(clip=gs.clip.GlobalNorm(...))`` clips by the norm of all.
-        """
-        for name, parameter in self.model.network.named_parameters():
-            if not is_elsewhere(parameter):
-                yield name, parameter
-
-
-class Callback:
-    """Base class of callbacks; override what you need.
-
-    Attributes:
-        runs_last: Called after all others, whatever the order in which they are passed.
-    """
-
-    runs_last = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that ``Model.save`` must keep of this callback for a run that goes on.
-
-        Tensors, numbers, strings, None, and lists, tuples or mappings of them.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what ``state_dict`` gave; called after ``on_train_begin`` where training goes on."""
-
-    def on_train_begin(self, context: RunContext) -> None:
-        """Before the first epoch."""
-
-    def on_epoch_begin(self, context: RunContext) -> None:
-        """Before an epoch's first step; where training goes on, ``context.step`` were before."""
-
-    def on_gradients(self, context: RunContext) -> None:
-        """Between backward and clipping: the step's gradients are complete, and unscaled.
-
-        On every worker, with ``context.owned_parameters()``; their ``.grad`` may be changed.
-        ``context.step`` is the step that is under way, ``context.loss`` that of the one before.
-        """
-
-    def on_step_end(self, context: RunContext) -> None:
-        """After every step."""
-
-    def on_epoch_end(self, context: RunContext) -> None:
-        """After an epoch's last step."""
-
-    def on_train_end(self, context: RunContext) -> None:
-        """After the last epoch; not called after a failure."""
-
-    def on_rollback(self, context: RunContext) -> None:
-        """A worker was lost, and training goes on from an earlier step.
-
-        Give back what belongs to the epoch that was under way. Once the worker is back,
-        ``load_state_dict`` follows where the callback has a state, then ``on_epoch_begin``; steps
-        after the snapshot are run, and seen, again.
-        """
-
-    def on_failure(self, context: RunContext) -> None:
-        """After a failure ended training: give back what was taken, raise nothing."""
+from graphsplit.train.callbacks.base import Callback, RunContext
 
 
 class LossMonitor(Callback):

@@ -1,0 +1,159 @@
+"""Callbacks that watch a number: they end training, or keep what was best."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, Literal
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.train.callbacks.base import Callback, RunContext
+
+Watched = str | Callable[[RunContext], float]
+
+
+class _Best(Callback):
+    """The best value of a number so far, looked at after each epoch."""
+
+    def __init__(self, metric: Watched, mode: Literal["min", "max"], least_gain: float) -> None:
+        if not isinstance(metric, str) and not callable(metric):
+            raise ConfigurationError(
+                f"metric={metric!r}; expected the name of a metric, or a function of the context"
+            )
+        if mode not in ("min", "max"):
+            raise ConfigurationError(f"mode={mode!r}; expected 'min' or 'max'")
+        self._metric, self._sign = metric, 1.0 if mode == "max" else -1.0
+        self._least_gain = least_gain
+        self.best: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the best value; none before the first epoch."""
+        self.best = state.get("best")
+
+    def _improves(self, context: RunContext) -> bool:
+        value = self._value(context)
+        if math.isnan(value):
+            return False
+        if self.best is None or self._sign * (value - self.best) > self._least_gain:
+            self.best = value
+            return True
+        return False
+
+    def _value(self, context: RunContext) -> float:
+        if not isinstance(self._metric, str):
+            return float(self._metric(context))
+        if self._metric not in context.metrics:
+            raise ConfigurationError(
+                f"{type(self).__name__} watches {self._metric!r}, but there is "
+                f"{', '.join(map(repr, context.metrics)) or 'no metric at all'}\n"
+                f"  Fix: name a metric of the Model, and pass train(..., validation=loader)."
+            )
+        return context.metrics[self._metric]
+
+
+class EarlyStopping(_Best):
+    """Ends training once a number has not improved for some epochs.
+
+    Args:
+        metric: The name of a metric of ``train(..., validation=loader)``, or a function of the
+            context that gives the number, the same on every worker. NaN is no improvement.
+        patience: How many epochs without improvement are borne; training ends at the next.
+        mode: Whether ``"min"`` or ``"max"`` is better.
+        min_delta: What counts as an improvement: more than this.
+
+    Raises:
+        ConfigurationError: An argument is not as above.
+    """
+
+    def __init__(
+        self,
+        metric: Watched,
+        *,
+        patience: int = 0,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+        if type(patience) is not int or patience < 0:
+            raise ConfigurationError(f"patience={patience!r}; expected an int of 0 or more")
+        self._patience, self._num_bad = patience, 0
+
+    def on_epoch_end(self, context: RunContext) -> None:
+        """Look at the number."""
+        self._num_bad = 0 if self._improves(context) else self._num_bad + 1
+        if self._num_bad > self._patience:
+            context.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and for how many epochs there was no better one."""
+        return {**super().state_dict(), "num_bad": self._num_bad}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what ``state_dict`` gave."""
+        super().load_state_dict(state)
+        self._num_bad = state.get("num_bad", 0)
+
+
+class KeepBest(_Best):
+    """Saves the training state after each epoch that is better than all before.
+
+    Args:
+        path: The folder for ``Model.save``; the save before is replaced.
+        metric: As for ``EarlyStopping``.
+        mode: Whether ``"min"`` or ``"max"`` is better.
+
+    Raises:
+        ConfigurationError: An argument is not as above.
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        metric: Watched,
+        *,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        super().__init__(metric, mode, 0.0)
+        self._path = path
+
+    def on_epoch_end(self, context: RunContext) -> None:
+        """Save, if it is the best."""
+        if self._improves(context):
+            context.model.save(self._path)
+
+
+class TerminateOnNaN(Callback):
+    """Ends training after a step whose loss is infinite or NaN, and says so on worker 0."""
+
+    def on_step_end(self, context: RunContext) -> None:
+        """Look at the loss."""
+        if context.loss is not None and not math.isfinite(float(context.loss)):
+            if context.rank == 0:
+                print(
+                    f"epoch: {context.epoch} step: {context.step}, loss is {float(context.loss)}: "
+                    f"training ends",
+                    flush=True,
+                )
+            context.stop()
+
+
+class Validation(Callback):
+    """Evaluates after each epoch, before other callbacks hear of its end.
+
+    Args:
+        loader: For ``Model.eval``.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def on_epoch_end(self, context: RunContext) -> None:
+        """Evaluate."""
+        context.metrics = context.model.eval(self._loader)

@@ -1,0 +1,215 @@
+"""Training ends early on all workers after the same step, with the bits of a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recovery_features.parts import Last, adam, all_of, batches, plain_net
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import ConfigurationError
+from graphsplit.testing.compare import difference
+
+assert threads_as_workers
+NUM_WORKERS = 3
+on_threads = pytest.mark.usefixtures("threads_as_workers")
+pytestmark = pytest.mark.timeout(200)
+
+
+class Stops(gs.callbacks.Callback):
+    """Ends training at a step, or at an epoch's end, on one worker alone or on all."""
+
+    def __init__(self, epoch: int, step: int | None, rank: int | None) -> None:
+        self.epoch, self.step, self.rank = epoch, step, rank
+        self.heard: list[str] = []
+
+    def _is_here(self, context: gs.callbacks.RunContext) -> bool:
+        return context.epoch == self.epoch and self.rank in (None, context.rank)
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.heard.append(f"step {context.epoch} {context.step}")
+        if self._is_here(context) and self.step == context.step:
+            context.stop()
+
+    def on_epoch_end(self, context: gs.callbacks.RunContext) -> None:
+        self.heard.append(f"epoch {context.epoch}")
+        if self._is_here(context) and self.step is None:
+            context.stop()
+
+    def on_train_end(self, context: gs.callbacks.RunContext) -> None:
+        self.heard.append("end")
+
+
+def run_twice(epoch: int, step: int | None, rank: int | None) -> Any:
+    """Stop; then train on over the same loader."""
+    net = plain_net(place=True)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    loader, stops, last = batches(), Stops(epoch, step, rank), Last()
+    model.train(4, loader, [last, stops])
+    model.train(1, loader, [last])
+    return stops.heard, last.losses, all_of(model)
+
+
+def plain_losses(epoch: int, step: int | None) -> list[torch.Tensor]:
+    """The loop that does not know graphsplit."""
+    net = plain_net(place=False)
+    optimizer, loss_fn, loader, losses = adam(net), nn.CrossEntropyLoss(), batches(), []
+
+    def run_epoch(last_step: int | None) -> None:
+        net.train()
+        for number, (inputs, target) in enumerate(loader, 1):
+            optimizer.zero_grad()
+            loss = loss_fn(net(inputs), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if number == last_step:
+                break
+
+    for number in range(1, epoch + 1):
+        run_epoch(step if number == epoch else None)
+    run_epoch(None)
+    return losses
+
+
+@on_threads
+@pytest.mark.parametrize("rank", [None, 0, 1, 2])
+@pytest.mark.parametrize(("epoch", "step"), [(1, 1), (2, 2), (2, 3), (2, None)])
+def test_one_worker_stops_all_after_the_same_step(epoch: int, step: int | None, rank: int | None):
+    losses = plain_losses(epoch, step)
+    heard, found, left = run_twice(epoch, step, None)
+    assert difference(losses, found) is None
+    assert heard[-2:] == [f"epoch {epoch}", "end"]
+    for of_worker in ThreadCluster(lambda _: run_twice(epoch, step, rank), NUM_WORKERS).run():
+        assert difference((heard, found, left), of_worker) is None
+
+
+def watched(values: list[float], folder: Path | None = None, **options: Any) -> Any:
+    net = plain_net(place=True)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    stops = gs.callbacks.EarlyStopping(lambda context: values[context.epoch - 1], **options)
+    keeps = []
+    if folder is not None:
+        keeps.append(gs.callbacks.KeepBest(folder, lambda context: values[context.epoch - 1]))
+    model.train(len(values), batches(), [stops, *keeps])
+    epochs = model.position.num_epochs
+    if folder is not None:
+        model.load(folder)
+    return epochs, model.position.num_epochs, all_of(model)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([3.0, 2.0, 2.0, 1.0], {}, 3),
+        ([3.0, 4.0, 2.0, 2.5, 2.5, 0.0], {"patience": 1}, 5),
+        ([1.0, 2.0, 3.0], {"mode": "max"}, 3),
+        ([1.0, 1.2, 1.3], {"mode": "max", "min_delta": 0.5}, 2),
+        ([float("nan"), 1.0, 2.0], {"patience": 0}, 1),
+    ],
+)
+def test_early_stopping(values: list[float], options: dict[str, Any], epochs: int):
+    assert watched(values, **options)[0] == epochs
+
+
+@on_threads
+def test_the_best_is_kept(tmp_path: Path):
+    values = [3.0, 1.0, 2.0, 2.0, 2.0]
+    here = watched(values, tmp_path / "one", patience=1)
+    assert here[:2] == (4, 2)
+    cluster = ThreadCluster(lambda _: watched(values, tmp_path / "all", patience=1), NUM_WORKERS)
+    for found in cluster.run():
+        assert difference(here, found) is None
+
+
+def exploding() -> Any:
+    net = plain_net(place=True)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    good, bad = next(iter(batches())), (torch.full((8, 4), float("nan")), torch.zeros(8).long())
+    model.train(3, [good, bad, good], [gs.callbacks.TerminateOnNaN()])
+    return model.position.num_steps
+
+
+@on_threads
+def test_a_loss_of_nan_ends_training(capsys: pytest.CaptureFixture[str]):
+    assert exploding() == 2
+    assert capsys.readouterr().out == "epoch: 1 step: 2, loss is nan: training ends\n"
+    assert ThreadCluster(lambda _: exploding(), NUM_WORKERS).run() == [2] * NUM_WORKERS
+    assert capsys.readouterr().out == "epoch: 1 step: 2, loss is nan: training ends\n"
+
+
+class Notes(gs.callbacks.Callback):
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_epoch_end(self, context: gs.callbacks.RunContext) -> None:
+        self.found.append(dict(context.metrics))
+
+
+def validated() -> Any:
+    net, notes = plain_net(place=True), Notes()
+    metrics = {"Loss": gs.metrics.Loss()}
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), metrics=metrics)
+    loader = [next(iter(batches()))]
+    stops = gs.callbacks.EarlyStopping("Loss", patience=3)
+    model.train(2, batches(), [notes, stops], validation=loader)
+    return notes.found, model.eval(loader) == notes.found[-1]
+
+
+@on_threads
+def test_validation_after_each_epoch():
+    here = validated()
+    assert here[1] and len(here[0]) == 2
+    for found in ThreadCluster(lambda _: validated(), NUM_WORKERS).run():
+        assert found == here
+
+
+def train_with(*callbacks: Any, **options: Any) -> None:
+    net = plain_net(place=False)
+    gs.Model(net, nn.CrossEntropyLoss(), adam(net)).train(1, batches(), callbacks, **options)
+
+
+def helper(context: gs.callbacks.RunContext) -> None:
+    context.stop()
+
+
+class Hidden(gs.callbacks.Callback):
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        helper(context)
+
+
+class Shown(Hidden):
+    may_stop = True
+
+
+def test_a_stop_that_nobody_can_foresee_is_an_error():
+    with pytest.raises(ConfigurationError, match="set may_stop = True"):
+        train_with(Hidden())
+    train_with(Shown())
+
+
+def test_a_stop_outside_of_train_is_an_error():
+    context = gs.callbacks.RunContext(None, 0, 1, None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="no train is under way"):
+        context.stop()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: gs.callbacks.EarlyStopping(3), "metric=3; expected the name"),  # type: ignore[arg-type]
+        (lambda: gs.callbacks.EarlyStopping("a", mode="up"), "mode='up'"),  # type: ignore[arg-type]
+        (lambda: gs.callbacks.EarlyStopping("a", patience=-1), "patience=-1"),
+        (lambda: train_with(gs.callbacks.EarlyStopping("a")), "watches 'a', but there is no metr"),
+        (lambda: train_with(validation=batches()), "eval needs metrics"),
+    ],
+)
+def test_bad_arguments(run: Callable[[], Any], message: str):
+    with pytest.raises(ConfigurationError, match=message):
+        run()
