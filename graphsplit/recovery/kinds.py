@@ -50,7 +50,7 @@ class Kind:
 class _Train(Kind):
     def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
         assert share is not None
-        _, loader, callbacks, _ = call.arguments
+        _, loader, callbacks, *_ = call.arguments
         states = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
         values = {
             "callbacks": [pair for pair in states if pair[1]],
@@ -62,7 +62,7 @@ class _Train(Kind):
 
     def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
-        _, loader, callbacks, _ = call.arguments
+        _, loader, callbacks, *_ = call.arguments
         values = unpack(after, what="callbacks and loader after train()")
         load_callbacks(callbacks, values["callbacks"])
         put_loader(loader, values["loader"])

@@ -147,7 +147,7 @@ class Entry:
             [ModelBefore.of(share) for share in shares],
         )
         if call.name == "train":
-            _, loader, callbacks, _ = call.arguments
+            _, loader, callbacks, *_ = call.arguments
             entry.loader = LoaderWatch(loader).state()
             states = [(type(c).__qualname__, c.state_dict()) for c in callbacks]
             entry.callbacks = [[name, _copied(state)] for name, state in states if state]
@@ -160,7 +160,7 @@ class Entry:
         for before in self.models:
             before.put_back()
         if self.call.name == "train":
-            _, loader, callbacks, _ = self.call.arguments
+            _, loader, callbacks, *_ = self.call.arguments
             load_callbacks(callbacks, _copied(self.callbacks))
             put_loader(loader, _copied(self.loader))
         elif self.call.name == "eval":

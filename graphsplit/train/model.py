@@ -159,11 +159,7 @@ class Model:
         self._swap(replace(self._given, optimizer=optimizer))
 
     def _swap(self, given: ModelArguments) -> None:
-        """Go on with another loss, or another optimizer.
-
-        Raises:
-            ConfigurationError: It is not as for a new Model.
-        """
+        """Go on with another loss, or another optimizer; an error as for a new Model."""
         given.check()
         self._given = given
         self._task.loss_fn, self._task.optimizer = given.loss_fn, given.optimizer
@@ -176,6 +172,7 @@ class Model:
         loader: Iterable[Any],
         callbacks: Sequence[Callback] = (),
         *,
+        steps: int | None = None,
         validation: Iterable[Any] | None = None,
         resume: bool = True,
     ) -> None:
@@ -191,6 +188,7 @@ class Model:
                 mapping passed as keyword arguments. Every worker passes its own, equal one; only
                 workers that consume an input draw from it.
             callbacks: Called on every worker.
+            steps: After how many steps an epoch ends, for loaders without an end; None: their end.
             validation: A loader for ``eval`` after each epoch; callbacks find what it gave in
                 ``context.metrics``.
             resume: Whether to go on where a loaded state stood; if not, epochs count from 1.
@@ -205,21 +203,27 @@ class Model:
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
         need_optimizer(self._task, "train")
-        check_run(epochs, loader, callbacks)
+        check_run(epochs, loader, callbacks, steps)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         if validation is not None:
             need_metrics(self._metrics)
             callbacks.insert(0, Validation(validation))
         self._script.collective(
-            Call("train", self._run_train, (epochs, loader, callbacks, resume), subject=self)
+            Call("train", self._run_train, (epochs, loader, callbacks, resume, steps), subject=self)
         )
 
     def _run_train(
-        self, epochs: int, loader: Iterable[Any], callbacks: Sequence[Callback], resume: bool
+        self,
+        epochs: int,
+        loader: Iterable[Any],
+        callbacks: Sequence[Callback],
+        resume: bool,
+        steps: int | None,
     ) -> None:
-        context = RunContext(self, joined.get_rank(), epochs, length_of(loader))
+        lengths = [length for length in (length_of(loader), steps) if length is not None]
+        context = RunContext(self, joined.get_rank(), epochs, min(lengths, default=None))
         run = Training(self._engine, self._states, context, callbacks, self._after_step)
-        run.run(loader, resume=resume)
+        run.run(loader, resume=resume, steps=steps)
 
     def _after_step(self) -> None:
         self._script.step_done()
@@ -254,8 +258,7 @@ class Model:
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
 
-        Returns:
-            Every metric by name, the true value on every worker.
+        Gives every metric by name, the true value on every worker.
 
         Raises:
             ConfigurationError: The Model has no metrics, a batch does not fit, or there is none.
@@ -276,8 +279,7 @@ class Model:
             raise StoppedInOrder
 
     def _stop_between_calls(self) -> None:
-        # What a callback calls is part of a training step, which has an end of its own.
-        if not self._engine.is_inside_call:
+        if not self._engine.is_inside_call:  # else it is part of a step, with an end of its own
             self._stop_if_asked()
 
     def _run_eval(self, loader: Iterable[Any]) -> dict[str, float]:
