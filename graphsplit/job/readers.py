@@ -193,7 +193,9 @@ _OWN_REFERENCES = sys.getrefcount(_ENTRY[0])  # of what stands in one entry and 
 
 def _is_atom(part: Any) -> bool:
     is_function = isinstance(part, types.FunctionType)
-    return isinstance(part, _ATOMS) or (is_function and part.__module__.startswith("torch."))
+    return isinstance(part, _ATOMS) or (
+        is_function and (part.__module__ or "").startswith("torch.")
+    )
 
 
 def _inside(part: Any) -> Iterator[Any]:

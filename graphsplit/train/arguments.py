@@ -69,7 +69,7 @@ def described(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def check_run(epochs: Any, loader: Any, callbacks: Any) -> None:
+def check_run(epochs: Any, loader: Any, callbacks: Any, steps: Any = None) -> None:
     """Refuse arguments of ``train`` that are of a wrong kind.
 
     Raises:
@@ -79,6 +79,8 @@ def check_run(epochs: Any, loader: Any, callbacks: Any) -> None:
     if not _is_count(epochs, 0):
         shown = repr(epochs) if isinstance(epochs, int) else described(epochs)
         problems.append(f"epochs is {shown}; expected an int of 0 or more")
+    if steps is not None and not _is_count(steps, 1):
+        problems.append(f"steps={steps!r}; expected an int of 1 or more, or None")
     if not isinstance(loader, Iterable):
         problems.append(f"loader is {described(loader)}; expected something that yields batches")
     if not isinstance(callbacks, (list, tuple)):

@@ -55,7 +55,7 @@ class Engine(Holder):
     ) -> Iterator[torch.Tensor]:
         """Train on every batch of a loader, or on those that are left; yields each step's loss.
 
-        Ends where ``is_stopped``, which is asked after each step, on all workers alike.
+        Ends where ``is_stopped``, which is asked before each batch, on all workers alike.
         """
 
     @abstractmethod
@@ -113,10 +113,13 @@ class EagerEngine(Engine):
         ensure_training(self._task.network)
         self.progress.begin()
         has_loss_fn = self._task.loss_fn is not None
-        for batch in start.batches(loader):
-            yield self.train_step(self._task.divider.divide(batch, has_loss_fn=has_loss_fn))
-            if is_stopped():
+        drawn = iter(start.batches(loader))
+        while not is_stopped():
+            try:
+                batch = next(drawn)
+            except StopIteration:
                 return
+            yield self.train_step(self._task.divider.divide(batch, has_loss_fn=has_loss_fn))
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""

@@ -162,11 +162,7 @@ class Model:
         self._swap(replace(self._given, optimizer=optimizer))
 
     def _swap(self, given: ModelArguments) -> None:
-        """Go on with another loss, or another optimizer.
-
-        Raises:
-            ConfigurationError: It is not as for a new Model.
-        """
+        """Go on with another loss, or another optimizer; an error as for a new Model."""
         given.check()
         self._given = given
         self._task.loss_fn, self._task.optimizer = given.loss_fn, given.optimizer
@@ -179,6 +175,7 @@ class Model:
         loader: Iterable[Any],
         callbacks: Sequence[Callback] = (),
         *,
+        steps: int | None = None,
         validation: Iterable[Any] | None = None,
         resume: bool = True,
     ) -> None:
@@ -194,6 +191,7 @@ class Model:
                 mapping passed as keyword arguments. Every worker passes its own, equal one; only
                 workers that consume an input draw from it.
             callbacks: Called on every worker.
+            steps: After how many steps an epoch ends, for loaders without an end; None: their end.
             validation: A loader for ``eval`` after each epoch; callbacks find what it gave in
                 ``context.metrics``.
             resume: Whether to go on where a loaded state stood; if not, epochs count from 1.
@@ -208,12 +206,12 @@ class Model:
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
         _need_optimizer(self._task, "train")
-        check_run(epochs, loader, callbacks)
+        check_run(epochs, loader, callbacks, steps)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         if validation is not None:
             _need_metrics(self._metrics)
             callbacks.insert(0, Validation(validation))
-        self._calls.train(epochs, loader, callbacks, resume, self)
+        self._calls.train(epochs, loader, callbacks, resume, steps, self)
 
     def train_step(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch, which every worker passes alike.
@@ -234,8 +232,7 @@ class Model:
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
 
-        Returns:
-            Every metric by name, the true value on every worker.
+        Gives every metric by name, the true value on every worker.
 
         Raises:
             ConfigurationError: The Model has no metrics, a batch does not fit, or there is none.

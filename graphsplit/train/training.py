@@ -57,12 +57,14 @@ class Calls:
         loader: Iterable[Any],
         callbacks: Sequence[Callback],
         resume: bool,
+        steps: int | None,
         model: TrainedModel,
     ) -> None:
         """Train over a loader; callbacks see the Model."""
-        context = RunContext(model, joined.get_rank(), epochs, length_of(loader))
+        lengths = [length for length in (length_of(loader), steps) if length is not None]
+        context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
         run = Training(self._engine, self._states, context, callbacks, self._after_step)
-        run.run(loader, resume=resume)
+        run.run(loader, resume=resume, steps=steps)
 
     def _after_step(self) -> None:
         self._script.step_done()
@@ -138,15 +140,15 @@ class Training:
         self._stopping = Stopping(callbacks, engine.group)
         context.on_stop = self._stopping.ask
 
-    def run(self, loader: Iterable[Any], *, resume: bool) -> None:
-        """Train; see ``Epochs`` for ``resume``."""
+    def run(self, loader: Iterable[Any], *, resume: bool, steps: int | None = None) -> None:
+        """Train; an epoch has at most ``steps``. See ``Epochs`` for ``resume``."""
         context, callbacks = self._context, self._callbacks
         try:
             with self._engine.guard():
                 self._engine.call_on_gradients(self._listener())
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
                 with run:
-                    self._go_through(run, loader)
+                    self._go_through(run, loader, steps)
         except MembershipChangedError:
             for callback in callbacks:
                 callback.on_rollback(context)
@@ -159,9 +161,13 @@ class Training:
             self._engine.call_on_gradients(None)
             context.on_stop = None
 
-    def _go_through(self, run: Epochs, loader: Iterable[Any]) -> None:
+    def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:
         context, callbacks, stopping = self._context, self._callbacks, self._stopping
         stopping.begin()
+
+        def is_last() -> bool:
+            return stopping.is_stopped or (steps is not None and context.step >= steps)
+
         if not run.has_begun:
             for callback in callbacks:
                 callback.on_train_begin(context)
@@ -169,7 +175,7 @@ class Training:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
             run.begin(start)
-            losses = self._engine.train_epoch(loader, start, lambda: stopping.is_stopped)
+            losses = self._engine.train_epoch(loader, start, is_last)
             for loss in self._engine.witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens

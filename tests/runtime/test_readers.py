@@ -108,3 +108,13 @@ def test_the_leader_of_an_epoch_under_way_reads_its_parts_for_all() -> None:
         assert ranks(readers, DataLoader(Subset(data, [0]))) == {2}
         assert ranks(readers, DataLoader(Data())) == {0, 1, 2}
     assert ranks(readers, DataLoader(data)) == {0, 1, 2}
+
+
+def test_a_function_of_no_module_is_looked_into():
+    """Loaders whose workers persist hold such functions."""
+
+    def of_no_module() -> None:
+        pass
+
+    of_no_module.__module__ = None  # type: ignore[assignment]
+    assert LoaderReaders().reading([of_no_module], 2).ranks == {0, 1}

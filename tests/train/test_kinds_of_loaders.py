@@ -1,0 +1,150 @@
+"""Loaders as people have them, alone and on workers: streams, endless ones, structured batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from recovery_features.parts import Last, adam, pairs, plain_net, put
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import graphsplit as gs
+from graphsplit.errors import ConfigurationError
+from graphsplit.testing.compare import difference
+
+assert threads_as_workers
+NUM_WORKERS = 3
+pytestmark = pytest.mark.timeout(100)
+on_threads = pytest.mark.usefixtures("threads_as_workers")
+
+
+class Stream(IterableDataset[Any]):
+    """Samples without a length; perhaps without an end."""
+
+    def __init__(self, is_endless: bool = False) -> None:
+        self.is_endless = is_endless
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(pairs())
+        return itertools.cycle(samples) if self.is_endless else iter(samples)
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=8)
+
+
+def plain(loader: Any, num_epochs: int, num_steps: int | None) -> list[torch.Tensor]:
+    net = plain_net(place=False)
+    optimizer, loss_fn, losses = adam(net), nn.CrossEntropyLoss(), []
+    for _ in range(num_epochs):
+        for inputs, target in itertools.islice(loader, num_steps):
+            optimizer.zero_grad()
+            loss = loss_fn(net(inputs), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    return losses
+
+
+class StopAt(gs.callbacks.Callback):
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        assert context.num_steps is None
+        if context.model.position.num_steps == 5:
+            context.stop()
+
+
+def everywhere(script: Callable[[], Any], expected: Any) -> None:
+    assert difference(expected, script()) is None
+    for found in ThreadCluster(lambda _: script(), NUM_WORKERS).run():
+        assert difference(expected, found) is None
+
+
+def trained(loader: Any, num_epochs: int, *callbacks: Any, **options: Any) -> Any:
+    net, last = plain_net(place=True), Last()
+    metrics = {"A": gs.metrics.Accuracy()}
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), metrics)
+    model.train(num_epochs, loader, [last, *callbacks], **options)
+    assert 0.0 <= model.eval(stream())["A"] <= 1.0
+    return last.losses
+
+
+@on_threads
+def test_a_stream_without_a_length():
+    everywhere(lambda: trained(stream(), 2), plain(stream(), 2, None))
+
+
+@on_threads
+def test_an_endless_stream_is_stopped():
+    def endless() -> DataLoader[Any]:
+        return DataLoader(Stream(is_endless=True), batch_size=8)
+
+    everywhere(lambda: trained(endless(), 1, StopAt()), plain(endless(), 1, 5))
+
+
+@on_threads
+@pytest.mark.parametrize("is_endless", [False, True])
+def test_an_epoch_of_so_many_steps(is_endless: bool):
+    def endless() -> DataLoader[Any]:
+        return DataLoader(Stream(is_endless), batch_size=8)
+
+    everywhere(lambda: trained(endless(), 3, steps=2), plain(endless(), 3, 2))
+
+
+def test_steps_of_a_wrong_kind():
+    with pytest.raises(ConfigurationError, match="steps=0; expected an int of 1 or more"):
+        trained(stream(), 1, steps=0)
+
+
+@dataclass
+class Inputs:
+    x: torch.Tensor
+    scale: float
+
+
+class Pair(NamedTuple):
+    inputs: Any
+    target: torch.Tensor
+
+
+class Scaled(nn.Module):
+    """Takes a dataclass."""
+
+    def __init__(self, place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        put(self, "first", "second", "third", place=place)
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        hidden = torch.relu(self.second(torch.relu(self.first(inputs.x * inputs.scale))))
+        made: torch.Tensor = self.third(hidden)
+        return made
+
+
+def structured() -> list[Pair]:
+    return [Pair(Inputs(x, 0.5), target) for x, target in DataLoader(pairs(), batch_size=8)]
+
+
+@on_threads
+def test_dataclasses_and_named_tuples():
+    net = Scaled(place=False)
+    optimizer, expected = adam(net), []
+    for inputs, target in structured():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(inputs), target)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach())
+
+    def script() -> Any:
+        net, last = Scaled(place=True), Last()
+        gs.Model(net, nn.CrossEntropyLoss(), adam(net)).train(1, structured(), [last])
+        return last.losses
+
+    everywhere(script, expected)
