@@ -99,6 +99,9 @@ _ENVIRON: Any = type(os.environ)
 _CODES: dict[CodeType, _Read] = {
     getattr(_ENVIRON, name).__code__: _ENVIRONMENT for name in ("__getitem__", "__iter__")
 }
+# Names are compared first: to hash a piece of code takes longer than all else here.
+_NAMES = frozenset((*_OF_DATES, *_OF_GENERATORS, *(f.__name__ for f in _FUNCTIONS)))
+_NAMES_OF_CODES = frozenset(code.co_name for code in _CODES)
 _KERNEL_SWITCHES: tuple[Callable[[], Any], ...] = (*SWITCHES, torch.get_num_threads)
 _MADE_HERE = (random.Random.__init__.__code__,)
 # Modules of Python that do it for their callers.
@@ -171,14 +174,14 @@ class OutsideReads(TorchCalls):
 
     def _see(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call":
-            read = self._read_by(called)
+            read = self._read_by(called) if called.__name__ in _NAMES else None
             if read is not None:
                 self._check(read, frame)
         elif event == "call":
             self._see_python(frame, frame.f_code)
 
     def _see_python(self, frame: FrameType, code: CodeType) -> None:
-        if code in _CODES:
+        if code.co_name in _NAMES_OF_CODES and code in _CODES:
             self._check(_CODES[code], frame.f_back)
         elif code in _MADE_HERE:
             self._see_new(frame)
@@ -244,8 +247,10 @@ def _users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_users(frame: FrameType) -> bool:
+    if not is_users(frame.f_code.co_filename):
+        return False
     package, _, _ = str(frame.f_globals.get("__name__")).partition(".")
-    return is_users(frame.f_code.co_filename) and package not in _OF_TORCH
+    return package not in _OF_TORCH
 
 
 @functools.cache
