@@ -27,7 +27,7 @@ from graphsplit.train.callbacks import Callback, RunContext
 from graphsplit.train.callbacks.stopping import Validation
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
-from graphsplit.train.explained import Explainer
+from graphsplit.train.explained import Explainer, Shown
 from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.needs import need_cluster, need_metrics, need_optimizer
 from graphsplit.train.outputs import Predicting
@@ -37,7 +37,7 @@ from graphsplit.train.training import Training
 from graphsplit.witness import witness_for
 
 
-class Model:
+class Model(Shown):
     """A network with its loss, optimizer and metrics.
 
     In a cluster every worker builds the same Model and calls the same methods in the same order;

@@ -54,3 +54,14 @@ def test_a_progress_bar_ends_with_the_last_loss(capsys: pytest.CaptureFixture[st
     model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
     model.train(1, batches(), [last, gs.callbacks.ProgressBar()])
     assert f"loss {float(torch.stack(last.losses)[-1]):.4f}" in capsys.readouterr().err
+
+
+def test_a_model_shows_itself_in_four_lines():
+    net = nn.Linear(40, 50)
+    model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    expected = (
+        "Model(\n  network: Linear, 2,050 parameters\n  loss: CrossEntropyLoss, optimizer: SGD\n)"
+    )
+    assert repr(model) == expected
+    assert model._repr_html_() == f"<pre>{expected}</pre>"
+    assert "network's own" in repr(gs.Model(net))
