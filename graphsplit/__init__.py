@@ -80,6 +80,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'graphsplit' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 def _is_command_line() -> bool:
     """Whether this process is the ``graphsplit`` command, which does without torch's seconds."""
     name = Path(sys.argv[0]).name if sys.argv else ""

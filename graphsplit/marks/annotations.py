@@ -103,7 +103,7 @@ def _check(what: str, role: object, rank: Any, source: str) -> Annotation:
     return Annotation(rank, source)
 
 
-def place_module(module: nn.Module, role: str, rank: int) -> nn.Module:
+def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
     """Let a module, and everything inside it that has no placement of its own, run on one worker.
 
     Installed as ``torch.nn.Module.place``. Placing a module again replaces its placement. A slice
@@ -112,7 +112,7 @@ def place_module(module: nn.Module, role: str, rank: int) -> nn.Module:
 
     Args:
         module: The module; usable as ``module.place(role, rank)``.
-        role: ``"MS_WORKER"``.
+        role: ``"MS_WORKER"``; may be left out: ``module.place(1)``.
         rank: The worker, from 0 to the number of workers less one. The upper bound is checked
             when the cluster's size is known.
 
@@ -291,7 +291,9 @@ def op(function: Callable[P, R]) -> PlaceableOperation[P, R]:
 def install() -> None:
     """Give every ``torch.nn.Module`` the method ``place``."""
 
-    def place(self: Any, role: str, rank: int) -> Any:
+    def place(self: Any, role: str | int, rank: int | None = None) -> Any:
+        if rank is None and isinstance(role, int):
+            return place_module(self, WORKER_ROLE, role)
         return place_module(self, role, rank)
 
     place.__doc__ = place_module.__doc__

@@ -25,6 +25,7 @@ from graphsplit.recovery.snapshot.share import (
 from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.private import pytree
 from graphsplit.train.epochs import load_callbacks
+from graphsplit.train.outputs import predicted_loader
 
 _TAKES_TENSORS = frozenset(
     {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}
@@ -151,8 +152,8 @@ class Entry:
             entry.loader = LoaderWatch(loader).state()
             states = [(type(c).__qualname__, c.state_dict()) for c in callbacks]
             entry.callbacks = [[name, _copied(state)] for name, state in states if state]
-        elif call.name == "eval":
-            entry.loader = LoaderWatch(call.arguments[0]).state()
+        elif (loader := _loader_of(call)) is not None:
+            entry.loader = LoaderWatch(loader).state()
         return entry
 
     def put_back(self) -> None:
@@ -163,10 +164,18 @@ class Entry:
             _, loader, callbacks, *_ = self.call.arguments
             load_callbacks(callbacks, _copied(self.callbacks))
             put_loader(loader, _copied(self.loader))
-        elif self.call.name == "eval":
-            put_loader(self.call.arguments[0], _copied(self.loader))
+        elif (loader := _loader_of(self.call)) is not None:
+            put_loader(loader, _copied(self.loader))
         torch.default_generator.set_state(self.generator)
         set_process_generators(self.process)
+
+
+def _loader_of(call: Call) -> Any:
+    """The loader that a call goes through; None if it goes through none."""
+    if call.name == "predict":
+        return predicted_loader((call.arguments[0], call.arguments[1]))
+    place = {"train": 1, "eval": 0}.get(call.name)
+    return None if place is None else call.arguments[place]
 
 
 def _copied(value: Any) -> Any:
@@ -185,12 +194,10 @@ def _copied(value: Any) -> Any:
 
 def refuse_what_ends(call: Call, refuse: Callable[[str], None]) -> None:
     """Refuse a loader that can be gone through only once: its call could not be run again."""
-    loader = {"train": 1, "eval": 0}.get(call.name)
-    if loader is not None:
-        given = call.arguments[loader]
-        if getattr(given, "__next__", None) is not None:
-            refuse(
-                f"{call.name} was given a {type(given).__name__}, which can be gone through only "
-                f"once; where a lost worker is waited for, batches may be needed again\n"
-                f"  Fix: pass a DataLoader or a list, or start the job with fail_fast."
-            )
+    given = _loader_of(call)
+    if given is not None and getattr(given, "__next__", None) is not None:
+        refuse(
+            f"{call.name} was given a {type(given).__name__}, which can be gone through only "
+            f"once; where a lost worker is waited for, batches may be needed again\n"
+            f"  Fix: pass a DataLoader or a list, or start the job with fail_fast."
+        )

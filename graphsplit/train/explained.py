@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,23 @@ class Explainer:
             f"nothing has been planned yet\n  Fix: pass a batch, as in model.{method}(inputs, "
             f"target), or call it after the first step."
         )
+
+
+class Shown:
+    """How a ``Model`` is shown at the prompt, and in a notebook."""
+
+    _task: Task
+
+    def __repr__(self) -> str:
+        task = self._task
+        num_parameters = sum(parameter.numel() for parameter in task.network.parameters())
+        optimizers = ", ".join(type(one).__name__ for one in task.optimizers) or "none"
+        loss = task.loss_fn
+        name = "the network's own" if loss is None else getattr(loss, "__name__", None)
+        return (
+            f"Model(\n  network: {type(task.network).__name__}, {num_parameters:,} parameters\n"
+            f"  loss: {name or type(loss).__name__}, optimizer: {optimizers}\n)"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"

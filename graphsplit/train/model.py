@@ -28,7 +28,7 @@ from graphsplit.train.callbacks import Callback
 from graphsplit.train.callbacks.stopping import Validation
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
-from graphsplit.train.explained import Explainer
+from graphsplit.train.explained import Explainer, Shown
 from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
@@ -36,7 +36,7 @@ from graphsplit.train.training import Calls, stop_if_asked
 from graphsplit.witness import witness_for
 
 
-class Model:
+class Model(Shown):
     """A network with its loss, optimizer and metrics.
 
     In a cluster every worker builds the same Model and calls the same methods in the same order;

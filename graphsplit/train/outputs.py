@@ -14,6 +14,13 @@ from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 
 
+def predicted_loader(arguments: Arguments) -> Any:
+    """The loader that ``predict`` was given; None where it was given an input."""
+    args, kwargs = arguments
+    is_loader = len(args) == 1 and not kwargs and isinstance(args[0], (DataLoader, Iterator))
+    return args[0] if is_loader else None
+
+
 @dataclass(frozen=True)
 class Predicting:
     """What ``Model.predict`` gives, for one input or for a whole loader.
@@ -30,12 +37,12 @@ class Predicting:
 
     def outputs(self, arguments: Arguments) -> Any:
         """The outputs; a list of each batch's where the arguments are a loader."""
-        args, kwargs = arguments
-        if len(args) != 1 or kwargs or not isinstance(args[0], (DataLoader, Iterator)):
+        loader = predicted_loader(arguments)
+        if loader is None:
             return self.predict(arguments)
-        self.others.begin(args[0])
-        outputs = [self.predict(self._inputs(batch)) for batch in args[0]]
-        self.others.end(args[0])
+        self.others.begin(loader)
+        outputs = [self.predict(self._inputs(batch)) for batch in loader]
+        self.others.end(loader)
         return outputs
 
     def _inputs(self, batch: Any) -> Arguments:

@@ -55,7 +55,9 @@ def test_predict_over_a_loader():
     with torch.no_grad():
         expected = [net(inputs) for inputs, _ in ordered()]
     everywhere(lambda: model_of().predict(ordered()), expected)
-    everywhere(lambda: model_of().predict(iter(list(ordered()))), expected)
+    assert difference(expected, model_of().predict(iter(ordered()))) is None
+    with pytest.raises((ConfigurationError, JobFailedError), match="only once"):
+        ThreadCluster(lambda _: model_of().predict(iter(ordered())), NUM_WORKERS).run()
     shuffled = batches()
 
     def after_training() -> Any:

@@ -15,7 +15,7 @@ from graphsplit.train.callbacks.base import Callback, RunContext
 
 
 class LossMonitor(Callback):
-    """Prints the loss.
+    """Prints the loss on worker 0: the last, and the mean of those since it printed before.
 
     Args:
         every: Print every so many steps; 0 prints at the end of an epoch only.
@@ -23,9 +23,18 @@ class LossMonitor(Callback):
 
     def __init__(self, every: int = 0) -> None:
         self._every = every
+        self._sum: torch.Tensor | float = 0.0
+        self._num_losses = 0
+
+    def on_epoch_begin(self, context: RunContext) -> None:
+        """A mean is over one epoch."""
+        self._forget()
 
     def on_step_end(self, context: RunContext) -> None:
         """Print every ``every`` steps."""
+        if context.rank == 0 and context.loss is not None:
+            self._sum = context.loss.double() + self._sum  # stays where it is: nobody waits
+            self._num_losses += 1
         if self._every and context.step % self._every == 0:
             self._print(context)
 
@@ -35,8 +44,16 @@ class LossMonitor(Callback):
             self._print(context)
 
     def _print(self, context: RunContext) -> None:
-        assert context.loss is not None
-        _print(f"epoch: {context.epoch} step: {context.step}, loss is {float(context.loss)}")
+        if context.rank != 0 or context.loss is None:
+            return
+        mean = f", mean {float(self._sum) / self._num_losses:.6g}" if self._num_losses else ""
+        loss = float(context.loss)
+        _print(f"epoch: {context.epoch} step: {context.step}, loss is {loss}{mean}")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sum = 0.0
+        self._num_losses = 0
 
 
 class TimeMonitor(Callback):
@@ -203,6 +220,8 @@ class ProgressBar(Callback):
     def on_epoch_end(self, context: RunContext) -> None:
         """Close the bar."""
         if self._bar is not None:
+            if context.loss is not None:
+                self._bar.set_postfix_str(f"loss {float(context.loss):.4f}", refresh=True)
             self._bar.close()
             self._bar = None
 
