@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 from graphsplit.capture.observe import is_tracked, reachable_values
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.errors import CaptureError
+from graphsplit.guards.numpy_state import comparable
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now, users_line_of_trace
 
@@ -210,7 +211,7 @@ def check_drawn_nothing(generator: torch.Tensor, python: Any, numpy: Any) -> Non
     if random.getstate() != python:
         whose = "draws from Python's module random"
         random.setstate(python)
-    if repr(np.random.get_state()) != repr(numpy):
+    if comparable(np.random.get_state()) != comparable(numpy):
         whose = "draws from numpy.random"
         np.random.set_state(numpy)
     if whose:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.guards.numpy_state import comparable
 from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.child_process import Child, ChildError, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
@@ -313,5 +314,5 @@ def _generators() -> dict[str, Any]:
         "Python's random": random.getstate(),
     }
     if "numpy" in sys.modules:
-        found["numpy.random"] = repr(sys.modules["numpy"].random.get_state(legacy=False))
+        found["numpy.random"] = comparable(sys.modules["numpy"].random.get_state())
     return found

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError
+from graphsplit.guards.numpy_state import comparable
 
 X = torch.zeros(2, 4)
 OWN, CYCLE, DEFAULT = random.Random(1), itertools.cycle([1.0, 2.0]), itertools.count(2.0)
@@ -194,3 +195,13 @@ def test_switches_around_a_layer_of_torch_are_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"switches how torch computes[\s\S]*in forward"):
         captured(Switched(), torch.zeros(1, 4))
+
+
+def test_states_of_numpy_are_compared_whole_whatever_is_printed() -> None:
+    state = np.random.RandomState(0).get_state()
+    words = state[1].copy()
+    words[300] += 1
+    with np.printoptions(threshold=10):
+        assert repr((state[0], words, *state[2:])) == repr(state)
+        assert comparable((state[0], words, *state[2:])) != comparable(state)
+        assert comparable(state) == comparable(np.random.RandomState(0).get_state())

@@ -20,6 +20,7 @@ from graphsplit.capture.observe import reachable_values
 from graphsplit.errors import CaptureError
 from graphsplit.frames import short_path
 from graphsplit.guards.classes import own_dictionary
+from graphsplit.guards.numpy_state import comparable
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 100
@@ -131,11 +132,11 @@ def _state_of(value: Any) -> str | None:
     on.
     """
     if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
+        return repr(comparable(value.bit_generator.state))
     if isinstance(value, np.random.RandomState):
-        return repr(value.get_state(legacy=False))
+        return repr(comparable(value.get_state(legacy=False)))
     if isinstance(value, np.random.BitGenerator):
-        return repr(value.state)
+        return repr(comparable(value.state))
     if isinstance(value, GeneratorType):
         return inspect.getgeneratorstate(value)
     if isinstance(value, Iterator):
