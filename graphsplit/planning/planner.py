@@ -20,6 +20,7 @@ from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
 from graphsplit.optimizers.ownership import Residence, give_up, is_elsewhere, return_free_memory
+from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
@@ -387,6 +388,7 @@ class Planner:
                 updater=self.updater,
                 position=self._job.member.position,
                 compiler=self._task.compiler,
+                hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)

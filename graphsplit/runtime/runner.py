@@ -15,6 +15,7 @@ from graphsplit.capture.graph import Mode, Node, NodeKind
 from graphsplit.cluster.member.identity import Position
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.frames import short_path
+from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
@@ -65,6 +66,7 @@ class RunnerParts:
         updater: What happens to the owned gradients at both ends of a step.
         position: Told of every instruction, for heartbeats.
         compiler: Compiles segments, or None.
+        hook_state: Python state that hooks on parameters of several workers share.
     """
 
     plan: PartitionPlan
@@ -76,6 +78,7 @@ class RunnerParts:
     updater: Updater
     position: Position = field(default_factory=Position)
     compiler: Compiler | None = None
+    hook_state: tuple[HookState, ...] = ()
 
 
 def first_received(program: WorkerProgram) -> int | None:
@@ -128,7 +131,7 @@ class ProgramRunner:
             depths=parts.depths,
         )
         self._senders, self._receivers = self._ends.senders, self._ends.receivers
-        self._backward = BackwardBinder(parts.plan, parts.state, parts.updater)
+        self._backward = BackwardBinder(parts.plan, parts.state, parts.updater, parts.hook_state)
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from graphsplit.capture.operations.opaque_call import unchanged
+from graphsplit.optimizers.parameter_hooks import HookState, hooks_leave
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import opaque_calls, shared_elsewhere
 from graphsplit.partition.plan import PartitionPlan, SumTerm
@@ -34,19 +35,36 @@ class BackwardBinder:
         plan: The plan.
         state: Parameters and buffers of this worker, by node.
         updater: Knows the gradient with which the backward of a loss begins.
+        hook_state: Python state that hooks on parameters of several workers share.
     """
 
     def __init__(
-        self, plan: PartitionPlan, state: Mapping[int, torch.Tensor], updater: Updater
+        self,
+        plan: PartitionPlan,
+        state: Mapping[int, torch.Tensor],
+        updater: Updater,
+        hook_state: Sequence[HookState] = (),
     ) -> None:
         self._plan = plan
         self._state = state
         self._updater = updater
+        self._hook_state = hook_state
         # For each segment whose backward runs in two parts: what the first part leaves.
         self.pending: dict[int, list[Pending]] = {}
 
     def bind(self, instruction: Instruction) -> Action:
         """Bind an instruction: a function of the step's state."""
+        run, held = self._bind(instruction), self._hook_state
+        if not held:
+            return run
+
+        def run_watching(state: StepState) -> None:
+            with hooks_leave(held):
+                run(state)
+
+        return run_watching
+
+    def _bind(self, instruction: Instruction) -> Action:
         if instruction.opcode is Opcode.ACCUMULATE:
             return self._bind_accumulate(instruction.operand, instruction.microbatch)
         if instruction.opcode is Opcode.BACKWARD_WEIGHT:

@@ -1,0 +1,99 @@
+"""Hooks on parameters of several workers: each runs on its own worker, with Python of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import JobFailedError
+from graphsplit.optimizers.parameter_hooks import hooks_leave, state_of_hooks
+
+assert threads_as_workers
+X, Y = torch.arange(8.0).reshape(2, 4), torch.tensor([0, 1])
+
+Register = Callable[[nn.Module, list[str]], None]
+
+
+def notes(net: nn.Module, log: list[str]) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: log.append(name))
+
+
+def scales_by_a_count(net: nn.Module, log: list[str]) -> None:
+    def scale(gradient: torch.Tensor) -> torch.Tensor:
+        log.append("")
+        return gradient * len(log)
+
+    for parameter in net.parameters():
+        parameter.register_hook(scale)
+
+
+def notes_afterwards(net: nn.Module, log: list[str]) -> None:
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: log.append(""))
+
+
+def doubles(net: nn.Module, log: list[str]) -> None:
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2 + len(log))
+
+
+def notes_on_one_worker(net: nn.Module, log: list[str]) -> None:
+    notes(net[2], log)
+
+
+def train(register: Register) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    net[0].place("MS_WORKER", 0)
+    net[2].place("MS_WORKER", 1)
+    register(net, [])
+    model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    return [float(model.train_step(X, Y)) for _ in range(3)]
+
+
+def plain(register: Register) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    register(net, [])
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(X), Y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("register", [notes, scales_by_a_count, notes_afterwards])
+def test_state_that_hooks_of_several_workers_change_is_refused(register: Register) -> None:
+    with pytest.raises(JobFailedError, match=r"hook on a parameter .*hooks_of_parameters.*changes"):
+        ThreadCluster(lambda _: train(register), 2).run()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("register", [doubles, notes_on_one_worker])
+def test_other_hooks_have_the_bits_of_a_plain_loop(register: Register) -> None:
+    assert ThreadCluster(lambda _: train(register), 2).run() == [plain(register)] * 2
+
+
+def test_only_what_is_shared_is_watched() -> None:
+    net, log, own = nn.Linear(1, 1), [0], [0]
+    net.weight.register_hook(lambda gradient: log.append(1) or own.append(1))
+    net.bias.register_hook(lambda gradient: log.append(1))
+    tensors = dict(net.named_parameters())
+
+    held = state_of_hooks(tensors, {"weight": 0, "bias": 1}, 0)
+
+    with hooks_leave(held):
+        own.append(2)
+    with pytest.raises(OwnershipError, match="changes log"), hooks_leave(held):
+        log.append(2)
+    assert state_of_hooks(tensors, {"weight": 0, "bias": 0}, 0) == ()
