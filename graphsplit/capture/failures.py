@@ -69,7 +69,7 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
     frames = traceback.extract_tb(error.__traceback__)
     line = users_line_of(frames)
     is_users = bool(frames) and line.startswith(f"{frames[-1].filename}:{frames[-1].lineno}")
-    if own is not None:
+    if own is not None and INSIDE_BRANCH not in text:
         fix = "look at the shapes and dtypes of the batch, and at how many values it has"
         fix = "mend the line named above" if is_users else fix
         return CaptureError(f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}.")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from graphsplit.cluster.member import failure_reports
+from graphsplit.cluster.member.identity import Position
 from graphsplit.cluster.member.member import Member
 from graphsplit.errors import JobFailedError, MembershipChangedError, TransportError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job.job import Job
-from graphsplit.settings import ClusterSettings
+from graphsplit.settings import FAIL_FAST, ClusterSettings
 
 LOST = FailureCause("lost", "lost: nothing was heard from it for 4 s", rank=2)
 
@@ -21,9 +22,11 @@ class FakeMember:
     """Reports, and is told a verdict."""
 
     rank, num_workers, generation = 1, 3, 1
+    recovery = FAIL_FAST
 
     def __init__(self, verdict: FailureCause | None, *, recovers: bool = False) -> None:
         self.abort = AbortSignal()
+        self.position = Position()
         self.told: list[FailureCause] = []
         self._verdict = verdict
         self._recovers = recovers

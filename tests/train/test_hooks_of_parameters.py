@@ -10,7 +10,7 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import JobFailedError
+from graphsplit.errors import JobFailedError, OwnershipError
 from graphsplit.optimizers.parameter_hooks import hooks_leave, state_of_hooks
 
 assert threads_as_workers
