@@ -15,6 +15,7 @@ from torch import nn
 
 from graphsplit.checkpoint.values import encode
 from graphsplit.errors import StateError
+from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
 
 GRADIENTS = "gradients/"
@@ -218,7 +219,8 @@ class Contents:
         Raises:
             StateError: The optimizer keeps something that cannot be written; names it.
         """
-        packed = optimizer.state_dict()
+        with by_the_model():
+            packed = optimizer.state_dict()
         parameters = parameters_of(optimizer)
         path = f"optimizers/{name}"
         state, others = {}, {}

@@ -15,6 +15,7 @@ from graphsplit.checkpoint.group import ControlGroup, share_value
 from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.job.job import Job
+from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import plain_classes
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
@@ -121,7 +122,8 @@ class StateGatherer:
                 whole[parameter] = entries
         optimizer.state = whole
         try:
-            return optimizer.state_dict()
+            with by_the_model():
+                return optimizer.state_dict()
         finally:
             optimizer.state = own
 

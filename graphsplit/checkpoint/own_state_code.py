@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import StateError
+from graphsplit.optimizers.own_step import refuse_partial_state
 
 _SAVING = ("state_dict", "_save_to_state_dict")
 _GET_EXTRA, _SET_EXTRA = "get_extra_state", "set_extra_state"
@@ -83,7 +84,7 @@ def _own(owner: Any, path: str, methods: Iterable[str], hooks: Iterable[str]) ->
     for registry in hooks:
         for hook in getattr(owner, registry).values():
             function = getattr(hook, "hook", hook)  # PyTorch wraps some
-            if not _is_torchs(function):
+            if not _is_torchs(function) and function is not refuse_partial_state:
                 name = getattr(function, "__qualname__", type(function).__qualname__)
                 yield f"the hook {name}{at}"
 

@@ -27,6 +27,7 @@ from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.checkpoint.own_state_code import own_code_of, own_loading
 from graphsplit.checkpoint.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
+from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
 
 _MAX_SHOWN = 200
@@ -278,7 +279,8 @@ class OptimizerLoader:
             if rank in ownership.loaders(self._parameters[index], num_workers)
         }
         others = decode(self._others(), tensors.__getitem__)
-        settings = self._optimizer.state_dict()
+        with by_the_model():
+            settings = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**settings, "state": {**mine, **others}})
         self._undo_conversions(mine)
 

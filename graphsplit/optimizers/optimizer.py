@@ -16,6 +16,7 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers import partial_norm
+from graphsplit.optimizers.own_step import by_the_model, guard_state, guard_step
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import (
     code_of_step,
@@ -72,6 +73,8 @@ class OwnedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        guard_step(optimizer)
+        guard_state(optimizer)
         self._residence: Residence | None = None
         self._owned: list[list[torch.Tensor]] = []
         self._counted: list[list[torch.Tensor]] = []
@@ -142,9 +145,11 @@ class OwnedOptimizer:
     def _step(self, scaler: torch.amp.GradScaler | None) -> None:
         with self._only_owned():
             if scaler is None:
-                self._optimizer.step()
+                with by_the_model():
+                    self._optimizer.step()
             else:
-                scaler.step(self._optimizer)
+                with by_the_model():
+                    scaler.step(self._optimizer)
 
     def _judge(self) -> _Judged:
         """The verdict; found anew only where something has changed."""

@@ -10,6 +10,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers.own_step import refuse_own_step
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
@@ -74,7 +75,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
         getattr(optimizer, "_optimizer_step_pre_hooks", {}),
         getattr(optimizer, "_optimizer_step_post_hooks", {}),
     )
-    return [hook for hooks in several for hook in hooks.values()]
+    found = [hook for hooks in several for hook in hooks.values()]
+    return [hook for hook in found if hook is not refuse_own_step]
 
 
 def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

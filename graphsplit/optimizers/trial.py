@@ -28,6 +28,7 @@ from graphsplit.guards.numpy_state import comparable
 from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.child_process import Child, ChildError, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
+from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import Residence, is_elsewhere, take_back
 from graphsplit.optimizers.per_parameter import step_hooks
 
@@ -188,7 +189,8 @@ def _try(trial: Trial, part: Part, kind: str) -> _Left:
                     trial.optimizer.zero_grad(set_to_none=True)
                     for index, parameter in trained.items():
                         parameter.grad = gradients[index]
-                    trial.optimizer.step()
+                    with by_the_model():
+                        trial.optimizer.step()
             if number + 1 in _LOOK_AFTER:
                 kept.append(_kept(trial))
     except Exception as error:

@@ -15,6 +15,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.checkpoint.group import Alone, Group
 from graphsplit.checkpoint.holder import Holder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.optimizers.own_step import by_the_model, guard_step, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import Progress, total_loss
 from graphsplit.planning.task import Task, materialize_all
@@ -173,10 +174,13 @@ class EagerEngine(Engine):
         if task.clip is not None:
             self._last_norm = task.clip.in_one_process(task.network.parameters())
         for optimizer in task.optimizers:
-            if task.scaler is None:
-                optimizer.step()
-            else:
-                task.scaler.step(optimizer)
+            guard_step(optimizer)
+            with by_the_model():
+                if task.scaler is None:
+                    optimizer.step()
+                else:
+                    task.scaler.step(optimizer)
+            note_used(optimizer)
         if task.scaler is not None:
             task.scaler.update()
 

@@ -1,0 +1,92 @@
+"""What a script's old loop did with an optimizer, and what its Model does now.
+
+A second step would count twice, and the state of one worker is a part of it all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphsplit.errors import OwnershipError
+from graphsplit.optimizers.ownership import is_elsewhere
+
+_here = threading.local()
+# What the last step of a Model has used up, in one process: an own loop makes new gradients.
+_USED = "_graphsplit_used"
+
+
+def guard_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse steps of an optimizer that its Model does not make."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if hooks is not None and refuse_own_step not in hooks.values():
+        optimizer.register_step_pre_hook(refuse_own_step)
+
+
+@contextmanager
+def by_the_model() -> Iterator[None]:
+    """What graphsplit itself asks of an optimizer."""
+    before = getattr(_here, "is_models", False)
+    _here.is_models = True
+    try:
+        yield
+    finally:
+        _here.is_models = before
+
+
+def guard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to give one worker's part of an optimizer's state for all of it."""
+    hooks = getattr(optimizer, "_optimizer_state_dict_pre_hooks", None)
+    if hooks is not None and refuse_partial_state not in hooks.values():
+        optimizer.register_state_dict_pre_hook(refuse_partial_state)
+
+
+def refuse_partial_state(optimizer: torch.optim.Optimizer) -> None:
+    """The hook.
+
+    Raises:
+        OwnershipError: Other workers have some of the parameters, and their state.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not getattr(_here, "is_models", False) and any(map(is_elsewhere, parameters)):
+        raise OwnershipError(
+            f"{type(optimizer).__name__}.state_dict() on this worker would have the state of its "
+            f"own parameters only\n  Fix: call model.optimizer_state_dict() on every worker, and "
+            f"save what it returns on one."
+        )
+
+
+def note_used(optimizer: torch.optim.Optimizer) -> None:
+    """Note the gradients of a step in one process, where other loops may step as well."""
+    setattr(optimizer, _USED, _first_gradient(optimizer))
+
+
+def refuse_own_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook.
+
+    Raises:
+        OwnershipError: The script has called ``step`` after ``train_step``.
+    """
+    if getattr(_here, "is_models", False):
+        return
+    if hasattr(optimizer, _USED):
+        used, now = getattr(optimizer, _USED), _first_gradient(optimizer)
+        if used is None or now is None or used[0] is not now[0] or used[1] != now[1]:
+            return
+    raise OwnershipError(
+        f"{type(optimizer).__name__}.step() was called by the script; train_step and train have "
+        f"done backward and the optimizer's step already, and each worker has its own parameters "
+        f"only\n  Fix: leave optimizer.step(), loss.backward() and optimizer.zero_grad() out."
+    )
+
+
+def _first_gradient(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, int] | None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return parameter.grad, parameter.grad._version
+    return None

@@ -1,0 +1,93 @@
+"""What is left of a script's old loop, around a Model: an error with the fix, not a second step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.errors import JobFailedError, OwnershipError
+
+assert threads_as_workers
+X, Y = torch.arange(8.0).reshape(2, 4), torch.tensor([0, 1])
+
+
+def model_and_optimizer() -> tuple[gs.Model, torch.optim.Optimizer, nn.Module]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    net[0].place("MS_WORKER", 0)
+    net[1].place("MS_WORKER", 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return gs.Model(net, nn.CrossEntropyLoss(), optimizer), optimizer, net
+
+
+def step_twice() -> None:
+    model, optimizer, _ = model_and_optimizer()
+    model.train_step(X, Y)
+    optimizer.step()
+
+
+def train_with_a_schedule() -> list[float]:
+    model, optimizer, _ = model_and_optimizer()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    losses = []
+    for _ in range(3):
+        losses.append(float(model.train_step(X, Y)))
+        schedule.step()
+    return losses
+
+
+def test_a_second_step_is_an_error_in_one_process() -> None:
+    with pytest.raises(OwnershipError, match=r"SGD.step\(\) was called by the script(.|\n)*Fix"):
+        step_twice()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_a_second_step_is_an_error_on_workers() -> None:
+    with pytest.raises(
+        (JobFailedError, OwnershipError), match=r"SGD.step\(\) was called by the script"
+    ):
+        ThreadCluster(lambda _: step_twice(), 2).run()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_schedules_of_learning_rates_step_as_ever() -> None:
+    assert (
+        ThreadCluster(lambda _: train_with_a_schedule(), 2).run() == [train_with_a_schedule()] * 2
+    )
+
+
+def test_an_own_loop_goes_on_in_one_process() -> None:
+    model, optimizer, net = model_and_optimizer()
+    model.train_step(X, Y)
+    before = net[0].weight.detach().clone()
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(X), Y).backward()
+    optimizer.step()
+
+    assert not torch.equal(net[0].weight, before)
+
+
+def states() -> Any:
+    model, optimizer, _ = model_and_optimizer()
+    model.train_step(X, Y)
+    refused = None
+    try:
+        optimizer.state_dict()
+    except OwnershipError as error:
+        refused = str(error)
+    return refused, model.optimizer_state_dict()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_one_workers_part_of_a_state_is_not_given_for_all_of_it() -> None:
+    alone, whole = states()
+
+    assert alone is None
+    for refused, state in ThreadCluster(lambda _: states(), 2).run():
+        assert "Fix: call model.optimizer_state_dict() on every worker" in refused
+        assert state == whole
