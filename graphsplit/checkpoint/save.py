@@ -29,18 +29,11 @@ from graphsplit.checkpoint.disk.files import (
     write_text,
 )
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest, expected_names, file_name
-from graphsplit.checkpoint.group import Group, read_message
-from graphsplit.checkpoint.layout import (
-    FileInfo,
-    FileLayout,
-    meta_from_json,
-    meta_to_json,
-    octets_of,
-    plain_meta,
-)
-from graphsplit.checkpoint.values import to_text
+from graphsplit.checkpoint.layout import FileInfo, FileLayout
+from graphsplit.encoding.values import meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.job.group import Group, read_message
+from graphsplit.tensor_meta import TensorMeta, octets_of, plain_meta
 from graphsplit.version import __version__
 
 Make = Callable[[], Contents]
@@ -220,7 +213,7 @@ def stream_file(
     told = group.gather(to_text({name: meta_to_json(meta) for name, meta in metas.items()}))
     if group.rank != 0:
         for name in FileLayout.of(metas).metas:
-            group.send(mine[name], destination=0)
+            group.send(mine[name], to=(0,))
         return None
     sources: dict[str, int] = {}
     whole: dict[str, TensorMeta] = {}

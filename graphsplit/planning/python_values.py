@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
 from graphsplit.guards.values import MISSING, freeze, is_plain, same, shown, thaw
-from graphsplit.planning.kept_values import can_be_kept, from_kept, to_kept
 from graphsplit.planning.recordings import Recordings, write
 from graphsplit.planning.task import Task
 
@@ -57,7 +60,7 @@ class PythonValues:
             frozen = freeze(value)
             if same(first, value):
                 continue
-            is_kept = is_plain(frozen) and can_be_kept(thaw(frozen))
+            is_kept = is_plain(frozen) and _can_be_written(thaw(frozen))
             if not is_kept or not self._can_be_found(label, place):
                 raise StateError(
                     f"{place.label} has changed from {shown(first)} to {shown(value)}, which a "
@@ -65,7 +68,8 @@ class PythonValues:
                     f"  Fix: keep numbers, texts, lists and dictionaries of them in attributes of "
                     f"network or loss, or in globals; or start the job with fail_fast."
                 )
-            found.append([label, value is not MISSING, to_kept(thaw(frozen))])
+            is_there = value is not MISSING
+            found.append([label, is_there, thaw(frozen) if is_there else None])
         return found
 
     def put_back(self, kept: Iterable[Sequence[Any]]) -> None:
@@ -73,7 +77,7 @@ class PythonValues:
         self.note()
         values = {label: first for label, (_, first) in self._first.items()}
         for label, is_there, value in kept:
-            values[label] = freeze(from_kept(value)) if is_there else MISSING
+            values[label] = freeze(value) if is_there else MISSING
         for label in values:
             if label not in self._first:  # not read here yet
                 place = place_named(label, self._roots())
@@ -89,6 +93,20 @@ class PythonValues:
 
     def _roots(self) -> dict[str, Any]:
         return {"net": self._task.network, "loss_fn": self._task.loss_fn}
+
+
+def _can_be_written(value: Any) -> bool:
+    """Whether a value that was written comes back as it was, classes of containers included."""
+    if type(value) is SimpleNamespace:
+        return _can_be_written(vars(value))
+    if isinstance(value, dict):
+        return type(value) is dict and all(map(_can_be_written, (*value, *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return type(value) in (list, tuple, set, frozenset) and all(map(_can_be_written, value))
+    if isinstance(value, Enum):
+        return value.name in type(value).__members__
+    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    return value is None or value is MISSING or isinstance(value, plain)
 
 
 _UNKNOWN = object()  # no value is the same

@@ -11,8 +11,8 @@ import torch
 from graphsplit.batches import records
 from graphsplit.batches.batch import Arguments
 from graphsplit.checkpoint.gather import StateGatherer
-from graphsplit.checkpoint.group import ControlGroup, Group
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.group import Group
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.plan import PartitionPlan
@@ -38,10 +38,7 @@ class ClusterState(Engine):
 
     def group(self) -> Group:
         """All workers of the job."""
-        return ControlGroup(self._job.control, self._show_progress)
-
-    def _show_progress(self) -> None:
-        self._job.member.position.progress += 1
+        return self._job.control
 
     def owners(self) -> Mapping[str, int]:
         """The owners that are fixed: those of all tensors once this Model has a plan."""

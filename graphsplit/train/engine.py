@@ -12,9 +12,9 @@ import torch
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Arguments, split_batch
 from graphsplit.batches.microbatches import Division
-from graphsplit.checkpoint.group import Alone, Group
 from graphsplit.checkpoint.holder import Holder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.job.group import Group
 from graphsplit.optimizers.own_step import by_the_model, guard_step, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import Progress, total_loss
@@ -223,7 +223,7 @@ class EagerEngine(Engine):
 
     def group(self) -> Group:
         """This process alone."""
-        return Alone()
+        return Group()
 
     def owners(self) -> Mapping[str, int]:
         """Everything is here."""

@@ -17,10 +17,9 @@ from graphsplit.check.record import (
     Record,
     Value,
     What,
-    operation_line,
-    record_line,
 )
 from graphsplit.check.request import Request, operations_file, read_request, requested_file
+from graphsplit.encoding import records
 from graphsplit.planning.task import Task
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.witness.operations import WorkersOperations, watching_plain_loop
@@ -98,7 +97,7 @@ class _Notebook:
         if self.has_enough:
             return
         record = Record(what, model, number, (*values, *self._generators.values()))
-        self._write(self._file, record_line(record))
+        self._write(self._file, records.to_text(record))
         self._num_noted += what is What.STEP
 
     def next_call(self, what: What) -> int:
@@ -108,7 +107,7 @@ class _Notebook:
 
     def note_operation(self, operation: Operation) -> None:
         """Note an operation of the step that is watched."""
-        self._write(operations_file(self._file), operation_line(operation))
+        self._write(operations_file(self._file), records.to_text(operation))
 
     def _write(self, path: Path, line: str) -> None:
         with path.open("a") as file:

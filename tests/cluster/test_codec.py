@@ -16,7 +16,6 @@ from graphsplit.cluster.wire.codec import (
     open_scheduler,
     open_worker,
 )
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.messages import (
     Abort,
     Accepted,
@@ -40,6 +39,7 @@ from graphsplit.cluster.wire.messages import (
     Text,
     TextWanted,
 )
+from graphsplit.encoding.fields import MessageError
 from graphsplit.failure import FailureCause
 
 CAUSE = FailureCause("exception", "no\nreally", 3, "host", 12, "step 1", "Traceback\n  x")

@@ -17,8 +17,8 @@ from graphsplit.cluster.status.client import fetch_status
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest, WorkerStatus
 from graphsplit.cluster.status.table import status_object, status_table
 from graphsplit.cluster.wire.codec import layout_of
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import SERVICE, STATUS_METHOD
+from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import ClusterError
 from graphsplit.root_cause import FailureCause, Location
 from graphsplit.security.options import SecurityOptions
@@ -83,7 +83,7 @@ def test_a_status_arrives_as_it_was_sent_and_nonsense_is_refused():
     wrong = STATUS.workers[0].__class__(0, "0", "h", 1, state="asleep")
     with pytest.raises(MessageError, match="state"):
         layout.decode(layout.encode(JobStatus("j", "p", 1, 1, workers=(wrong,))))
-    with pytest.raises(MessageError, match="nan seconds"):
+    with pytest.raises(MessageError, match="seconds is nan"):
         layout.decode(layout.encode(JobStatus("j", "p", 1, 1, seconds=float("nan"))))
 
 

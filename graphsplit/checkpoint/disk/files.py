@@ -21,11 +21,10 @@ from graphsplit.checkpoint.layout import (
     FileInfo,
     FileLayout,
     dtype_of_code,
-    octets_of,
     read_info,
 )
 from graphsplit.errors import CheckpointError, InvariantError
-from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides, octets_of
 
 PART = ".part"  # ends the name of a file that is being written
 _PIECE_BYTES = 16 * 1024 * 1024

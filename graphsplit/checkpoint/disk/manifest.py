@@ -17,7 +17,7 @@ from typing import Any
 
 from graphsplit.checkpoint.disk.files import PART, FileRecord
 from graphsplit.checkpoint.layout import FORMAT_VERSION, check_version
-from graphsplit.checkpoint.values import from_text
+from graphsplit.encoding.values import from_text
 from graphsplit.errors import CheckpointError
 
 FORMAT = "graphsplit training state"

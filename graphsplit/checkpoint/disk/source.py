@@ -23,10 +23,9 @@ import torch
 from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.checkpoint.disk.files import TensorFile
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest
-from graphsplit.checkpoint.group import Group, read_message
-from graphsplit.checkpoint.layout import meta_from_json, meta_to_json
-from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.encoding.values import from_text, meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, TransportError
+from graphsplit.job.group import Group, read_message
 from graphsplit.tensor_meta import TensorMeta
 
 
@@ -221,9 +220,8 @@ class Source:
             tensor: torch.Tensor | None = None
             if self._reads(request, stored):
                 tensor = self._read_again(request.name, stored.file)
-                if self._group.rank == seers[0]:
-                    for peer in blind:
-                        self._group.send(tensor, destination=peer)
+                if self._group.rank == seers[0] and blind:
+                    self._group.send(tensor, to=blind)
             elif self._group.rank in blind:
                 tensor = self._group.receive_tensor(stored.meta, source=seers[0])
             if self._group.rank in request.receivers:

@@ -36,9 +36,9 @@ from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.status.job_status import JobStatus
 from graphsplit.cluster.wire.codec import layout_of, open_worker
 from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import TICK_INTERVAL_S
 from graphsplit.cluster.wire.messages import Abort, Fence, Refused, Register, SchedulerMessage
+from graphsplit.encoding.fields import MessageError
 from graphsplit.failure import FailureCause
 from graphsplit.logs import CONTEXT, Say
 from graphsplit.reports import write_report

@@ -8,7 +8,6 @@ from typing import Any
 
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest
 from graphsplit.cluster.wire.codec import layout_of
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import (
     PURPOSE,
     SERVICE,
@@ -16,6 +15,7 @@ from graphsplit.cluster.wire.rpc import (
     channel_options,
     format_address,
 )
+from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import ClusterError
 from graphsplit.security.grpc_ports import first_metadata, open_channel, tls_hint
 from graphsplit.security.handshake import Dialer

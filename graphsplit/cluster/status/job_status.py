@@ -7,7 +7,6 @@ from typing import Annotated
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.fields import (
-    AtMost,
     Host,
     Name,
     NeededName,
@@ -16,9 +15,8 @@ from graphsplit.cluster.wire.fields import (
     PositionText,
     Rank,
     Seconds,
-    choice,
-    integer,
 )
+from graphsplit.encoding.fields import AtMost, choice, integer
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 RUNNING, AWAY, FINISHED, LOST = STATES = ("running", "away", "finished", "lost")

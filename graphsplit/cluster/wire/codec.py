@@ -11,26 +11,21 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from graphsplit._proto import cluster_pb2 as pb
 from graphsplit.cluster.wire.fields import (
-    ANY,
-    Field,
     Host,
     Lines,
-    MessageError,
     PidOrNone,
     PlaceText,
     PositionText,
     Rank,
     RankOrNone,
     Traceback,
-    choice,
-    optional,
 )
 from graphsplit.cluster.wire.messages import (
     DIGEST_CHARS,
@@ -42,6 +37,7 @@ from graphsplit.cluster.wire.messages import (
     SchedulerMessage,
     WorkerMessage,
 )
+from graphsplit.encoding.fields import BOOL, INT, Field, MessageError, choice, field_of, optional
 from graphsplit.root_cause import FailureCause, Location
 
 _Value = TypeVar("_Value")
@@ -111,7 +107,7 @@ class Layout(Generic[_Value]):
         if set(hints) != set(message_type.DESCRIPTOR.fields_by_name):
             raise TypeError(f"{value_type.__name__} and its message have different fields")
         self._fields = {
-            name: _field_of(hint, getattr(value_type, name, dataclasses.MISSING))
+            name: field_of(hint, getattr(value_type, name, dataclasses.MISSING), _plain_field)
             for name, hint in hints.items()
         }
 
@@ -158,21 +154,9 @@ def layout_of(value_type: type[_Value]) -> Layout[_Value]:
     return Layout(value_type, getattr(pb, name))
 
 
-def _field_of(hint: Any, default: Any) -> Field:
-    """The kind of field that a type hint names."""
-    if get_origin(hint) is Annotated:
-        base, kind = get_args(hint)
-        if isinstance(kind, Field):
-            return kind
-        items = [_field_of(one, dataclasses.MISSING) for one in get_args(base) if one is not ...]
-        is_tuple = get_origin(base) is tuple
-        made: Field = kind.of_tuple(*items) if is_tuple else kind.of_mapping(*items)
-        return made
-    if type(None) in get_args(hint):
-        (given,) = (one for one in get_args(hint) if one is not type(None))
-        return optional(_field_of(given, dataclasses.MISSING))
-    if hint in (int, bool):
-        return ANY
+def _plain_field(hint: Any, default: Any) -> Field:
+    if hint in (int, bool):  # their types in the proto file bound them well enough
+        return INT if hint is int else BOOL
     if not dataclasses.is_dataclass(hint):
         raise TypeError(f"a field of type {hint} has no bound")
     layout = layout_of(cast(Any, hint))

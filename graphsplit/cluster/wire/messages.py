@@ -13,7 +13,6 @@ from typing import Annotated
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.fields import (
-    AtMost,
     Endpoints,
     FromOne,
     Incarnation,
@@ -29,11 +28,8 @@ from graphsplit.cluster.wire.fields import (
     Rank,
     RecoveryPolicy,
     Versions,
-    choice,
-    chunk,
-    integer,
-    string,
 )
+from graphsplit.encoding.fields import AtMost, choice, chunk, integer, string
 from graphsplit.root_cause import NOWHERE, FailureCause, Location
 
 DIGEST_CHARS = 64

@@ -28,16 +28,17 @@ from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import Contents
 from graphsplit.checkpoint.disk.files import FileRecord, write_file, write_text
 from graphsplit.checkpoint.disk.manifest import file_name
-from graphsplit.checkpoint.group import read_message
-from graphsplit.checkpoint.layout import FileInfo, FileLayout, plain_meta
+from graphsplit.checkpoint.layout import FileInfo, FileLayout
 from graphsplit.checkpoint.save import write_manifest
-from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
-from graphsplit.recovery.snapshot.part import SnapshotShard
+from graphsplit.job.group import read_message
+from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.tensor_meta import plain_meta
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
-VERSION = 1
+VERSION = 2
 WHOLE = "whole "  # and a rank: what modules kept whole remember there
 MAX_BYTES = 1 << 30
 KEEP = 2
@@ -130,8 +131,14 @@ def parse(text: str, *, what: str) -> dict[str, Any]:
     """
     found = from_text(text, what=what)
     digest = found.pop("sha256", None)
-    if found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise CheckpointError(f"{what} is no snapshot of this graphsplit")
+    if found.get("format") != FORMAT:
+        raise CheckpointError(f"{what} is no snapshot of graphsplit")
+    if found.get("version") != VERSION:
+        raise CheckpointError(
+            f"{what} is a snapshot of version {str(found.get('version'))[:40]}; this graphsplit "
+            f"reads version {VERSION}\n"
+            f"  Fix: end the job with the graphsplit that wrote it, or remove its folder."
+        )
     if digest != hashlib.sha256(to_text(found).encode()).hexdigest():
         raise CheckpointError(
             f"{what} is damaged: its checksum differs\n  Fix: remove its folder; the snapshot "

@@ -131,7 +131,7 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """The state that ``Model.save`` must keep of this callback for a run that goes on.
 
-        Tensors, numbers, strings, None, and lists, tuples or mappings of them.
+        Tensors, plain Python values, and lists, tuples, sets or mappings of them.
         """
         return {}
 
