@@ -15,13 +15,13 @@ from types import CodeType, FrameType, TracebackType
 from graphsplit.errors import GraphsplitError
 
 # Folders of packages, not their names: a user's own folder may be called torch.
-_OWN = f"{Path(__file__).parent}/"
+OWN = f"{Path(__file__).parent}/"
 _PYTHON = f"{Path(contextlib.__file__).parent}/"
 
 
 def is_own(file: str) -> bool:
     """Whether a file is one of graphsplit's."""
-    return file.startswith(_OWN)
+    return file.startswith(OWN)
 
 
 def is_users(file: str) -> bool:
@@ -33,7 +33,7 @@ def is_users(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # stacks are walked for each value that a capture notes
 def _is_users(file: str, torch_file: str | None) -> bool:
-    not_the_users = (_OWN,) if torch_file is None else (_OWN, f"{Path(torch_file).parent}/")
+    not_the_users = (OWN,) if torch_file is None else (OWN, f"{Path(torch_file).parent}/")
     if file.startswith(("<", *not_the_users)):
         return False
     return not file.startswith(_PYTHON) or "site-packages" in file

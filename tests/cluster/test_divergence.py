@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.scheduler.job.divergence import describe_divergence, diverging_call
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
+from graphsplit.job.script import Script
 
 
 def history(*moves: str) -> CallsMade:
@@ -83,3 +84,22 @@ def test_a_worker_that_may_come_back_tells_nothing():
     calls.begin("train")
     calls.is_kept = False
     assert calls.made() == CallsMade()
+
+
+class Calls:
+    def __init__(self, history: CallHistory) -> None:
+        self.history = history
+
+    def save(self, path: str) -> str:
+        within = self.history.made().within
+        assert within is not None and within.source.startswith("tests/cluster/test_divergence.py:")
+        return f"{within.name} {path}"
+
+
+def test_a_models_calls_are_noted_while_they_last():
+    history = CallHistory()
+    calls = Script(history).around(None, Calls(history))
+    assert [calls.save("a"), calls.save("b")] == ["save a", "save b"]
+    assert history.made().num == 2 and history.made().within is None
+    looks = Calls(history)
+    assert Script(history).around(None, looks, changes_nothing=True) is looks
