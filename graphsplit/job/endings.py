@@ -118,7 +118,7 @@ def _is_full() -> bool:
 def tell_echo(job: Job | None, cause: FailureCause) -> None:
     """Say that this process ends because of what happened elsewhere."""
     me = f"worker {job.rank}" if job is not None else "this process"
-    line = f"{me} ended because {cause.describe()}"
+    line = f"{me} ended because {cause.heard()}"
     if job is not None and cause.rank == job.rank and cause.traceback:
         # The script has caught the error itself, and went on: nobody has printed it yet.
         line = f"{me} ended because of an error that the script caught: {cause.headline}"

@@ -69,7 +69,8 @@ def capture_graph(
     run: Callable[..., Any] = batches.run_predict
     loss: int | None = None
     if mode is Mode.TRAIN:
-        run, loss = batches.run_train, 0
+        run = batches.run_train_with_outputs if task.keep_outputs else batches.run_train
+        loss = 0
     elif mode is Mode.EVAL:
         run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
         loss = 0 if task.with_loss else None

@@ -20,7 +20,7 @@ from graphsplit.root_cause import FailureCause
 
 
 def cause_of(error: BaseException, rank: int) -> FailureCause:
-    cause = failure_of(error, rank=rank, host="h", pid=10 + rank, position="before step 0")
+    cause = failure_of(error, rank=rank, host="h", pid=10 + rank, position="before the first step")
     assert cause is not None
     return cause
 

@@ -47,7 +47,7 @@ def test_an_error_in_a_callback_ends_all_workers_within_two_seconds():
 def test_an_error_in_an_operation_names_step_module_operation_and_line():
     job = run_job("failing.py", "bad index", workers=3)
     assert_named_everywhere(
-        job, "IndexError", "train step 20, FORWARD", "operation embedding", "module table",
+        job, "IndexError", "train step 21, FORWARD", "operation embedding", "module table",
         r"failing\.py:\d+",
     )  # fmt: skip
     assert_told_whole_once(job, 0, "its operands: float32", "StepFailedError: IndexError")
@@ -91,7 +91,7 @@ def test_a_child_that_the_script_forks_ends_as_any_other_process():
 
 def test_loaders_that_disagree_are_named_with_the_step():
     job = run_job("failing.py", "loaders", workers=3)
-    assert_named_everywhere(job, "disagree at train step 20")
+    assert_named_everywhere(job, "disagree at train step 21")
     assert_told_whole_once(job, 2, "its batch has other values", "Fix: ")
 
 

@@ -39,7 +39,7 @@ def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> No
     job.phase = Phase.FAILED
     ending.leave_deadline = job.now + LEAVE_TIMEOUT_S
     ending.exit = Exit(job.rules.failure_status(cause) if status is None else status, cause)
-    told = cause.describe() if cause.is_told_by_worker else cause.story()
+    told = cause.heard() if cause.is_told_by_worker else cause.story()
     job.log(f"the job failed: {told}", event="failed", level="error")
     durable.persist(job)
     job.broadcast(Abort(cause))
