@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphsplit.job.when_joined import on_joined
-from graphsplit.marks import annotations
+from graphsplit.marks.annotations import install as install_place
 
 if TYPE_CHECKING:
     from graphsplit.job.job import Job
@@ -20,5 +20,5 @@ def _install_recovery(job: Job) -> None:
     install(job)
 
 
-annotations.install()
+install_place()
 on_joined.append(_install_recovery)

@@ -19,10 +19,10 @@ from graphsplit.torch_ext.private import DataDependentOutputException, pytree
 R = TypeVar("R", bound=Any)
 
 
-def _asked_for_values() -> tuple[type[Exception], ...]:
+def _asked_for_values(*others: type[Exception]) -> tuple[type[Exception], ...]:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return GuardOnDataDependentSymNode, DataDependentOutputException
+    return GuardOnDataDependentSymNode, DataDependentOutputException, *others
 
 
 def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str) -> R:
@@ -49,7 +49,7 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
     for answer in (0, 1):
         try:
             runs.append(attempt(answer))
-        except (*_asked_for_values(), TooManyQuestionsError) as error:
+        except _asked_for_values(TooManyQuestionsError) as error:
             reason = str(error)
         except GraphsplitError:
             raise
