@@ -11,7 +11,6 @@ from torch import nn
 
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
-from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.deferred.construction import is_deferred, stand_ins
 from graphsplit.guards.places import Place
@@ -65,6 +64,8 @@ def capture_graph(
         signature: Of the arguments.
         lift: Places whose numbers are operands of the graph.
     """
+    from graphsplit.capture.export import CaptureRequest, capture  # with torch's compiler
+
     run: Callable[..., Any] = batches.run_predict
     loss: int | None = None
     if mode is Mode.TRAIN:
