@@ -173,7 +173,8 @@ def test_the_command_prints_a_table_or_an_object(start_cluster, monkeypatch, tmp
     shown = CliRunner().invoke(main, ["status", "--json"])
     assert json.loads(shown.output)["phase"] == "forming"
     monkeypatch.delenv("MS_SCHED_PORT")
-    monkeypatch.setattr(status_command, "local_jobs", lambda: [("127.0.0.1", cluster.port)] * 2)
+    jobs = [("127.0.0.1", port) for port in (cluster.port, 1, cluster.port)]  # one has ended
+    monkeypatch.setattr(status_command, "local_jobs", lambda: jobs)
     shown = CliRunner().invoke(main, ["status"])
     assert shown.output.count("forming, generation 1, 0 of 1 workers") == 2, shown.output
     finish(cluster, cluster.join_all("0"))
