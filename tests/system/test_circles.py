@@ -46,9 +46,6 @@ def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
     assert status == 1
     mine = rf"worker 1 is in {call}\(\) at {LINE} {function}"
     others = rf"{other}\(\) at {LINE} main"
-        rf"worker 1 is in {call}\(\) at {LINE} {function}",
-        rf"{other}\(\) at {LINE} main",
-    )
     for process in ("[scheduler] the job", "[worker 1]", "graphsplit:"):
         told = "\n".join(line for line in output.splitlines() if line.startswith(process))
         assert re.search(mine, told), output
