@@ -17,6 +17,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
+from graphsplit.optimizers.own_step import guard_backward
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task
@@ -234,7 +235,7 @@ class Model(Shown):
         _need_optimizer(self._task, "train_step")
         loss = self._calls.train_step(batch, kwargs)
         self._stop_between_calls()
-        return loss
+        return guard_backward(loss)
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.

@@ -34,6 +34,8 @@ def test_the_role_may_be_left_out():
     for wrong in (("MS_WORKER",), (True,), (-1,)):
         with pytest.raises(PlacementError):
             short.place(*wrong)  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"^Module\.place\(\) missing .* 'role'"):
+        short.place()  # type: ignore[operator]
 
 
 def monitored() -> list[float]:
