@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from graphsplit.cluster.member.calls import CallHistory
-from graphsplit.cluster.scheduler.job.divergence import describe_divergence, diverging_call
+from graphsplit.cluster.scheduler.job.divergence import (
+    call_of_some,
+    describe_divergence,
+    diverging_call,
+)
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
 from graphsplit.job.script import Script
 
@@ -77,6 +81,16 @@ def test_the_workers_calls_and_the_way_out_are_told():
     ended = {0: history(END_OF_SCRIPT), 1: history("save")}
     text = describe_divergence(history(END_OF_SCRIPT).latest[0], ended)
     assert f"worker 0 is at {END_OF_SCRIPT}" in text and "call save() on every worker" in text
+
+
+def test_the_call_inside_another_is_the_one_that_is_wrong():
+    calls_of = {0: history("train"), 1: history("train", "barrier"), 2: history("train")}
+    for calls in calls_of.values():
+        assert calls.within is not None
+        assert call_of_some(calls.within, calls_of).name == "barrier"
+    calls_of = {0: history("eval"), 1: history("predict")}
+    assert call_of_some(calls_of[0].latest[0], calls_of).name == "eval"
+    assert call_of_some(calls_of[1].latest[0], calls_of).name == "predict"
 
 
 def test_a_worker_that_may_come_back_tells_nothing():

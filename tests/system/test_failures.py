@@ -64,26 +64,6 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
 
 
-def test_a_worker_that_leaves_early_ends_the_job():
-    job = run_job("failing.py", "leaves", workers=3)
-    assert job.status != 0
-    assert "SystemExit" in job.output
-
-
-@pytest.mark.parametrize(
-    ("what", "others"),
-    [
-        ("asks alone", r"workers 0, 2 are in train\(\) at \S*failing.py:\d+, in main"),
-        ("asks afterwards", "workers 0, 2 are at the end of the script"),
-    ],
-)
-def test_a_call_that_one_worker_makes_alone_ends_the_job_at_once(what: str, others: str):
-    job = run_job("failing.py", what, workers=3)
-    assert_named_everywhere(job, r"worker 1 is in state_dict\(\) at \S*failing.py:\d+, in ", others)
-    assert "call state_dict() on every worker" in job.output
-    assert max(times(job, "ends")) - times(job, "trouble")[0] < 4
-
-
 def test_a_child_that_the_script_forks_ends_as_any_other_process():
     job = run_job("failing.py", "forks", workers=3)
     assert job.status == 0 and "child: -15" in job.lines_of("worker 1"), job.output
