@@ -143,20 +143,22 @@ class Register(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., num_workers: _Optional[int] = ..., wished_rank: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., script_digest: _Optional[str] = ..., num_threads: _Optional[int] = ..., cpu_capability: _Optional[str] = ..., seed: _Optional[int] = ..., recovery: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("progress", "position", "watched", "location", "wants_stop", "calls")
+    __slots__ = ("progress", "position", "watched", "location", "wants_stop", "calls", "training")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     WATCHED_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     WANTS_STOP_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
     progress: int
     position: str
     watched: _containers.RepeatedScalarFieldContainer[int]
     location: Location
     wants_stop: bool
     calls: CallsMade
-    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., wants_stop: _Optional[bool] = ..., calls: _Optional[_Union[CallsMade, _Mapping]] = ...) -> None: ...
+    training: str
+    def __init__(self, progress: _Optional[int] = ..., position: _Optional[str] = ..., watched: _Optional[_Iterable[int]] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., wants_stop: _Optional[bool] = ..., calls: _Optional[_Union[CallsMade, _Mapping]] = ..., training: _Optional[str] = ...) -> None: ...
 
 class CallMade(_message.Message):
     __slots__ = ("name", "source", "milestones")
@@ -404,7 +406,7 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[str] = ..., phase: _Optional[str] = ..., generation: _Optional[int] = ..., num_workers: _Optional[int] = ..., seconds: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., cause: _Optional[_Union[Cause, _Mapping]] = ..., num_refused: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., recovery: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("rank", "node_id", "host", "pid", "state", "progress", "position", "location", "meets_at", "heard_s", "still_s")
+    __slots__ = ("rank", "node_id", "host", "pid", "state", "progress", "position", "location", "meets_at", "heard_s", "still_s", "training")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -416,6 +418,7 @@ class WorkerStatus(_message.Message):
     MEETS_AT_FIELD_NUMBER: _ClassVar[int]
     HEARD_S_FIELD_NUMBER: _ClassVar[int]
     STILL_S_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
     rank: int
     node_id: str
     host: str
@@ -427,4 +430,5 @@ class WorkerStatus(_message.Message):
     meets_at: str
     heard_s: float
     still_s: float
-    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., position: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., meets_at: _Optional[str] = ..., heard_s: _Optional[float] = ..., still_s: _Optional[float] = ...) -> None: ...
+    training: str
+    def __init__(self, rank: _Optional[int] = ..., node_id: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., progress: _Optional[int] = ..., position: _Optional[str] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., meets_at: _Optional[str] = ..., heard_s: _Optional[float] = ..., still_s: _Optional[float] = ..., training: _Optional[str] = ...) -> None: ...

@@ -22,6 +22,7 @@ from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.callbacks.stop import Stopping
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
+from graphsplit.train.in_words import TrainingInWords
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import Predicting
 
@@ -147,6 +148,7 @@ class Training:
             with self._engine.guard():
                 self._engine.call_on_gradients(self._listener())
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
+                self._engine.show_training(TrainingInWords(context))
                 with run:
                     self._go_through(run, loader, steps)
         except MembershipChangedError:
@@ -159,6 +161,7 @@ class Training:
             raise
         finally:
             self._engine.call_on_gradients(None)
+            self._engine.show_training(str)
             context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:
