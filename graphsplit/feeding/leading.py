@@ -115,7 +115,7 @@ class Leading:
         if (ticket.shape, ticket.checksum) != (batch, checksum):
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
-                f"{mode.value} step {step}\n"
+                f"{mode.value} step {step + 1}\n"
                 f"  Fix: pass the same tensors on every worker, and let split and loss_weight "
                 f"depend on nothing else."
             )

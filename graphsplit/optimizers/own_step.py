@@ -1,4 +1,4 @@
-"""What a script's old loop did with an optimizer, and what its Model does now.
+"""What a script's old loop did with a loss and an optimizer, and what its Model does now.
 
 A second step would count twice, and the state of one worker is a part of it all.
 """
@@ -18,6 +18,11 @@ from graphsplit.optimizers.ownership import is_elsewhere
 _here = threading.local()
 # What the last step of a Model has used up, in one process: an own loop makes new gradients.
 _USED = "_graphsplit_used"
+_DONE = (
+    "train_step and train have done backward and the optimizer's step already, and each worker has "
+    "its own parameters only\n  Fix: leave optimizer.step(), loss.backward() and "
+    "optimizer.zero_grad() out."
+)
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
@@ -77,11 +82,26 @@ def refuse_own_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
         used, now = getattr(optimizer, _USED), _first_gradient(optimizer)
         if used is None or now is None or used[0] is not now[0] or used[1] != now[1]:
             return
-    raise OwnershipError(
-        f"{type(optimizer).__name__}.step() was called by the script; train_step and train have "
-        f"done backward and the optimizer's step already, and each worker has its own parameters "
-        f"only\n  Fix: leave optimizer.step(), loss.backward() and optimizer.zero_grad() out."
-    )
+    raise OwnershipError(f"{type(optimizer).__name__}.step() was called by the script; {_DONE}")
+
+
+def guard_backward(loss: torch.Tensor) -> torch.Tensor:
+    """Refuse ``loss.backward()`` where a step has returned the loss; says what to do.
+
+    It stays an ordinary tensor: it is saved, copied to disk and computed with as ever.
+    """
+    loss.backward = _refuse_backward  # type: ignore[method-assign]
+    # Pickling takes a tensor's attributes along; torch.load refuses functions among them.
+    loss.__getstate__ = _no_state  # type: ignore[attr-defined]
+    return loss
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise OwnershipError(f"backward() was called on what train_step returned; {_DONE}")
+
+
+def _no_state() -> None:
+    return None
 
 
 def _first_gradient(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, int] | None:

@@ -26,6 +26,7 @@ from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import PythonStep, compare
+from graphsplit.planning.many_sizes import SizesSeen
 from graphsplit.planning.modes import as_in, ensure_training
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
@@ -113,6 +114,7 @@ class Planner:
         self.recordings = Recordings(self._record, self._circumstances, self._tensors)
         self.python_values = PythonValues(self.recordings, task)
         self._found: tuple[Mode, Signature, Found | None] | None = None
+        self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self._num_found = 0
         self.catch_up: Callable[[str | None], bool] = lambda text: False
@@ -202,6 +204,8 @@ class Planner:
             found = looked[2]
         if found is None:
             self._renew()
+            if self._job.rank == 0:
+                self._sizes.note(mode, signature)
             found = self._made(mode, signature)
             self._overlapping = overlapping(self._tensors())  # tensors may be buffers since
             recording = found.recording

@@ -33,6 +33,7 @@ from graphsplit.profiling.measurements import (
     read_measurements,
 )
 from graphsplit.profiling.recorder import Recorder
+from graphsplit.profiling.trial_run import bounding_line, compute_lines
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
@@ -89,11 +90,16 @@ class Profile:
         return describe_report(self._report)
 
     def step_times(self) -> list[str]:
-        """Predicted and measured step time, in words."""
+        """Predicted and measured step time, and the worker that bounds it, in words."""
         return [
             f"predicted {seconds_in_words(self.predicted.step_s)}, measured "
-            f"{seconds_in_words(self.measured.step_s)}; costs {self.costs.source}"
+            f"{seconds_in_words(self.measured.step_s)}; costs {self.costs.source}",
+            bounding_line(self.measured),
         ]
+
+    def compute(self) -> list[str]:
+        """What each worker computes in a step, as a table."""
+        return compute_lines(self.plan, self.costs, self.part.num_microbatches)
 
     def save(self, folder: str | Path) -> None:
         """Write ``trace.json``, ``timeline.svg``, ``summary.txt`` and ``summary.json``.

@@ -206,14 +206,15 @@ class ProgramRunner:
         """The current position in words, for heartbeats and failures."""
         instructions = self._parts.program.instructions
         if self.step < 0 or self.position >= len(instructions):
-            return f"between steps, after step {self.step}" if self.step >= 0 else "before step 0"
+            done = self.step + 1  # callbacks count from 1 as well
+            return f"between steps, after step {done}" if done else "before the first step"
         instruction = instructions[self.position]
         mode = self._plan.placed.graph.mode.value
-        return f"{mode} step {self.step}, {instruction}{self._about(instruction)}"
+        return f"{mode} step {self.step + 1}, {instruction}{self._about(instruction)}"
 
     def location(self) -> Location:
         """The current position in parts."""
-        step = self.step if self.step >= 0 else None
+        step = self.step + 1 if self.step >= 0 else None
         instruction = self.next_instruction()
         if step is None or instruction is None:
             return Location(step=step)

@@ -276,10 +276,9 @@ class SimulatedCluster:
     def evaluate(self, arguments: Arguments) -> Any:
         """Evaluate one batch; returns the outputs, after the loss where the task asks for it."""
         plan, states = self._run_whole(Mode.EVAL, arguments)
-        state = states[plan.home]
-        return unflatten_outputs(
-            plan.placed.graph, state.values[0], leaves(arguments), state.numbers
-        )
+        graph, state = plan.placed.graph, states[plan.home]
+        found = unflatten_outputs(graph, state.values[0], leaves(arguments), state.numbers)
+        return found if graph.loss is None else found[:2]
 
     def predict(self, arguments: Arguments) -> list[Any]:
         """The network's outputs as each worker knows them."""

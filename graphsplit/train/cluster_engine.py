@@ -26,7 +26,7 @@ from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
 from graphsplit.train.cluster_state import ClusterState
 from graphsplit.train.metrics import Metric, need_batches
-from graphsplit.train.outputs import unflatten_outputs
+from graphsplit.train.outputs import Beside, unflatten_outputs
 
 Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leaves on this worker
 
@@ -67,10 +67,17 @@ class ClusterEngine(ClusterState):
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
+        beside: list[Any] = []
         for phase, values in self._run(planned, division, holders, meanwhile):
-            loss = phase.planned.plan.placed.graph.loss_node
+            graph = phase.planned.plan.placed.graph
+            loss = graph.loss_node
             assert loss is not None
             losses += [of_microbatch[loss] for of_microbatch in values]
+            if len(graph.outputs) > 1:
+                numbers = phase.planned.numbers
+                pairs = zip(values, phase.inputs, strict=True)
+                beside += [unflatten_outputs(graph, v, [*i], numbers)[1] for v, i in pairs]
+        self.beside = Beside.of(beside, planned.weights)
         self.progress.num_steps += 1
         self._use_measurements(planned)
         return planned.loss(losses)
@@ -182,17 +189,14 @@ class ClusterEngine(ClusterState):
 
     def counters(self) -> dict[str, Any]:
         """The counters that steps go on from, besides the Model's state."""
-        return {"step": self._step, "norm": self.planner.updater.last_norm}
+        norm, losses = self.planner.updater.last_norm, self.beside.losses
+        return {"step": self._step, "norm": norm, "losses": losses}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on from what ``counters`` gave."""
         self._step = int(counters["step"])
         self.planner.updater.last_norm = counters["norm"]
-
-    def step_times(self) -> list[str]:
-        """The time of a step, in words; nothing before it was measured."""
-        latest = self.profiler.latest
-        return latest.step_times() if latest is not None else []
+        self.beside = Beside(dict(counters["losses"]))
 
 
 def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:

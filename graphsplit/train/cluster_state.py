@@ -88,12 +88,10 @@ class ClusterState(Engine):
             gatherer.load_optimizer(optimizer, state)
 
     def _update_metrics(
-        self, metrics: Mapping[str, Metric], arguments: Arguments, outputs: Any
+        self, metrics: Mapping[str, Metric], arguments: Arguments, found: Any
     ) -> None:
-        loss, outputs = outputs if self._task.with_loss else (None, outputs)
-        has_loss_fn = self._task.loss_fn is not None
         with torch.no_grad():
-            update_metrics(metrics, arguments, outputs, loss, has_loss_fn=has_loss_fn)
+            update_metrics(self._task, metrics, arguments, found)
 
     def _share_metrics(self, metrics: Mapping[str, Metric], home: int) -> dict[str, float]:
         computed = None

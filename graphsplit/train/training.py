@@ -179,6 +179,8 @@ class Training:
             for loss in self._engine.witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
+                beside = self._engine.beside
+                context.losses, context.outputs = beside.losses, beside.outputs
                 for callback in callbacks:
                     callback.on_step_end(context)
                 self._after_step()

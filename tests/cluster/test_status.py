@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from cluster_helpers import DEADLINE_S, wait_until
 from security_helpers import SCHEDULER_NAME, protection, worker_name
 
+from graphsplit.cli import status as status_command
 from graphsplit.cli.main import main
 from graphsplit.cluster.scheduler import server as scheduler_module
 from graphsplit.cluster.status.client import fetch_status
@@ -176,10 +177,16 @@ def test_the_command_prints_a_table_or_an_object(start_cluster, monkeypatch, tmp
     monkeypatch.setenv("MS_SCHED_PORT", str(cluster.port))
     shown = CliRunner().invoke(main, ["status", "--json"])
     assert json.loads(shown.output)["phase"] == "forming"
+    monkeypatch.delenv("MS_SCHED_PORT")
+    jobs = [("127.0.0.1", port) for port in (cluster.port, 1, cluster.port)]  # one has ended
+    monkeypatch.setattr(status_command, "local_jobs", lambda: jobs)
+    shown = CliRunner().invoke(main, ["status"])
+    assert shown.output.count("forming, generation 1, 0 of 1 workers") == 2, shown.output
     finish(cluster, cluster.join_all("0"))
 
 
-def test_nobody_there_is_said_and_has_a_status(monkeypatch):
+def test_nobody_there_is_said_and_has_a_status(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where jobs of this machine are known
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

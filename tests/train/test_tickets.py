@@ -227,7 +227,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))
     text = str(caught.value)
-    assert "the loaders of workers 0 and 1 disagree at train step 0 of the epoch" in text
+    assert "the loaders of workers 0 and 1 disagree at train step 1 of the epoch" in text
     assert "worker 1: its batch gives microbatches 2 of {" in text
     assert "with weights [0.75, 0.25]" in text and "with weights [0.5, 0.5]" in text
     assert "split and loss_weight must give the same on every worker" in text

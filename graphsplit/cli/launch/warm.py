@@ -93,20 +93,23 @@ class WarmStart:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            number = theirs.fileno()
-            module = "graphsplit.cli.launch.fork_server"
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", module, str(number), str(os.getpid()), str(self._script)],
-                env=dict(spec.variables),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(number,),
-                preexec_fn=make_setup(),
-            )
+            self._server = self._new_server(spec, theirs)
         ours.settimeout(_IMPORT_WITHIN_S)
         self._line = ours
         self._expect(b"ready")
+
+    def _new_server(self, spec: ChildSpec, line: socket.socket) -> subprocess.Popen[bytes]:
+        number = line.fileno()
+        module = "graphsplit.cli.launch.fork_server"
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(number), str(os.getpid()), str(self._script)],
+            env=dict(spec.variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(number,),
+            preexec_fn=make_setup(),
+        )
 
     def _expect(self, answer: bytes) -> None:
         told = self._receive()
