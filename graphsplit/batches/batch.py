@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.signature_text import DTYPES
 from graphsplit.capture.numbers.known_values import is_all_ones
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import DTYPES, TensorMeta
 from graphsplit.torch_ext.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
