@@ -21,10 +21,13 @@ import json, os, sys
 role = os.environ.get("MS_ROLE", "") + os.environ.get("MS_NODE_ID", "")
 request = json.load(open(os.path.join(os.path.dirname(os.environ["GS_CHECK_FILE"]),
                                       "request.json"))) if role != "MS_SCHED" else {}
+with open(os.environ["GS_REPORT_FILE"].replace(".json", ".begun"), "w"):
+    pass  # what gs.init() leaves
 def note(number, loss):
-    value = ["loss", "", "float32[]", loss, [loss]]
+    value = dict(kind="LOSS", name="", form="float32[]", digest=loss, elements=[loss])
     with open(os.environ["GS_CHECK_FILE"], "a") as file:
-        file.write(json.dumps(["training step", 1, number, [value]]) + "\\n")
+        record = dict(what="STEP", model=1, number=number, values=[value])
+        file.write(json.dumps(record) + "\\n")
 def notes(losses):
     for number, loss in enumerate(losses[:request.get("num_steps", 0)], start=1):
         note(number, loss)
