@@ -24,10 +24,10 @@ request = json.load(open(os.path.join(os.path.dirname(os.environ["GS_CHECK_FILE"
 with open(os.environ["GS_REPORT_FILE"].replace(".json", ".begun"), "w"):
     pass  # what gs.init() leaves
 def note(number, loss):
-    value = dict(kind="LOSS", name="", form="float32[]", digest=loss, elements=[loss])
+    value = {"kind": "LOSS", "name": "", "form": "float32[]", "digest": loss, "elements": [loss]}
+    noted = {"what": "STEP", "model": 1, "number": number, "values": [value]}
     with open(os.environ["GS_CHECK_FILE"], "a") as file:
-        record = dict(what="STEP", model=1, number=number, values=[value])
-        file.write(json.dumps(record) + "\\n")
+        file.write(json.dumps(noted) + "\\n")
 def notes(losses):
     for number, loss in enumerate(losses[:request.get("num_steps", 0)], start=1):
         note(number, loss)
