@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException
@@ -70,6 +71,17 @@ def line_now(frame: FrameType | None) -> str:
     if found is None:
         return ""
     return _line(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def warn_users(text: str) -> None:
+    """Warn, and show the user's line that it comes of, whatever called this in between."""
+    found = users_frame(sys._getframe(1))
+    if found is None:
+        warnings.warn(text, stacklevel=2)
+        return
+    registry = found.f_globals.setdefault("__warningregistry__", {})
+    file, number = found.f_code.co_filename, found.f_lineno
+    warnings.warn_explicit(text, UserWarning, file, number, registry=registry)
 
 
 def line_at(code: CodeType, number: int) -> str:

@@ -126,6 +126,10 @@ class FailureCause:
         """Whether the log of the worker that it happened on has the whole story."""
         return self.rank >= 0 and bool(self.traceback)
 
+    def stood_still(self, rank: int) -> bool:
+        """Whether this is that a worker did not go on, and others waited for it in vain."""
+        return self.kind == "timeout" and self.rank == rank and not self.traceback
+
     def where(self) -> Iterator[str]:
         """The places that are known: the user's line, the position, the operation."""
         at = self.location

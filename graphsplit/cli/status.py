@@ -47,14 +47,18 @@ def status(*, address: str | None, as_json: bool, timeout_s: float) -> None:
     from graphsplit.cluster.status.client import fetch_status
     from graphsplit.cluster.status.table import status_object, status_table
 
-    for number, (host, port) in enumerate(_addresses(address, os.environ)):
+    shown, errors = [], list[Exception]()
+    for host, port in _addresses(address, os.environ):
         try:
             protection = _protection(os.environ, host, port)
             found = fetch_status(host, port, protection, timeout_s=timeout_s)
         except (ClusterError, ConfigurationError) as error:
-            raise click.ClickException(str(error)) from error
-        between = "\n" if number and not as_json else ""
-        click.echo(between + (json.dumps(status_object(found)) if as_json else status_table(found)))
+            errors.append(error)
+            continue
+        shown.append(json.dumps(status_object(found)) if as_json else status_table(found))
+    if not shown:  # of several jobs one may begin or end just now
+        raise click.ClickException(str(errors[0])) from errors[0]
+    click.echo(("\n" if as_json else "\n\n").join(shown))
 
 
 def _addresses(given: str | None, environ: Mapping[str, str]) -> list[tuple[str, int]]:

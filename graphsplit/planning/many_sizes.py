@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Sequence
 
 import torch
 
 from graphsplit.batches.batch import Signature, leaves
 from graphsplit.capture.graph import Mode
+from graphsplit.frames import warn_users
 
 _MANY = 5
 
@@ -35,12 +35,11 @@ class SizesSeen:
         if changing:
             shown = ", ".join(f"{d}: {2 * largest}" for d, largest in changing.items())
             sizes = ", ".join(f"dimension {d} up to {n}" for d, n in changing.items())
-            warnings.warn(
+            warn_users(
                 f"{_MANY} plans for {mode.value} were made for batches that differ in nothing but "
                 f"sizes ({sizes}); each size takes a capture of its own, which takes seconds\n"
                 f"  Fix: Model(..., dynamic_dims={{{shown}}}), with the largest sizes that come, "
-                f"makes one plan for all; or pad the batches to a few sizes.",
-                stacklevel=2,
+                f"makes one plan for all; or pad the batches to a few sizes."
             )
 
 

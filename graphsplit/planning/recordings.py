@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError
+from graphsplit.frames import warn_users
 from graphsplit.guards.changes import Change, Computed, value_of
 from graphsplit.guards.check import Failure
 from graphsplit.guards.places import Place, PlaceKind
@@ -434,12 +434,11 @@ def _text_of(new: Any, lifted: Sequence[Any]) -> str:
 
 def _warn(failure: Failure, count: int, seconds: float) -> None:
     place = failure.place
-    warnings.warn(
+    warn_users(
         f"network or loss reads {place.label}, which was {shown(failure.old)} and is "
         f"{shown(failure.new)}: capture {count} for it; each value takes one of its own, this one "
         f"took {seconds:.2f} s\n"
         f"  {place.source}\n"
         f"  Fix: keep it in a tensor (register_buffer) that is changed in place; or say that it "
-        f"does not matter, with gs.ignore(holder, {str(place.key)!r}).",
-        stacklevel=2,
+        f"does not matter, with gs.ignore(holder, {str(place.key)!r})."
     )
