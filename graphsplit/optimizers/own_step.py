@@ -1,16 +1,18 @@
 """What a script's old loop did with a loss and an optimizer, and what its Model does now.
 
-A second step would count twice, and the state of one worker is a part of it all.
+A second step would count twice, and the state of one worker is a part of it all. And what decides
+what a step does, apart from settings: its code, what the user says of it, and the hooks around it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import is_elsewhere
@@ -23,6 +25,7 @@ _DONE = (
     "its own parameters only\n  Fix: leave optimizer.step(), loss.backward() and "
     "optimizer.zero_grad() out."
 )
+_SAID = "_graphsplit_per_parameter"
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
@@ -110,3 +113,36 @@ def _first_gradient(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, int
             if parameter.grad is not None:
                 return parameter.grad, parameter.grad._version
     return None
+
+
+def say_per_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """The user says that it treats every parameter by itself."""
+    setattr(optimizer, _SAID, True)
+
+
+def is_said(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has said that it treats every parameter by itself."""
+    return getattr(optimizer, _SAID, False) is True
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks that run around its step, those of all optimizers included."""
+    several: Iterable[Any] = (
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
+        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+    )
+    found = [hook for hooks in several for hook in hooks.values()]
+    return [hook for hook in found if hook is not refuse_own_step]
+
+
+def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """All that decides what its step does, apart from settings: compared by identity."""
+    return (
+        type(optimizer),
+        type(optimizer).step,
+        vars(optimizer).get("step"),
+        is_said(optimizer),
+        *step_hooks(optimizer),
+    )

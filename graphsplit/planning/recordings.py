@@ -87,7 +87,8 @@ class Recording:
 
     def lifted(self) -> tuple[Any, ...]:
         """The present values of the lifted numbers."""
-        return self.graph.state.guards.lifted_values()
+        guards = self.graph.state.guards
+        return guards.lifted_values() if guards.lifted else ()
 
     def numbers(self, signature: Signature, lifted: Sequence[Any]) -> Mapping[str, Any] | None:
         """The numbers of the graph, for a batch; None if the graph does not hold for it."""
@@ -162,9 +163,14 @@ class Recordings:
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
 
-    def find(self, mode: Mode, signature: Signature) -> Found | None:
-        """The recording that holds now, if there is one."""
-        circumstances = self._circumstances()
+    def find(self, mode: Mode, signature: Signature, circumstances: Circumstances) -> Found | None:
+        """The recording that holds now, if there is one.
+
+        Args:
+            mode: Train, eval or predict.
+            signature: Of the batch, or of each microbatch.
+            circumstances: What else it must have been made for.
+        """
         for index, recording in enumerate(self._latest):
             if recording.mode is not mode or not self._fits(recording, circumstances):
                 continue

@@ -459,7 +459,7 @@ class Model(Shown):
 
 def _need_optimizer(task: Task, method: str) -> None:
     """Raise ``ConfigurationError`` if there is nothing that trains."""
-    if not task.optimizers:
+    if not task.optimizer:
         raise ConfigurationError(
             f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
             f"net.parameters(), lr=0.01))."

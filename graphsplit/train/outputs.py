@@ -36,8 +36,6 @@ class Beside:
             found: ``losses``, and perhaps ``outputs``, of each; or of the whole batch.
             weights: Of each microbatch; empty where the batch is whole.
         """
-        if not found:
-            return NOTHING
         outputs = [one.get("outputs") for one in found]
         if not weights:
             return cls(found[0]["losses"], outputs[0])
