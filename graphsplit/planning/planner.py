@@ -282,6 +282,7 @@ class Planner:
     def renew(self) -> None:
         """The task has another loss, or other optimizers. All workers do so at the same point."""
         check_trained(self._task)
+        self.python_values.note_loss()
         self._renew(force=True)
         for number in self._numbers.values():
             self._job.transport.close_plan(number)

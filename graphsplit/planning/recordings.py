@@ -37,21 +37,6 @@ _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A value from a snapshot, for a place that is not known yet.
-
-    Attributes:
-        value: The value.
-        scripts: What the script had given the place before, when the snapshot was taken.
-        by_calls: Whether calls of the Model have changed it; else the script does so again.
-    """
-
-    value: Any
-    scripts: Any
-    by_calls: bool
-
-
 Circumstances = tuple[tuple[bool, ...], Any]
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
 
@@ -335,21 +320,18 @@ class Recordings:
 
     # Snapshots.
 
-    def places(self) -> dict[str, tuple[Place, Any]]:
-        """Every watched place by its label, with the value that it had when it was first read."""
-        found: dict[str, tuple[Place, Any]] = {}
+    def places(self) -> Iterator[tuple[Place, Any, Any]]:
+        """Every watched place, the value that it had when it was read, and the loss of then."""
         for recording in reversed(self._latest):
-            state = recording.graph.state
+            state, loss_fn = recording.graph.state, recording.loss_fn
             for watched in state.guards.watched:
                 if not watched.is_structure:
-                    found.setdefault(watched.place.label, (watched.place, watched.value))
+                    yield watched.place, watched.value, loss_fn
             for place in state.guards.lifted:
-                found.setdefault(place.label, (place, place.read()))
+                yield place, place.read(), loss_fn
             for change in state.changes:
-                if change.place.kind is PlaceKind.MARK:  # snapshots keep those of all parameters
-                    continue
-                found.setdefault(change.place.label, (change.place, change.old))
-        return found
+                if change.place.kind is not PlaceKind.MARK:  # snapshots keep all parameters' marks
+                    yield change.place, change.old, loss_fn
 
 
 def write(place: Place, value: Any) -> None:
