@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -77,7 +77,7 @@ class PythonValues:
         self.note()
         return {key: freeze(known.place.read()) for key, known in self._known.items()}
 
-    def put(self, values: Values) -> None:
+    def put(self, values: Mapping[Any, Any]) -> None:
         """Let places have the values of ``now`` again."""
         for key, value in values.items():
             place = self._known[key].place
