@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
 from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.child_process import Child, ChildError, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
