@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import is_
 from typing import Any
 
 import torch
@@ -294,9 +293,7 @@ class Planner:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
         self.trainable = trainable_of(self._task)
-        is_same = len(parameters) == len(self.parameters) and all(
-            map(is_, parameters, self.parameters)
-        )
+        is_same = list(map(id, parameters)) == list(map(id, self.parameters))  # which are held
         if is_same and not force:
             return
         self.parameters = parameters
