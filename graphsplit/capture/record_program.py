@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
-from graphsplit.capture.failures import explain, failing_module, quiet_export
+from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
 from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
@@ -217,7 +217,8 @@ def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedP
         if isinstance(error, GraphsplitError):
             raise
         module = failing_module(error)
-        own = export.own_error(error) if module is None else None
+        needs_values = module is not None or is_of_packing(error)
+        own = None if needs_values else export.own_error(error)
         # torch's own frames, a hundred of them, would hide the user's line.
         raise _CannotBeTakenApartError(explain(network, error, own), module) from None
     _check_nothing_swallowed(signals, network)

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from graphsplit.capture.observe import is_tracked, reachable_values
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.errors import CaptureError
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now, users_line_of_trace
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.checkpoint.values import encode
+from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from graphsplit.checkpoint.contents import parameters_of
-from graphsplit.checkpoint.group import ControlGroup, share_value
 from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.job.job import Job
@@ -30,7 +29,6 @@ class StateGatherer:
     def __init__(self, task: Task, job: Job, owners: Mapping[str, int]) -> None:
         self._task = task
         self._job = job
-        self._group = ControlGroup(job.control, _no_tick)
         # Optimizers may still hold parameters of layers that were taken out of the network.
         held = {str(id(p)): p for one in task.optimizers for p in parameters_of(one)}
         self._owner_of = {int(number): rank for number, rank in job.owners.known(held).items()}
@@ -98,7 +96,7 @@ class StateGatherer:
     def _agree(self, error: Exception | None, what: str) -> None:
         """Raise the same on all workers, so that a script may catch it on all alike."""
         mine = "" if error is None else f"{type(error).__name__}: {error}"
-        told = self._group.exchange(_ADDRESS.sub("0x", mine))
+        told = self._job.control.exchange(_ADDRESS.sub("0x", mine))
         if len(set(told)) > 1:
             by_rank = "\n  ".join(f"worker {rank}: {t or 'fine'}" for rank, t in enumerate(told))
             raise ConfigurationError(
@@ -117,7 +115,7 @@ class StateGatherer:
             if owner >= 0:
                 mine = dict(entries) if owner == self._job.rank else None
                 what = "the state of a parameter"
-                entries = share_value(self._group, mine, source=owner, what=what)
+                entries = self._job.control.share_value(mine, source=owner, what=what)
             if entries:
                 whole[parameter] = entries
         optimizer.state = whole
@@ -171,7 +169,3 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
     if hasattr(value, "_metadata"):
         found._metadata = value._metadata
     return cast(dict[str, Any], found)
-
-
-def _no_tick() -> None:
-    """Nothing here waits for a disk."""

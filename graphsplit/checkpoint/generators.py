@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphsplit.checkpoint.values import Fixed
+from graphsplit.encoding.values import Fixed
 
 _PARTS = ("sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
 _COUNTERS_OF_DATA = frozenset(("epoch", "_epoch"))
@@ -41,6 +41,17 @@ def set_process_generators(states: Mapping[str, Any]) -> None:
     """Set what ``process_generators`` gave."""
     random.setstate(_python_tuple(states["python"]))
     np.random.set_state(_numpy_tuple(states["numpy"]))
+
+
+def all_generators() -> tuple[torch.Tensor, Fixed]:
+    """The states of PyTorch's default generator, and of Python's and NumPy's own."""
+    return torch.default_generator.get_state(), process_generators()
+
+
+def set_all_generators(states: tuple[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Set what ``all_generators`` gave."""
+    torch.default_generator.set_state(states[0])
+    set_process_generators(states[1])
 
 
 def _python_state(state: tuple[Any, ...]) -> list[Any]:

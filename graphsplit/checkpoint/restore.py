@@ -23,12 +23,12 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.disk.source import Request, Source
-from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.checkpoint.own_state_code import own_code_of, own_loading
-from graphsplit.checkpoint.values import decode, tensor_names
+from graphsplit.encoding.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
+from graphsplit.tensor_meta import plain_meta
 
 _MAX_SHOWN = 200
 

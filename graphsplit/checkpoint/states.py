@@ -32,8 +32,8 @@ from graphsplit.checkpoint.restore import (
     shown,
 )
 from graphsplit.checkpoint.save import save_file, save_folder
-from graphsplit.checkpoint.values import Fixed, decode, tensor_names
 from graphsplit.deferred.construction import is_deferred
+from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.planning.task import Task
 
@@ -45,7 +45,7 @@ class Stateful(Protocol):
     """Anything with a state of its own: a scheduler, a scaler, a sampler, a module."""
 
     def state_dict(self) -> Any:
-        """Its state: tensors, numbers, strings, None, and lists, tuples or mappings of them."""
+        """Its state: tensors, plain Python values, and lists, tuples, sets or mappings of them."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Take a state."""

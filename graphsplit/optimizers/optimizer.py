@@ -16,15 +16,16 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers import partial_norm
-from graphsplit.optimizers.own_step import by_the_model, guard_state, guard_step
-from graphsplit.optimizers.ownership import Residence, is_elsewhere
-from graphsplit.optimizers.per_parameter import (
+from graphsplit.optimizers.own_step import (
+    by_the_model,
     code_of_step,
-    is_listed,
+    guard_state,
+    guard_step,
     is_said,
-    replaced_step,
     step_hooks,
 )
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.per_parameter import is_listed, replaced_step
 from graphsplit.optimizers.trial import Part, Trial, note_step
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
-from graphsplit.capture.export import CaptureRequest, capture
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.deferred.construction import is_deferred, stand_ins
 from graphsplit.guards.places import Place
@@ -65,10 +64,13 @@ def capture_graph(
         signature: Of the arguments.
         lift: Places whose numbers are operands of the graph.
     """
+    from graphsplit.capture.export import CaptureRequest, capture  # with torch's compiler
+
     run: Callable[..., Any] = batches.run_predict
     loss: int | None = None
     if mode is Mode.TRAIN:
-        run, loss = batches.run_train, 0
+        run = batches.run_train_with_outputs if task.keep_outputs else batches.run_train
+        loss = 0
     elif mode is Mode.EVAL:
         run = batches.run_eval_with_loss if task.with_loss else batches.run_eval
         loss = 0 if task.with_loss else None

@@ -11,6 +11,7 @@ import torch
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch, NoRun
 from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.errors import ConfigurationError
+from graphsplit.logs import say
 from graphsplit.train.callbacks import Callback, RunContext
 
 
@@ -56,6 +57,13 @@ class Epochs:
                 f"was saved, or train(..., resume=False) to count from 1 again."
             )
         states.resumption = None
+        if self._first > context.num_epochs and context.rank == 0 and not self.has_begun:
+            say(
+                f"nothing is trained: the loaded run has done all of {context.num_epochs} "
+                f"epoch(s); pass more epochs to go on, or resume=False to count from 1 again",
+                event="nothing_to_train",
+                level="warning",
+            )
 
     @property
     def has_begun(self) -> bool:

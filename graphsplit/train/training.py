@@ -75,9 +75,11 @@ class Calls:
         task, engine = self._task, self._engine
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
-            engine.witness.begins()
+            if engine.witness is not None:
+                engine.witness.begins()
             loss = engine.train_step(division)
-            engine.witness.trained(loss)
+            if engine.witness is not None:
+                engine.witness.trained(loss)
             return loss
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
@@ -86,7 +88,8 @@ class Calls:
             self._states.others.begin(loader)
             found = self._engine.eval_epoch(loader, self._metrics)
             self._states.others.end(loader)
-            self._engine.witness.evaluated(found)
+            if self._engine.witness is not None:
+                self._engine.witness.evaluated(found)
             return found
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +98,8 @@ class Calls:
             has_loss_fn = self._task.loss_fn is not None
             predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)
             outputs = predicting.outputs((args, kwargs))
-            self._engine.witness.predicted(outputs)
+            if self._engine.witness is not None:
+                self._engine.witness.predicted(outputs)
             return outputs
 
 
@@ -106,7 +110,7 @@ def stop_if_asked(engine: Engine, script: Script) -> None:
         EnoughSteps: The check that runs the script has seen what it needs.
         StoppedInOrder: The job was asked to end.
     """
-    if engine.witness.has_enough:
+    if engine.witness is not None and engine.witness.has_enough:
         raise EnoughSteps
     if engine.stops_here:
         script.stop()
@@ -175,10 +179,12 @@ class Training:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
             run.begin(start)
-            losses = self._engine.train_epoch(loader, start, is_last)
-            for loss in self._engine.witness.of_epoch(losses):
+            losses, witness = self._engine.train_epoch(loader, start, is_last), self._engine.witness
+            for loss in losses if witness is None else witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
+                beside = self._engine.beside
+                context.losses, context.outputs = beside.losses, beside.outputs
                 for callback in callbacks:
                     callback.on_step_end(context)
                 self._after_step()

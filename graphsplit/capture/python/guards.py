@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
@@ -26,6 +24,7 @@ from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_
 from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
+from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.private import higher_order_ops
 from graphsplit.torch_ext.replaced import outside, replaced
 
@@ -169,12 +168,16 @@ class StateWatch:
             Watched(place, outside(place.holder, place.key, place.read()))
             for place in torch_places(names)
         ]
+        forget_fake_tensors()
+        watched += [
+            Watched(place, place.read(), is_structure=True) for place in recorder.results_kept()
+        ]
         guards = Guards(
             watched,
             tensors=tuple(recorder.tensors.values()),
             types=recorder.touched,
             lifted=self._lifted.places,
-            switches=switches,
+            with_switches=True,
         )
         return PythonState(guards, self._changes, self._lifted)
 
@@ -235,36 +238,3 @@ def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watc
         yield Watched(place, place.read())
         if "forward" in vars(kind):
             return
-
-
-def switches() -> tuple[Any, ...]:
-    """PyTorch's own switches on which a graph depends."""
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_cache_enabled(),
-        *_of_decimals(),
-        *(tuple(filter(_is_users, hooks.values())) if hooks else () for hooks in _global_hooks),
-    )
-
-
-def _of_decimals() -> tuple[Any, ...]:
-    """What steers the values of ``decimal``'s numbers in this thread."""
-    held = decimal.getcontext()
-    return held.prec, held.rounding, held.Emin, held.Emax, held.clamp
-
-
-def _is_users(hook: Any) -> bool:
-    """Whether a hook on all modules is not graphsplit's own."""
-    return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
-
-
-_global_hooks: tuple[dict[Any, Any], ...] = tuple(
-    getattr(torch_module, name)
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-)

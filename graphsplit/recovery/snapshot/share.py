@@ -21,7 +21,8 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.states import Resumption, States
-from graphsplit.checkpoint.values import Encoder, Fixed, decode
+from graphsplit.encoding.packed import FlatTensors
+from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -29,7 +30,7 @@ from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
-from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
@@ -171,7 +172,7 @@ class ModelSnapshot:
         tensors: dict[str, torch.Tensor] = {}
         node = self.collect(tensors)
         flat.copy(tensors)
-        self.start = SnapshotShard(0, {"models": [node]}, flat.memory, flat.slots)
+        self.start = SnapshotShard({"number": START, "models": [node]}, flat.memory, flat.slots)
 
     # Copying.
 

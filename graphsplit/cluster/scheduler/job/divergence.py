@@ -45,6 +45,20 @@ def _count(calls: CallsMade, call: CallMade) -> int:
     return sum((one.name, one.milestones) == (call.name, call.milestones) for one in calls.latest)
 
 
+def call_of_some(found: CallMade, calls_of: Mapping[int, CallsMade]) -> CallMade:
+    """A call that some worker is in and another one has not made; the one that was found, if so.
+
+    Two workers that meet under different names may both be in a call that all have made, and one
+    of them in another call inside it.
+    """
+    inside = [(found, calls) for calls in calls_of.values() if calls.within == found]
+    inside += [(calls.within, calls) for calls in calls_of.values() if calls.within is not None]
+    for call, owner in inside:
+        if any(_lacks(other, call, owner) for other in calls_of.values()):
+            return call
+    return found
+
+
 def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> str:
     """Who is where, the line of each, and what to do.
 
