@@ -15,9 +15,8 @@ holds, and every view, tie and saved tensor sees the values.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -32,28 +31,11 @@ from graphsplit.deferred.calls import (
 from graphsplit.deferred.draws import DrawChain, DrawReplay
 from graphsplit.errors import DeferredInitError, InvariantError
 from graphsplit.optimizers.freed_memory import note_dropped
-from graphsplit.torch_ext.private import (
-    DisableTorchFunction,
-    disable_current_modes,
-    has_storage,
-    storage_use_count,
-)
+from graphsplit.torch_ext.private import has_storage, storage_use_count
+from graphsplit.torch_ext.stand_ins import plain_torch
 
 WARN_FROM_BYTES = 1 << 20
 """Smaller contents are filled on demand without a word."""
-
-
-@contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Everything inside runs as outside of any mode, autocast or gradient recording."""
-    with (
-        DisableTorchFunction(),
-        disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        yield
 
 
 def warn_if_large(size_bytes: int, because: str) -> None:

@@ -22,8 +22,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphsplit.deferred.calls import SHAPE_ONLY, Call, TensorSpec, user_line
-from graphsplit.deferred.recording import Recording, plain_torch, warn_if_large
+from graphsplit.deferred.recording import Recording, warn_if_large
 from graphsplit.torch_ext.private import DisableTorchFunction, TorchDispatchMode, pytree
+from graphsplit.torch_ext.stand_ins import plain_torch
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 _LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})

@@ -29,7 +29,8 @@ from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.child_process import Child, ChildError, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
 from graphsplit.optimizers.own_step import by_the_model, step_hooks
-from graphsplit.optimizers.ownership import Residence, is_elsewhere, take_back
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.torch_ext.stand_ins import take_back
 
 _DEADLINE_S = 60.0
 _MAX_ELEMENTS = 2**20  # of all small parameters together

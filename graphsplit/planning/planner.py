@@ -18,7 +18,8 @@ from graphsplit.errors import InvariantError, StaleGraphError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
-from graphsplit.optimizers.ownership import Residence, give_up, is_elsewhere, return_free_memory
+from graphsplit.optimizers.freed_memory import return_now
+from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.dump import describe_plan
@@ -467,12 +468,12 @@ class Planner:
                 materialize(module, self._owned_names(module))
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
-                give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
+                free(tensor, name=name, owner=self.owners[name], strides=strides[name])
         self.updater.settle(
             Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
         )
         self.on_settled()
-        return_free_memory()
+        return_now()
 
     def _owned_names(self, module: nn.Module) -> list[str]:
         prefix = "" if module is self._task.network else f"{LOSS_PATH}."
