@@ -249,6 +249,7 @@ CONTRACT: tuple[PrivateName, ...] = (
             *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
         )
     ),
+    *_of("torch.library", "which kernels Python has put in: others answer otherwise", "_impls"),
     # The compiler and the process groups.
     *_of("torch._inductor", "what Model(compile={'mode': ...}) stands for", "list_mode_options"),
     *_of(

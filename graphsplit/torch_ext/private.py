@@ -76,6 +76,7 @@ __all__ = [
     "has_kernel",
     "has_storage",
     "higher_order_ops",
+    "kernels_of_python",
     "mode_options",
     "pytree",
     "run_backward",
@@ -94,6 +95,7 @@ foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_norm: Callable[..., Any] = torch._foreach_norm
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
 has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+kernels_of_python: set[str] = torch.library._impls
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 storage_at: Callable[..., Any] = _C._construct_storage_from_data_pointer
 storage_use_count: Callable[[int], int] = _C._storage_Use_Count
