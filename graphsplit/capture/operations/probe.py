@@ -26,6 +26,7 @@ from torch.fx import Node
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import opaque_call, operands_at
 from graphsplit.capture.operations.regions import in_region, region_of
+from graphsplit.torch_ext.attributes import operator_schema, schema_of
 from graphsplit.torch_ext.fakes import on_fakes
 from graphsplit.torch_ext.private import (
     SWITCHES,
@@ -62,8 +63,8 @@ def makes_views(node: Node) -> bool:
     """Whether the results may share memory with an operand without having modified it."""
     if isinstance(node.target, MemoryCall):
         return True
-    schema = getattr(node.target, "_schema", None)
-    returns = schema.returns if isinstance(schema, torch.FunctionSchema) else ()
+    schema = schema_of(node.target)
+    returns = schema.returns if schema is not None else ()
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
@@ -181,7 +182,7 @@ def _shadow(operand: Node, carries_grad: bool, target: OpOverload | MemoryCall) 
     if carries_grad:
         shadow.requires_grad_(True)
         # A leaf must not be modified in place.
-        if isinstance(target, OpOverload) and target._schema.is_mutable:
+        if isinstance(target, OpOverload) and operator_schema(target).is_mutable:
             shadow = shadow.clone()
     return shadow
 
