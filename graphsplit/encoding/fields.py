@@ -7,15 +7,15 @@ A dataclass says with its type hints which kind each of its fields is, as ``Anno
 
 A kind writes values of our own, which are trusted, and reads what arrived: it checks type and
 bound, and raises ``MessageError`` with what is wrong. Nothing is cut to fit, and entries are
-counted before they are looked at. ``records`` makes JSON of whole dataclasses, the cluster's codec
-makes protobuf messages of them. Pure.
+counted before they are looked at. ``records`` makes JSON of whole dataclasses. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
-from typing import Annotated, Any, get_args, get_origin
+import re
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
 
 
 class MessageError(ValueError):
@@ -28,15 +28,11 @@ class Field:
 
     Attributes:
         read: Maps what arrived, and its name for errors, to the value; raises ``MessageError``.
-        write: Maps a value to what protobuf takes; None leaves the field out.
-        may_lack: Whether a message may lack the field. Else it reads as empty, 0 or false.
-        absent: The value where it does.
+        write: Maps a value to what JSON has for it.
     """
 
     read: Callable[[Any, str], Any]
     write: Callable[[Any], Any] = lambda value: value
-    may_lack: bool = False
-    absent: Any = None
 
 
 def of_type(*kinds: type) -> Field:
@@ -50,11 +46,12 @@ def of_type(*kinds: type) -> Field:
     return Field(read)
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 INT, BOOL, FLOAT, STR = of_type(int), of_type(bool), of_type(int, float), of_type(str)
 
 
 def integer(lowest: int, highest: int) -> Field:
-    """A number within bounds. One that nobody set is 0."""
+    """A number within bounds."""
 
     def read(raw: Any, name: str) -> int:
         found: int = INT.read(raw, name)
@@ -95,20 +92,26 @@ def string(most: int, *, required: bool = False, lines: bool = False) -> Field:
         # Names go into logs and errors: no line breaks or terminal codes from strangers.
         if not lines and not raw.isprintable():
             raise MessageError(f"{name} has characters that cannot be printed")
+        if _SURROGATE.search(raw):
+            raise MessageError(f"{name} has halves of characters")
         return str(raw)
 
     return Field(read)
 
 
 def chunk(most: int) -> Field:
-    """At most so many bytes."""
+    """At most so many bytes; written as a hexadecimal number."""
 
-    def read(raw: bytes, name: str) -> bytes:
-        if len(raw) > most:
-            raise MessageError(f"{name} has {len(raw)} bytes, more than {most}")
-        return raw
+    def read(raw: Any, name: str) -> bytes:
+        STR.read(raw, name)
+        if len(raw) > 2 * most:
+            raise MessageError(f"{name} has {len(raw) // 2} bytes, more than {most}")
+        try:
+            return bytes.fromhex(raw)
+        except ValueError:
+            raise MessageError(f"{name} is {repr(raw)[:80]}, no hexadecimal number") from None
 
-    return Field(read)
+    return Field(read, bytes.hex)
 
 
 def choice(
@@ -131,6 +134,17 @@ def choice(
     return Field(read, raw_of)
 
 
+def fixed(*items: Field) -> Field:
+    """A tuple of so many values."""
+
+    def read(raw: Any, name: str) -> tuple[Any, ...]:
+        if not isinstance(raw, list) or len(raw) != len(items):
+            raise MessageError(f"{name} is {repr(raw)[:80]}, no list of {len(items)} values")
+        return tuple(item.read(one, name) for item, one in zip(items, raw, strict=True))
+
+    return Field(read, lambda value: [i.write(v) for i, v in zip(items, value, strict=True)])
+
+
 @dataclass(frozen=True)
 class AtMost:
     """Bounds how many entries a tuple or a mapping has."""
@@ -141,56 +155,43 @@ class AtMost:
         """Values in order."""
 
         def read(raw: Any, name: str) -> tuple[Any, ...]:
-            if isinstance(raw, (str, Mapping)) or not isinstance(raw, Sequence):
+            if not isinstance(raw, list):
                 raise MessageError(f"{name} is {repr(raw)[:80]}, no list")
             self._check(raw, name)
-            return tuple(item.read(one, f"an entry of {name}") for one in raw)
+            return tuple(item.read(one, f"{name}: an entry") for one in raw)
 
         return Field(read, lambda values: [item.write(one) for one in values])
 
     def of_mapping(self, key: Field, value: Field) -> Field:
-        """Values by key."""
+        """Values by key: an object, or a list of pairs where not all keys are texts."""
+        pair = fixed(key, value)
 
-        def read(raw: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+        def read(raw: Any, name: str) -> dict[Any, Any]:
+            if not isinstance(raw, (list, dict)):
+                raise MessageError(f"{name} is {repr(raw)[:80]}, no mapping")
             self._check(raw, name)
+            if isinstance(raw, list):
+                return dict(pair.read(one, name) for one in raw)
             return {
-                key.read(each, f"a key of {name}"): value.read(one, f"{name}[{repr(each)[:42]}]")
+                key.read(each, f"{name}: a key"): value.read(one, f"{name}[{repr(each)[:42]}]")
                 for each, one in raw.items()
             }
 
-        return Field(read)
+        def write(given: Mapping[Any, Any]) -> Any:
+            if all(isinstance(one, str) for one in given):
+                return {one: value.write(item) for one, item in given.items()}
+            return [pair.write(item) for item in given.items()]
 
-    def _check(self, raw: Mapping[Any, Any] | Sequence[Any], name: str) -> None:
+        return Field(read, write)
+
+    def _check(self, raw: Sized, name: str) -> None:
         if len(raw) > self.most:
             raise MessageError(f"{name} has {len(raw)} entries, more than {self.most}")
 
 
-def optional(field: Field, absent: Any = None) -> Field:
-    """A field that a message lacks where its value is ``absent``."""
-
-    def write(value: Any) -> Any:
-        return None if value == absent else field.write(value)
-
-    return Field(field.read, write, may_lack=True, absent=absent)
-
-
-def field_of(hint: Any, default: Any, plain: Callable[[Any, Any], Field]) -> Field:
-    """The kind of field that a type hint names.
-
-    Args:
-        hint: The hint.
-        default: The field's default; ``MISSING`` for none.
-        plain: Gives the kind for a hint and a default where the hint itself names none.
-    """
-    if get_origin(hint) is Annotated:
-        base, kind = get_args(hint)
-        if isinstance(kind, Field):
-            return kind
-        items = [field_of(one, MISSING, plain) for one in get_args(base) if one is not ...]
-        is_tuple = get_origin(base) is tuple
-        made: Field = kind.of_tuple(*items) if is_tuple else kind.of_mapping(*items)
-        return made
-    if type(None) in get_args(hint):
-        (given,) = (one for one in get_args(hint) if one is not type(None))
-        return optional(field_of(given, MISSING, plain))
-    return plain(hint, default)
+def optional(field: Field) -> Field:
+    """A field that may be None."""
+    return Field(
+        lambda raw, name: None if raw is None else field.read(raw, name),
+        lambda value: None if value is None else field.write(value),
+    )

@@ -21,18 +21,20 @@ import json
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from graphsplit.encoding.fields import (
     BOOL,
+    STR,
     AtMost,
     Field,
     MessageError,
     choice,
-    field_of,
+    chunk,
+    fixed,
     integer,
     number,
-    string,
+    optional,
 )
 
 _T = TypeVar("_T")
@@ -41,13 +43,15 @@ _PLAIN: dict[Any, Field] = {
     int: integer(-(1 << 63), 1 << 64),
     bool: BOOL,
     float: number(float("-inf"), float("inf")),
-    str: string(1 << 30, lines=True),
+    str: STR,
+    bytes: chunk(1 << 30),
+    Any: Field(lambda raw, _: raw),  # JSON as it is
 }
 
 
 def to_node(value: Any) -> Any:
     """A value of our own, which is trusted, as JSON has it."""
-    return _field(type(value)).write(value)
+    return _field(cast(Any, type(value))).write(value)
 
 
 def from_node(kind: type[_T], node: Any, *, what: str = "it") -> _T:
@@ -56,12 +60,12 @@ def from_node(kind: type[_T], node: Any, *, what: str = "it") -> _T:
     Raises:
         MessageError: It is none; names the field.
     """
-    return cast(_T, _field(kind).read(node, what))
+    return cast(_T, _field(cast(Any, kind)).read(node, what))
 
 
 def to_text(value: Any) -> str:
     """As ``to_node``, as one line."""
-    return json.dumps(to_node(value), separators=(",", ":"))
+    return dumps(to_node(value))
 
 
 def from_text(kind: type[_T], text: str | bytes, *, what: str = "it") -> _T:
@@ -70,43 +74,60 @@ def from_text(kind: type[_T], text: str | bytes, *, what: str = "it") -> _T:
     Raises:
         MessageError: It is none; names the field.
     """
+    return from_node(kind, loads(text, what=what), what=what)
+
+
+def dumps(node: Any) -> str:
+    """JSON as one line."""
+    return json.dumps(node, separators=(",", ":"))
+
+
+def loads(text: str | bytes, *, what: str) -> Any:
+    """JSON that may come from anybody.
+
+    Raises:
+        MessageError: It is none.
+    """
     try:
-        node = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"{what} is no JSON: {error}") from None
-    return from_node(kind, node, what=what)
-
-
-def _field(hint: Any, default: Any = None) -> Field:
-    """The kind of field that a type hint names by itself; a default makes no difference."""
-    return _field_of(hint)
 
 
 @cache
-def _field_of(hint: Any) -> Field:
+def _field(hint: Any) -> Field:
+    """The kind of field that a type hint names."""
     if hint in _PLAIN:
         return _PLAIN[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
         return choice(hint, hint.__name__, lambda member: member.name)
     if dataclasses.is_dataclass(hint):
-        return _record(cast(type, hint))
-    origin = get_origin(hint)
-    items = [field_of(one, None, _field) for one in get_args(hint) if one is not ...]
-    if origin is tuple:
-        return _MOST.of_tuple(*items) if len(items) == 1 else _fixed(items)
-    if hint is bytes:
-        return Field(_read_bytes, bytes.hex)
-    if origin is Mapping:
-        return _mapping(*items)
+        return record(cast(type, hint))
+    bound = _MOST
+    if get_origin(hint) is Annotated:
+        hint, kind = get_args(hint)
+        if isinstance(kind, Field):
+            return kind
+        bound = kind
+    items = [_field(one) for one in get_args(hint) if one not in (..., type(None))]
+    if type(None) in get_args(hint) and len(items) == 1:
+        return optional(*items)
+    if get_origin(hint) is tuple:
+        return bound.of_tuple(*items) if ... in get_args(hint) else fixed(*items)
+    if get_origin(hint) is Mapping:
+        return bound.of_mapping(*items)
     raise TypeError(f"a field of type {hint} has no form in JSON")
 
 
-def _record(kind: type) -> Field:
-    hints = get_type_hints(kind, include_extras=True)
-    fields = {
-        one.name: field_of(hints[one.name], None, _field)
-        for one in dataclasses.fields(cast(Any, kind))
-    }
+def record(kind: type, bounds: Mapping[str, Any] | None = None) -> Field:
+    """A dataclass.
+
+    Args:
+        kind: The dataclass.
+        bounds: Type hints for fields whose own ones name no bounds.
+    """
+    hints = {**get_type_hints(kind, include_extras=True), **(bounds or {})}
+    fields = {one.name: _field(hints[one.name]) for one in dataclasses.fields(cast(Any, kind))}
 
     def write(value: Any) -> dict[str, Any]:
         return {name: field.write(getattr(value, name)) for name, field in fields.items()}
@@ -118,47 +139,7 @@ def _record(kind: type) -> Field:
             problem = "is missing" if name in fields else "is not expected"
             raise MessageError(f"{what}: {name[:80]} {problem}")
         return kind(
-            **{
-                name: field.absent
-                if field.may_lack and raw[name] is None
-                else field.read(raw[name], f"{what}: {name}")
-                for name, field in fields.items()
-            }
+            **{name: field.read(raw[name], f"{what}: {name}") for name, field in fields.items()}
         )
 
     return Field(read, write)
-
-
-def _fixed(items: list[Field]) -> Field:
-    """A tuple of so many values."""
-
-    def read(raw: Any, name: str) -> tuple[Any, ...]:
-        if not isinstance(raw, list) or len(raw) != len(items):
-            raise MessageError(f"{name} is {repr(raw)[:80]}, no list of {len(items)} values")
-        return tuple(item.read(one, name) for item, one in zip(items, raw, strict=True))
-
-    return Field(read, lambda value: [i.write(v) for i, v in zip(items, value, strict=True)])
-
-
-def _mapping(key: Field, value: Field) -> Field:
-    pair = _fixed([key, value])
-
-    def read(raw: Any, name: str) -> dict[Any, Any]:
-        pairs = list(map(list, raw.items())) if isinstance(raw, dict) else raw
-        if not isinstance(pairs, list):
-            raise MessageError(f"{name} is {repr(raw)[:80]}, no mapping")
-        return dict(pair.read(one, name) for one in pairs)
-
-    def write(given: Mapping[Any, Any]) -> Any:
-        if all(isinstance(one, str) for one in given):
-            return {one: value.write(item) for one, item in given.items()}
-        return [pair.write(item) for item in given.items()]
-
-    return Field(read, write)
-
-
-def _read_bytes(raw: Any, name: str) -> bytes:
-    try:
-        return bytes.fromhex(raw)
-    except (TypeError, ValueError):
-        raise MessageError(f"{name} is {repr(raw)[:80]}, no hexadecimal number") from None

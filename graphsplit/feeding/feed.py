@@ -45,6 +45,7 @@ from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
 from graphsplit.tensor_meta import TensorMeta
@@ -109,7 +110,7 @@ class Feed:
         divider: Divider,
         has_loss_fn: bool,
         readers: LoaderReaders,
-        note: str = "",
+        note: Note = str,
         start: EpochStart = FROM_THE_START,
         progress: Progress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,

@@ -17,7 +17,6 @@ from types import TracebackType
 
 import torch
 
-from graphsplit.capture.graph import Mode
 from graphsplit.encoding import records
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import Group
@@ -148,11 +147,6 @@ class Profiler:
             self._recorders[planned.runner] = (planned, Recorder(planned.runner, _NUM_RUNS))
         else:
             known[1].end()
-
-    def watches(self, planned: ReadyPlan) -> bool:
-        """Whether a plan is measured."""
-        is_training = planned.plan.placed.graph.mode is Mode.TRAIN
-        return planned.wants_costs or (self.is_on and is_training)
 
     def has_enough(self, planned: ReadyPlan) -> bool:
         """Whether a plan's costs are known well enough to choose a schedule."""

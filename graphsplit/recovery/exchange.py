@@ -76,8 +76,5 @@ def share_script(group: Group, folder: SnapshotFolder | None, number: int) -> di
             text = text_of(number, folder.read(number))
         except CheckpointError as error:
             problem = str(error)
-    seen = group.exchange("1" if text else "")
-    if "1" not in seen:
-        told = [found for found in group.exchange(problem) if found]
-        raise CheckpointError(told[0] if told else f"nobody sees snapshot {number} any more")
-    return parse(group.share(text, source=seen.index("1")), what=f"snapshot {number}")
+    what = f"snapshot {number}"
+    return parse(group.share_first(text, problem, what=what), what=what)

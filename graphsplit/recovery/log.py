@@ -79,7 +79,7 @@ class ModelBefore:
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
-    python_values: Mapping[str, Any]
+    python_values: Mapping[Any, Any]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
 

@@ -29,11 +29,11 @@ class Engine(Holder):
     """Runs the steps of a Model.
 
     Attributes:
-        witness: Sees what is computed.
+        witness: Sees what is computed; None where nobody asks.
         beside: What the last training step gave beside its loss.
     """
 
-    witness = Witness()
+    witness: Witness | None = None
     beside = NOTHING
 
     @property
@@ -130,7 +130,7 @@ class EagerEngine(Engine):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
-        with self.witness.watch():
+        with nullcontext() if self.witness is None else self.witness.watch():
             return self._train_step(division)
 
     def _train_step(self, division: Division) -> torch.Tensor:

@@ -40,19 +40,15 @@ class ForkedChild:
         return self.returncode
 
 
-def uses_graphsplit(script: Path) -> bool:
-    """Whether a script itself imports graphsplit."""
-    return bool(_USES_GRAPHSPLIT.search(_text_of(script)))
-
-
 def may_fork(script: Path) -> bool:
     """Whether a script's processes may be forked, and its scheduler do without the script.
 
     They may where it imports graphsplit, and its text does not speak of environment variables:
     those must be set before torch is imported, or are the scheduler's settings.
     """
-    speaks = _SPEAKS_OF_ENVIRONMENT.search(_text_of(script))
-    return sys.platform == "linux" and uses_graphsplit(script) and not speaks
+    text = _text_of(script)
+    uses, speaks = _USES_GRAPHSPLIT.search(text), _SPEAKS_OF_ENVIRONMENT.search(text)
+    return sys.platform == "linux" and uses is not None and speaks is None
 
 
 def _text_of(script: Path) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Annotated
 
 from graphsplit.cluster.wire import limits
 from graphsplit.encoding.fields import AtMost, choice, integer, number, string
+from graphsplit.encoding.records import record
+from graphsplit.root_cause import FailureCause, Location
 from graphsplit.settings import RECOVERY_POLICIES
 
 _MAX_PID = (1 << 31) - 1
@@ -28,8 +30,9 @@ Rank = Annotated[int, integer(0, limits.MAX_WORKERS - 1)]
 RankOrNone = Annotated[int, integer(-1, limits.MAX_WORKERS - 1)]
 Pid = Annotated[int, integer(1, _MAX_PID)]
 PidOrNone = Annotated[int, integer(0, _MAX_PID)]
+Count = Annotated[int, integer(0, (1 << 64) - 1)]
 FromOne = Annotated[int, integer(1, (1 << 32) - 1)]
-Seconds = Annotated[float, number(0, math.inf)]
+Seconds = Annotated[float, number(0, sys.float_info.max)]
 RecoveryPolicy = Annotated[str, choice(RECOVERY_POLICIES, "recovery policy")]
 Endpoints = Annotated[
     Mapping[NeededName, Annotated[str, string(limits.MAX_ENDPOINT_CHARS)]],
@@ -38,4 +41,43 @@ Endpoints = Annotated[
 Versions = Annotated[
     Mapping[NeededName, Annotated[str, string(limits.MAX_VERSION_CHARS)]],
     AtMost(limits.MAX_VERSIONS),
+]
+
+# Values that are not the cluster's own.
+Place = Annotated[
+    Location,
+    record(
+        Location,
+        {
+            "step": Count | None,
+            "microbatch": Count | None,
+            "instruction": PlaceText,
+            "operation": PlaceText,
+            "module": PlaceText,
+            "source": PlaceText,
+            "edge": Count | None,
+            "waits_for": Rank | None,
+            "waits_what": PlaceText,
+        },
+    ),
+]
+_FAILURE_KIND = choice(
+    ("exception", "lost", "refused", "disagreement", "interrupted", "scheduler_lost", "timeout"),
+    "kind of failure",
+)
+Cause = Annotated[
+    FailureCause,
+    record(
+        FailureCause,
+        {
+            "kind": Annotated[str, _FAILURE_KIND],
+            "message": Lines,
+            "rank": RankOrNone,
+            "host": Host,
+            "pid": PidOrNone,
+            "position": PositionText,
+            "traceback": Traceback,
+            "location": Place,
+        },
+    ),
 ]

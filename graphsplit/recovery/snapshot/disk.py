@@ -26,15 +26,12 @@ from typing import Any
 
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import Contents
-from graphsplit.checkpoint.disk.files import FileRecord, write_file, write_text
-from graphsplit.checkpoint.disk.manifest import file_name
-from graphsplit.checkpoint.layout import FileInfo, FileLayout
-from graphsplit.checkpoint.save import write_manifest
+from graphsplit.checkpoint.disk.files import write_text
+from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
 from graphsplit.job.group import read_message
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.tensor_meta import plain_meta
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
@@ -240,11 +237,7 @@ class DiskWriter:
             folder = model_folder(self._folder.path(part.number), index)
             folder.mkdir(parents=True, exist_ok=True)
             contents = contents_of(part, node)
-            info = FileInfo(aliases=contents.aliases)
-            files = [
-                self._write_file(folder, "weights", contents.weights, info),
-                self._write_file(folder, "training", contents.tensors, FileInfo()),
-            ]
+            files = write_shard(folder, contents, 0, self._rank, self._num_workers)
             models[str(index)] = {
                 "files": [vars(file) for file in files],
                 "sections": {
@@ -263,13 +256,6 @@ class DiskWriter:
         if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
             return True  # every worker has its own
         return self._rank == (loader_rank if section == "loader" else 0)
-
-    def _write_file(
-        self, folder: Path, holds: str, tensors: dict[str, Any], info: FileInfo
-    ) -> FileRecord:
-        name = file_name(holds, slot=0, shard=self._rank, num_shards=self._num_workers)
-        layout = FileLayout.of({n: plain_meta(t) for n, t in tensors.items()}, info)
-        return write_file(folder / name, tensors, layout)
 
     def _commit(self, number: int, told: list[str]) -> None:
         reports = [read_message(text) for text in told]
