@@ -25,8 +25,8 @@ from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
     NUMBERS,
-    Difference,
     Frozen,
+    ValueDifference,
     any_leaf,
     differences,
     freeze,
@@ -179,7 +179,7 @@ def _holds_fake(value: Any, depth: int = 3) -> bool:
     return any_leaf(freeze(value), is_fake)
 
 
-def _is_noted(one: Noted, difference: Difference, noted: Mapping[Any, Noted]) -> bool:
+def _is_noted(one: Noted, difference: ValueDifference, noted: Mapping[Any, Noted]) -> bool:
     """Whether a difference is that of an entry which is a noted place of its own."""
     held = difference.container
     if held is None or difference.key is None:

@@ -46,8 +46,8 @@ from graphsplit.guards.classes import (
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
 from graphsplit.guards.meeting import (
-    Meeting,
     Noted,
+    ValueVisitor,
     is_torchs,
     is_watchable_module,
     named_place,
@@ -87,7 +87,7 @@ class ReadRecorder:
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
         self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
-        self._meeting = Meeting(root, labels, self._classes)
+        self._meeting = ValueVisitor(root, labels, self._classes)
         self._by_name = AskedByName(self._asked)
         self._trace = _tracing(self._ran)
         self._is_off = True

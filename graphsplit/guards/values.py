@@ -239,7 +239,7 @@ def same(frozen: Any, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """Where a value is not the one of its snapshot.
 
     Attributes:
@@ -257,9 +257,9 @@ class Difference:
 
 def differences(
     frozen: Any, value: Any, *, within: Any = None, key: Any = None
-) -> Iterator[Difference]:
+) -> Iterator[ValueDifference]:
     """All places in which a value is not the one of its snapshot, the innermost ones."""
-    whole = Difference(within, key, frozen, value)
+    whole = ValueDifference(within, key, frozen, value)
     if not isinstance(frozen, Frozen):
         if frozen is not value and not _same_bits(frozen, value):
             yield whole

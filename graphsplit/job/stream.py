@@ -77,7 +77,7 @@ def joined(pieces: Iterable[torch.Tensor]) -> bytes:
     return b"".join(piece.numpy().tobytes() for piece in pieces)
 
 
-class Outgoing:
+class OutgoingStream:
     """The sending end."""
 
     def __init__(self, sender: Sender) -> None:
@@ -125,7 +125,7 @@ class Outgoing:
         self._count += 1
 
 
-def send(ends: Sequence[Outgoing], pieces: Sequence[torch.Tensor]) -> None:
+def send(ends: Sequence[OutgoingStream], pieces: Sequence[torch.Tensor]) -> None:
     """Send one message to several workers, side by side; waits where there is no room."""
     for chunk in _chunks(MESSAGE, 0, pieces):
         for end in ends:
@@ -155,7 +155,7 @@ def _most_chunks(size: int) -> int:
     return 3 * num_large + 1  # of each large piece the last, what is before it, and all others
 
 
-class Incoming:
+class IncomingStream:
     """The receiving end.
 
     Args:

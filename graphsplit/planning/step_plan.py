@@ -32,7 +32,7 @@ from graphsplit.runtime.step_state import Microbatches
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a Model's training is: what the random numbers of its microbatches follow from.
 
     Attributes:
@@ -75,7 +75,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One plan of a step, with what it works on.
 
     Attributes:
@@ -92,7 +92,7 @@ class Phase:
     weights: Sequence[float]
     mark: Callable[[], None] | None = None
 
-    def microbatches(self, progress: Progress) -> Microbatches:
+    def microbatches(self, progress: TrainingProgress) -> Microbatches:
         """What its microbatches do not have in common, where the batch is not whole."""
         return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
 
@@ -131,7 +131,7 @@ class PlannedStep:
         """Whether the step modifies the batch."""
         return any(plan.written_inputs for plan in self.plans)
 
-    def phases(self, division: Division | None) -> list[Phase]:
+    def phases(self, division: Division | None) -> list[StepPhase]:
         """The plans with what each works on.
 
         Args:
@@ -142,7 +142,7 @@ class PlannedStep:
         for plan, size, mark in zip(self.plans, self.sizes, marks, strict=True):
             part = slice(start, start + size)
             inputs = _inputs(plan, size, division, part)
-            found.append(Phase(plan, start, inputs, self.weights[part], mark))
+            found.append(StepPhase(plan, start, inputs, self.weights[part], mark))
             start += size
         return found
 
@@ -174,7 +174,7 @@ def plan_step(
     shape: BatchDescription,
     *,
     note: Note = str,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
 ) -> PlannedStep:
     """The plans for a batch of a shape; made now where they are new.
 
