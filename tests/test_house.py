@@ -50,3 +50,13 @@ def test_no_two_classes_that_others_use_have_one_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert not [name for name, number in found.items() if number > 1]
+
+
+def test_no_docstring_begins_with_a_question() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    assert not [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node) or "").startswith("What ")
+    ]

@@ -90,7 +90,7 @@ def _refusing(
 
 
 def _differentiating(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What backward computes is recorded like the rest, but not all of it can be."""
+    """Record backward like the rest; refuse it where that cannot be done."""
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:

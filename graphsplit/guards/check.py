@@ -287,7 +287,7 @@ class Guards:
 
 
 def _switches() -> tuple[Any, ...]:
-    """What PyTorch and ``decimal`` keep for all code, and a graph depends on."""
+    """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
     decimals = decimal.getcontext()  # of this thread
     return (
         torch.get_default_dtype(),

@@ -71,7 +71,7 @@ class Frozen:
 
 
 def reference_of(frozen: Any) -> Any:
-    """What a snapshot was taken of."""
+    """The value that a snapshot was taken of."""
     return frozen.container if isinstance(frozen, Frozen) else frozen
 
 
@@ -92,7 +92,7 @@ def is_mapping(value: Any) -> bool:
 
 
 def holder_of(container: Any) -> Any:
-    """What holds the items of a container: itself, but for a namespace its dictionary."""
+    """The holder of a container's items: itself, but for a namespace its dictionary."""
     return vars(container) if isinstance(container, SimpleNamespace) else container
 
 
@@ -114,7 +114,7 @@ def values_of(value: Any) -> ValuesView[Any]:
 
 
 def items_of(value: Any) -> Iterator[Any]:
-    """What a container holds, whatever its class makes of iterating over it."""
+    """A container's items, whatever its class makes of iterating over it."""
     if is_mapping(value):
         return iter(values_of(value))
     kind = next(kind for kind in (*_SEQUENCES, *_SETS) if isinstance(value, kind))

@@ -27,7 +27,7 @@ TOGETHER_BYTES = 64 * 1024
 """Smaller pieces are copied together: a chunk costs more than the copy."""
 TICKET_BYTES = 128 * 1024
 TICKETS, MESSAGES, SNAPSHOTS = range(3)
-"""What the channels are for that every two workers have, without any plan."""
+"""The uses of the channels that every two workers have, without any plan."""
 _LABELS = ("step tickets", "messages", "snapshots")
 _DEPTHS = (2, 2, 4)
 HEADER = struct.Struct("<qqq")
@@ -205,7 +205,7 @@ class IncomingStream:
         self._header = None
 
     def _take(self, limit_bytes: int, *, least_bytes: int = 0) -> torch.Tensor:
-        """What the next chunk holds of a message."""
+        """The part of a message that the next chunk holds."""
         chunk = self._receiver.receive(step=self._count, microbatch=0)
         self._count += 1
         if chunk is None:

@@ -1,4 +1,4 @@
-"""What partitioning gives: segments, edges and gradient folds, as one frozen value."""
+"""The result of partitioning: segments, edges and gradient sums, as one frozen value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graphsplit.tensor_meta import TensorMeta
 
 
 class EdgeKind(Enum):
-    """What travels along an edge."""
+    """The kinds of edges, by what travels along them."""
 
     VALUE = "value"
     GRADIENT = "gradient"
@@ -60,7 +60,7 @@ class SumTerm:
 
 @dataclass(frozen=True, slots=True)
 class SegmentIO:
-    """What goes into and comes out of one segment.
+    """Inputs and outputs of one segment.
 
     Attributes:
         values: Nodes read from outside, in program order: state, inputs, constants, and values

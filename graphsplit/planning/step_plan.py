@@ -66,7 +66,7 @@ class TrainingProgress:
         return microbatch_rng_state(self.seed, self.num_steps, microbatch)
 
     def agreement(self, divider: Divider) -> str:
-        """What workers must agree on, as a line of text."""
+        """The facts that workers must agree on, as a line of text."""
         ways = [
             f"{name}=fn" for name in ("split", "loss_weight") if getattr(divider, name) is not None
         ]
@@ -93,7 +93,7 @@ class StepPhase:
     mark: Callable[[], None] | None = None
 
     def microbatches(self, progress: TrainingProgress) -> Microbatches:
-        """What its microbatches do not have in common, where the batch is not whole."""
+        """The microbatches' weights, and the random state in which each begins."""
         return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
 
 

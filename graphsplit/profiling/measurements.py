@@ -78,7 +78,7 @@ def read_measurements(text: str, *, worker: int, num_instructions: int) -> Measu
 
 @dataclass(frozen=True)
 class Estimate:
-    """What worker 0 makes of all workers' measurements.
+    """Worker 0's conclusion from all workers' measurements.
 
     Attributes:
         costs: What computing and moving cost.

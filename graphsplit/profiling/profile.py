@@ -97,7 +97,7 @@ class Profile:
         ]
 
     def compute(self) -> list[str]:
-        """What each worker computes in a step, as a table."""
+        """Each worker's computing in a step, as a table."""
         return compute_lines(self.plan, self.costs, self.part.num_microbatches)
 
     def save(self, folder: str | Path) -> None:

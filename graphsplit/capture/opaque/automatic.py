@@ -1,4 +1,4 @@
-"""What is kept whole though nobody asked for it: export would record something else than it does.
+"""Code that is kept whole unasked: export would record something else than it does.
 
 torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
 torch.jit.script functions           run, once warm, with a backward of their own

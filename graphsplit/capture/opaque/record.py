@@ -57,7 +57,7 @@ class Whole:
 
 @dataclass
 class _Run:
-    """What one run on fake tensors gave.
+    """The findings of one run on fake tensors.
 
     Attributes:
         result: What the call returned.
@@ -277,7 +277,7 @@ def _proxy_of(operand: Any, tracer: Any) -> Any:
 
 
 def _like_output(asks_grad: bool) -> Callable[[Any], Any]:
-    """What a tensor that the user gave as an example of an output stands for."""
+    """The fake tensor for one that the user gave as an example of an output."""
 
     def output(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
