@@ -20,7 +20,7 @@ from graphsplit.checkpoint.generators import named_parts
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.readers import parts_of
 
 # A number of shares, and which one is meant: torch and transformers, Hugging Face's data sets,
@@ -63,7 +63,7 @@ def _number(part: Any, name: str) -> int:
     return found if type(found) is int else -1
 
 
-def compare_loaders(loader: Any, group: Group, *, with_states: bool) -> None:
+def compare_loaders(loader: Any, group: WorkerGroup, *, with_states: bool) -> None:
     """See that all workers were given the same loader. Collective; reads no batch.
 
     Args:
