@@ -85,7 +85,7 @@ def compare_loaders(loader: Any, group: WorkerGroup, *, with_states: bool) -> No
 
 
 def _first_difference(told: list[str]) -> str:
-    """What differs first between worker 0 and another; empty if nothing does."""
+    """The first difference between worker 0 and another; empty if nothing does."""
     first = told[0].split("\n")
     for rank, text in enumerate(told):
         lines = text.split("\n")
@@ -102,7 +102,7 @@ def _first_difference(told: list[str]) -> str:
 
 
 def _facts(loader: Any, with_states: bool) -> Iterator[tuple[str, Any]]:
-    """What can be told of a loader without reading it: the same on all workers."""
+    """The facts of a loader that are known without reading it: the same on all workers."""
     yield "length", length_of(loader)
     yield "batch size", getattr(loader, "batch_size", None)
     yield "drop_last", getattr(loader, "drop_last", None)
