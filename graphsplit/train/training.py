@@ -65,7 +65,7 @@ class Calls:
         """Train over a loader; callbacks see the Model."""
         lengths = [length for length in (length_of(loader), steps) if length is not None]
         context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
-        run = Training(self._engine, self._states, context, callbacks, self._after_step)
+        run = TrainingLoop(self._engine, self._states, context, callbacks, self._after_step)
         run.run(loader, resume=resume, steps=steps)
 
     def _after_step(self) -> None:
@@ -120,7 +120,7 @@ def stop_if_asked(engine: Engine, script: Script) -> None:
         raise StoppedInOrder
 
 
-class Training:
+class TrainingLoop:
     """Trains over a loader, and calls callbacks.
 
     Args:
