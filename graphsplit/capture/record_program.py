@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
-from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
@@ -45,6 +44,7 @@ from graphsplit.capture.unrecordable_effects import (
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.torch_ext.nested_tensors import nested_tensors_kept_whole
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]
         stack.enter_context(quiet_export())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
-        stack.enter_context(nested_tensors_kept_whole(recorder))
+        stack.enter_context(nested_tensors_kept_whole(lambda: recorder.is_recording))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
         stack.enter_context(unrecordable_effects_refused(recorder))
         stack.enter_context(checkpoints_noted())

@@ -18,6 +18,7 @@ from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.attributes import STATE_VERSIONS, storage_of
 from graphsplit.torch_ext.private import pytree
 from graphsplit.torch_ext.stand_ins import as_ordinary
 
@@ -157,7 +158,7 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(tensor, torch.Tensor):
             return tensor
         key = (
-            tensor.untyped_storage()._cdata,
+            storage_of(tensor),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),
@@ -167,8 +168,8 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     found: Any = pytree.tree_map(copy, value)
-    if hasattr(value, "_metadata"):
-        found._metadata = value._metadata
+    if hasattr(value, STATE_VERSIONS):
+        setattr(found, STATE_VERSIONS, getattr(value, STATE_VERSIONS))
     return cast(dict[str, Any], found)
 
 

@@ -47,6 +47,7 @@ from graphsplit.deferred.recording import Recording
 from graphsplit.deferred.recording_modes import OperationMode, ReadingMode
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.freed_memory import return_now
+from graphsplit.torch_ext.attributes import BUFFERS
 from graphsplit.torch_ext.stand_ins import plain_torch, without_memory
 
 _open: list[Recording] = []
@@ -155,7 +156,7 @@ def _find_tensors(recording: Recording) -> tuple[list[tuple[torch.Tensor, int]],
                 if isinstance(candidate, torch.nn.Parameter):
                     stays.add(number)
         else:
-            for buffer in candidate.__dict__.get("_buffers", {}).values():
+            for buffer in candidate.__dict__.get(BUFFERS, {}).values():
                 number = None if buffer is None else recording.number_of(buffer)
                 if number is not None:
                     stays.add(number)

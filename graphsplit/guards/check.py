@@ -17,7 +17,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from graphsplit.guards.compiled import (
     HAS_CLASS,
@@ -44,16 +43,7 @@ from graphsplit.guards.values import (
     shown,
     values_of,
 )
-
-_GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = tuple(
-    getattr(torch_module, name)
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-)
+from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +105,7 @@ class Guards:
         self._types = [type(place.read()) for place in self.lifted]
         self._free = {place.identity for place in self.lifted}
         self._classes = [(one, type(one)) for one in (types or {}).values()]
-        self._versions = [(tensor, tensor._version) for tensor in tensors]
+        self._versions = [(tensor, writes_of(tensor)) for tensor in tensors]
         self._switches = _switches() if with_switches else None
         self._compile()
 
@@ -208,10 +198,10 @@ class Guards:
                 place = Place(PlaceKind.FIELD, one, "__class__", f"the class of a {kind.__name__}")
                 yield Failure(place, kind, type(one))
         for tensor, version in self._versions:
-            if tensor._version != version:
+            if writes_of(tensor) != version:
                 label = f"a {list(tensor.shape)} tensor that is neither parameter nor buffer"
-                place = Place(PlaceKind.FIELD, tensor, "_version", label)
-                yield Failure(place, f"version {version}", f"version {tensor._version}")
+                place = Place(PlaceKind.FIELD, tensor, WRITES, label)
+                yield Failure(place, f"version {version}", f"version {writes_of(tensor)}")
 
     # Making the flat lists that are compared.
 
@@ -308,13 +298,13 @@ def _switches() -> tuple[Any, ...]:
         decimals.Emin,
         decimals.Emax,
         decimals.clamp,
-        _hooks_on_all_modules() if any(_GLOBAL_HOOKS) else None,
+        _hooks_on_all_modules() if any(GLOBAL_HOOKS) else None,
     )
 
 
 def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:
     """The user's; None if there are only graphsplit's own."""
-    found = tuple([tuple(filter(_is_users, hooks.values())) for hooks in _GLOBAL_HOOKS])
+    found = tuple([tuple(filter(_is_users, hooks.values())) for hooks in GLOBAL_HOOKS])
     return found if any(found) else None
 
 

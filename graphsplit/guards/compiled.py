@@ -12,6 +12,8 @@ from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any
 
+from graphsplit.torch_ext.attributes import WRITES
+
 # A comparison, with numbers for the columns of its rows.
 IS_AT = "{0}[{1}] is {2}"
 IS_NOT_IN = "{1} not in {0}"
@@ -20,7 +22,7 @@ IS_FIELD = {
     name: f"{{0}}.{name} is {{1}}" for name in ("__code__", "__defaults__", "__kwdefaults__")
 }
 HAS_CLASS = "type({0}) is {1}"
-HAS_VERSION = "{0}._version == {1}"
+HAS_VERSION = f"{{0}}.{WRITES} == {{1}}"
 HAS_LENGTH = "len({0}) == {1}"
 _AT_ONCE = 32  # rows that one function compares
 

@@ -57,6 +57,7 @@ from graphsplit.guards.values import (
     CONTAINERS,
     MISSING,
 )
+from graphsplit.torch_ext.attributes import FORWARD_HOOKS
 from graphsplit.torch_ext.private import FakeTensor
 
 # Between a control-flow operator and the call in which the user gave it its functions.
@@ -100,7 +101,7 @@ class ReadRecorder:
         for module in self._root.modules():
             self._meeting.meet_class(type(module))
             self._classes.add(type(module))
-            for name in ("_forward_hooks", "_forward_pre_hooks"):
+            for name in FORWARD_HOOKS:
                 for hook in getattr(module, name).values():
                     self._meeting.meet(hook, f"a hook of {type(module).__name__}")
         loss_fn = getattr(self._root, "loss_fn", None)

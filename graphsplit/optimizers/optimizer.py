@@ -27,6 +27,7 @@ from graphsplit.optimizers.own_step import (
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
 from graphsplit.optimizers.trial import Part, Trial, note_step
+from graphsplit.torch_ext.attributes import scaler_findings
 
 
 class _Verdict(enum.Enum):
@@ -140,7 +141,7 @@ class OwnedOptimizer:
     def checks(self, scaler: torch.amp.GradScaler) -> dict[torch.device, torch.Tensor]:
         """The scaler's finding in this optimizer's gradients; it decides by this alone."""
         found: dict[torch.device, torch.Tensor]
-        found = scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"]
+        found = scaler_findings(scaler)[id(self._optimizer)]["found_inf_per_device"]
         return found
 
     def _step(self, scaler: torch.amp.GradScaler | None) -> None:

@@ -12,10 +12,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.torch_ext.attributes import (
+    AFTER_STEP,
+    BEFORE_STATE,
+    BEFORE_STEP,
+    GLOBAL_STEP_HOOKS,
+    writes_of,
+)
 
 _here = threading.local()
 # What the last step of a Model has used up, in one process: an own loop makes new gradients.
@@ -30,7 +36,7 @@ _SAID = "_graphsplit_per_parameter"
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse steps of an optimizer that its Model does not make."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    hooks = getattr(optimizer, BEFORE_STEP, None)
     if hooks is not None and refuse_own_step not in hooks.values():
         optimizer.register_step_pre_hook(refuse_own_step)
 
@@ -48,7 +54,7 @@ def by_the_model() -> Iterator[None]:
 
 def guard_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to give one worker's part of an optimizer's state for all of it."""
-    hooks = getattr(optimizer, "_optimizer_state_dict_pre_hooks", None)
+    hooks = getattr(optimizer, BEFORE_STATE, None)
     if hooks is not None and refuse_partial_state not in hooks.values():
         optimizer.register_state_dict_pre_hook(refuse_partial_state)
 
@@ -111,7 +117,7 @@ def _first_gradient(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, int
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                return parameter.grad, parameter.grad._version
+                return parameter.grad, writes_of(parameter.grad)
     return None
 
 
@@ -128,10 +134,9 @@ def is_said(optimizer: torch.optim.Optimizer) -> bool:
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks that run around its step, those of all optimizers included."""
     several: Iterable[Any] = (
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
-        getattr(optimizer, "_optimizer_step_post_hooks", {}),
+        *GLOBAL_STEP_HOOKS,
+        getattr(optimizer, BEFORE_STEP, {}),
+        getattr(optimizer, AFTER_STEP, {}),
     )
     found = [hook for hooks in several for hook in hooks.values()]
     return [hook for hook in found if hook is not refuse_own_step]

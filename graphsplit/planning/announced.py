@@ -91,10 +91,11 @@ def compare(
             f"{label} is {theirs} on worker {leader}, and has not changed on worker {rank}"
             for label, theirs in told.items()
         ]
-    told_lines = "\n  ".join(lines) or "they have seen other states before"
+    # In the first line, which all workers and the scheduler tell.
+    differing = "; ".join(lines) or "they have seen other states before"
     raise PlanMismatchError(
         f"the Python values that network or loss read differ before a {mode.value} step of workers "
-        f"{leader} and {rank}\n  {told_lines}\n"
+        f"{leader} and {rank}: {differing}\n"
         f"  Fix: let the script change them on every worker alike; what differs by right must not "
         f"decide what network and loss compute."
     )

@@ -13,8 +13,8 @@ import torch
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
-from graphsplit.guards.values import MISSING, freeze, is_plain, same, shown, thaw
-from graphsplit.planning.recordings import Recordings, write
+from graphsplit.guards.values import MISSING, freeze, is_plain, put_into, same, shown, thaw
+from graphsplit.planning.recordings import Recordings
 from graphsplit.planning.task import Task
 
 _MAX_LOSSES = 64  # that the script has given, one after the other; as many as recordings are kept
@@ -79,10 +79,14 @@ class PythonValues:
 
     def put(self, values: Mapping[Any, Any]) -> None:
         """Let places have the values of ``now`` again."""
-        for key, value in values.items():
-            place = self._known[key].place
-            if not same(value, place.read()):
-                write(place, value)
+        for is_shared in (False, True):
+            for key, value in values.items():
+                place = self._known[key].place
+                there = place.read()
+                if not same(value, there):
+                    # A container that two places have in common holds one value: the other one
+                    # gets a container of its own.
+                    place.write(thaw(value) if is_shared else put_into(value, there))
 
     def kept(self) -> list[list[Any]]:
         """What is not as it was when it was first read, as values that can be written.

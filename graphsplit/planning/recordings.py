@@ -28,7 +28,7 @@ from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError
 from graphsplit.frames import warn_users
-from graphsplit.guards.changes import Change, Computed, value_of
+from graphsplit.guards.changes import Computed, value_of
 from graphsplit.guards.check import Failure
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import Frozen, shown, thaw
@@ -332,11 +332,6 @@ class Recordings:
             for change in state.changes:
                 if change.place.kind is not PlaceKind.MARK:  # snapshots keep all parameters' marks
                     yield change.place, change.old, loss_fn
-
-
-def write(place: Place, value: Any) -> None:
-    """Put a value into a place; into the container that is there, if it is one."""
-    Change(place, place.read(), value, is_read=True).leave(())
 
 
 def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:

@@ -24,12 +24,10 @@ from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_
 from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
+from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES, parameters_of
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.private import higher_order_ops
 from graphsplit.torch_ext.replaced import outside, replaced
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +92,7 @@ class StateWatch:
         self._root, self._is_paused = root, is_paused
         self._recorder = ReadRecorder(root, label_of_path, is_paused)
         self._before = [(module, dict(vars(module))) for module in root.modules()]
-        self._parameters = {id(m): dict(m._parameters) for m in root.modules()}
+        self._parameters = {id(m): dict(parameters_of(m)) for m in root.modules()}
         self._tensors = tensors_of(root.modules())
 
     @contextmanager
@@ -182,8 +180,8 @@ class StateWatch:
         return PythonState(guards, self._changes, self._lifted)
 
     def _check_parameters(self, module: nn.Module, label: str) -> None:
-        before = self._parameters.get(id(module), module._parameters)
-        for name, now in module._parameters.items():
+        before = self._parameters.get(id(module), parameters_of(module))
+        for name, now in parameters_of(module).items():
             if name not in before or before[name] is not now:
                 raise CaptureError(
                     f"forward puts another parameter into {label}.{name}; nobody would train it\n"
@@ -227,7 +225,7 @@ def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watc
     def own(name: str) -> Place:
         return entry(held, name, f"{label}.{name}", module=path)
 
-    for table in (*_TABLES, *_HOOKS):
+    for table in (*TABLES, *FORWARD_HOOKS, *BACKWARD_HOOKS):
         if isinstance(held.get(table), dict):  # a scripted module keeps its own elsewhere
             yield Watched(own(table), freeze(held[table]), is_structure=True)
     if "training" in held:

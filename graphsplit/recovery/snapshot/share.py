@@ -31,6 +31,7 @@ from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
@@ -346,7 +347,7 @@ class ModelSnapshot:
             named = named_state(self.task.network, self.task.loss_fn)
             self._owned = [t for t in {id(t): t for t in named.values()}.values()
                            if not is_elsewhere(t)]  # fmt: skip
-        self._versions = tuple([tensor._version for tensor in self._owned])
+        self._versions = tuple([writes_of(tensor) for tensor in self._owned])
 
     def changed_by_script(self) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the script has written to since ``note_versions``."""
@@ -354,7 +355,7 @@ class ModelSnapshot:
             return {}
         found = {}
         for index, (tensor, version) in enumerate(zip(self._owned, self._versions, strict=True)):
-            if tensor._version != version:
+            if writes_of(tensor) != version:
                 found[index] = tensor.detach().clone()
         return found
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import GradientEdge
 
+from graphsplit.torch_ext.attributes import ACCUMULATED_HOOKS, GRADIENT_HOOKS
 from graphsplit.torch_ext.private import run_backward
 
 Gradient = torch.Tensor | None
@@ -59,7 +60,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bo
         parameter.grad = gradient + existing
     else:
         existing += gradient
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = getattr(parameter, ACCUMULATED_HOOKS, None)
     for hook in list(hooks.values()) if hooks else ():
         hook(parameter)
 
@@ -107,7 +108,7 @@ def _memory(gradient: torch.Tensor) -> int:
 
 def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Run the hooks that ``register_hook`` put on a parameter, for a gradient folded by us."""
-    hooks = getattr(parameter, "_backward_hooks", None)
+    hooks = getattr(parameter, GRADIENT_HOOKS, None)
     for hook in list(hooks.values()) if hooks else ():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
