@@ -22,20 +22,24 @@ def start(kind: str) -> tuple[nn.Sequential, torch.optim.Optimizer, list[tuple[t
     return net, getattr(own_optimizers, kind)(net.parameters(), lr=0.05), batches
 
 
-def plain(kind: str) -> list[str]:
-    """The losses of a plain loop."""
+SCALES = (0.25, 0.75)  # of what is added up in one step
+
+
+def plain(kind: str, scales: tuple[float, ...] = (1.0,)) -> list[str]:
+    """The losses of a plain loop, which adds up a batch's gradients once for each scale."""
     net, optimizer, batches = start(kind)
     losses = []
     for inputs, target in batches:
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(net(inputs), target)
-        loss.backward()
+        for scale in scales:
+            loss = nn.functional.mse_loss(net(inputs), target)
+            (loss * scale).backward()
         optimizer.step()
         losses.append(loss.item().hex())
     return losses
 
 
-def train(kind: str, first: int, second: int) -> None:
+def train(kind: str, first: int, second: int, *, in_parts: bool) -> None:
     """Train with the two layers on two workers, or on one."""
     import graphsplit as gs
 
@@ -43,18 +47,26 @@ def train(kind: str, first: int, second: int) -> None:
     net[0].place("MS_WORKER", first)
     net[2].place("MS_WORKER", second)
     model = gs.Model(net, nn.MSELoss(), optimizer)
-    losses = [model.train_step(*batch).item().hex() for batch in batches]
+    losses = []
+    for batch in batches:
+        if in_parts:
+            model.zero_grad()
+            loss = [model.forward_backward(*batch, scale=scale) for scale in SCALES][-1]
+            model.step()
+        else:
+            loss = model.train_step(*batch)
+        losses.append(loss.item().hex())
     print(*losses, flush=True)
 
 
 def main(cases: list[str]) -> None:
-    """Train once for each KIND:FIRST:SECOND."""
+    """Train once for each KIND:FIRST:SECOND, or KIND:FIRST:SECOND:parts."""
     import graphsplit as gs
 
     gs.init()
     for case in cases:
-        kind, first, second = case.split(":")
-        train(kind, int(first), int(second))
+        kind, first, second, *parts = case.split(":")
+        train(kind, int(first), int(second), in_parts=parts == ["parts"])
 
 
 if __name__ == "__main__":
