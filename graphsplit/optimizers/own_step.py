@@ -28,8 +28,9 @@ _here = threading.local()
 _USED = "_graphsplit_used"
 _DONE = (
     "train_step and train have done backward and the optimizer's step already, forward_backward "
-    "has done backward, and each worker has its own parameters only\n  Fix: leave optimizer.step(), "
-    "loss.backward() and optimizer.zero_grad() out; after forward_backward call model.step()."
+    "has done backward, and each worker has its own parameters only\n  Fix: leave "
+    "optimizer.step(), loss.backward() and optimizer.zero_grad() out; after forward_backward call "
+    "model.step()."
 )
 _SAID = "_graphsplit_per_parameter"
 

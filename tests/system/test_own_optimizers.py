@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(200)]
 
 
 def test_one_that_may_be_split_gives_the_bits_and_one_that_may_not_ends_the_job():
-    """Split by parameters; by parts of a step; on one worker; and one that looks at all, over two."""
+    """Split by parameters; in parts of a step; on one worker; one that looks at all, over two."""
     cases = ("Momentum:0:1", "Momentum:0:1:parts", "Normalized:1:1", "Normalized:0:1")
     job = run_job("own_optimizers.py", *cases, workers=2)
 
