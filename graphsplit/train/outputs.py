@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from graphsplit.batches.batch import Arguments, split_batch
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.checkpoint.other_loaders import OtherLoaders
+from graphsplit.feeding.loader_checks import refuse_shares
 from graphsplit.planning.step_plan import total_loss
 
 
@@ -73,6 +74,7 @@ class Predicting:
         loader = predicted_loader(arguments)
         if loader is None:
             return self.predict(arguments)
+        refuse_shares(loader, "predict")
         self.others.begin(loader)
         outputs = [self.predict(self._inputs(batch)) for batch in loader]
         self.others.end(loader)

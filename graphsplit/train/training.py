@@ -15,6 +15,7 @@ import torch
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import EnoughSteps, MembershipChangedError, StoppedInOrder
+from graphsplit.feeding.loader_checks import compare_loaders, refuse_shares
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.planning.task import Task
@@ -85,6 +86,7 @@ class Calls:
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""
         with self._engine.guard():
+            refuse_shares(loader, "eval")
             self._states.others.begin(loader)
             found = self._engine.eval_epoch(loader, self._metrics)
             self._states.others.end(loader)
@@ -149,8 +151,11 @@ class TrainingLoop:
         context, callbacks = self._context, self._callbacks
         try:
             with self._engine.guard():
+                refuse_shares(loader, "train")
                 self._engine.call_on_gradients(self._listener())
+                goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
+                compare_loaders(loader, self._engine.group(), with_states=not goes_on)
                 with run:
                     self._go_through(run, loader, steps)
         except MembershipChangedError:
