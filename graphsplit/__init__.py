@@ -23,29 +23,27 @@ from graphsplit.version import __version__
 
 if TYPE_CHECKING:
     from graphsplit import errors
-    from graphsplit.api import (
-        Model,
-        apply_placement,
+    from graphsplit.batches.microbatches import split_microbatches
+    from graphsplit.capture.opaque.marks import opaque
+    from graphsplit.checkpoint.disk.series import latest_checkpoint
+    from graphsplit.deferred.construction import deferred_init
+    from graphsplit.job.joined import (
         barrier,
-        callbacks,
-        clip,
-        deferred_init,
         finalize,
         get_rank,
         get_role,
         get_world_size,
-        ignore,
         init,
         is_initialized,
-        latest_checkpoint,
-        metrics,
-        microbatch_rng_state,
-        op,
-        opaque,
-        per_parameter,
-        place,
-        split_microbatches,
     )
+    from graphsplit.marks.annotations import op, place
+    from graphsplit.marks.ignored import ignore
+    from graphsplit.marks.rules import apply_placement
+    from graphsplit.optimizers import clip
+    from graphsplit.optimizers.per_parameter import per_parameter
+    from graphsplit.runtime.random.randomness import microbatch_rng_state
+    from graphsplit.train import callbacks, metrics
+    from graphsplit.train.model import Model
 
 __all__ = [
     "Model",
@@ -74,10 +72,41 @@ __all__ = [
 ]
 
 
+# Where each name is: a script waits only for what it uses.
+_HOMES = {
+    "Model": "train.model",
+    "apply_placement": "marks.rules",
+    "barrier": "job.joined",
+    "callbacks": "train",
+    "clip": "optimizers",
+    "deferred_init": "deferred.construction",
+    "finalize": "job.joined",
+    "get_rank": "job.joined",
+    "get_role": "job.joined",
+    "get_world_size": "job.joined",
+    "ignore": "marks.ignored",
+    "init": "job.joined",
+    "is_initialized": "job.joined",
+    "latest_checkpoint": "checkpoint.disk.series",
+    "metrics": "train",
+    "microbatch_rng_state": "runtime.random.randomness",
+    "op": "marks.annotations",
+    "opaque": "capture.opaque.marks",
+    "per_parameter": "optimizers.per_parameter",
+    "place": "marks.annotations",
+    "split_microbatches": "batches.microbatches",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("graphsplit.api"), name)
-    raise AttributeError(f"module 'graphsplit' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'graphsplit' has no attribute {name!r}")
+    home = f"graphsplit.{_HOMES[name]}" if name in _HOMES else "graphsplit"
+    module = importlib.import_module(home)
+    if name not in vars(module):
+        importlib.import_module(f"{home}.{name}")
+    found = globals()[name] = vars(module)[name]
+    return found
 
 
 def __dir__() -> list[str]:
@@ -98,4 +127,4 @@ def _is_command_line() -> bool:
 
 
 if not _is_command_line():
-    importlib.import_module("graphsplit.api")  # also gives every nn.Module its method `place`
+    importlib.import_module("graphsplit.api")

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException
@@ -15,13 +16,13 @@ from types import CodeType, FrameType, TracebackType
 from graphsplit.errors import GraphsplitError
 
 # Folders of packages, not their names: a user's own folder may be called torch.
-_OWN = f"{Path(__file__).parent}/"
+OWN = f"{Path(__file__).parent}/"
 _PYTHON = f"{Path(contextlib.__file__).parent}/"
 
 
 def is_own(file: str) -> bool:
     """Whether a file is one of graphsplit's."""
-    return file.startswith(_OWN)
+    return file.startswith(OWN)
 
 
 def is_users(file: str) -> bool:
@@ -33,7 +34,7 @@ def is_users(file: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)  # stacks are walked for each value that a capture notes
 def _is_users(file: str, torch_file: str | None) -> bool:
-    not_the_users = (_OWN,) if torch_file is None else (_OWN, f"{Path(torch_file).parent}/")
+    not_the_users = (OWN,) if torch_file is None else (OWN, f"{Path(torch_file).parent}/")
     if file.startswith(("<", *not_the_users)):
         return False
     return not file.startswith(_PYTHON) or "site-packages" in file
@@ -70,6 +71,17 @@ def line_now(frame: FrameType | None) -> str:
     if found is None:
         return ""
     return _line(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+
+
+def warn_users(text: str) -> None:
+    """Warn, and show the user's line that it comes of, whatever called this in between."""
+    found = users_frame(sys._getframe(1))
+    if found is None:
+        warnings.warn(text, stacklevel=2)
+        return
+    registry = found.f_globals.setdefault("__warningregistry__", {})
+    file, number = found.f_code.co_filename, found.f_lineno
+    warnings.warn_explicit(text, UserWarning, file, number, registry=registry)
 
 
 def line_at(code: CodeType, number: int) -> str:

@@ -13,8 +13,10 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from graphsplit.encoding import records
 
 VARIABLE = "GS_LAUNCHER_LINE"
 _MAX_BYTES = 16 << 10
@@ -105,7 +107,7 @@ class Line:
 
     def send(self, note: Note) -> None:
         """Tell the other side, if it still listens."""
-        text = json.dumps({"kind": type(note).__name__, **asdict(note)})
+        text = json.dumps({"kind": type(note).__name__, **records.to_node(note)})
         with contextlib.suppress(OSError):
             self._link.send(text.encode())
 
@@ -133,6 +135,6 @@ def cut(text: str) -> str:
 def _parse(data: bytes) -> Note | None:
     try:
         parts: dict[str, Any] = json.loads(data)
-        return _KINDS[parts.pop("kind")](**parts)
+        return records.from_node(_KINDS[parts.pop("kind")], parts)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -8,12 +8,12 @@ the root cause; reading it out of what the processes print would be guessing.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from graphsplit.encoding import records
 from graphsplit.root_cause import FailureCause
 
 VARIABLE = "GS_REPORT_FILE"
@@ -42,13 +42,12 @@ def write_report(environ: Mapping[str, str], cause: FailureCause) -> None:
     if not path:
         return
     where = "; ".join(cause.where())
-    parts = {"headline": cause.headline[:_MAX_CHARS], "where": where[:_MAX_CHARS]}
-    text = json.dumps({**parts, "rank": cause.rank})
+    report = Report(cause.headline[:_MAX_CHARS], where[:_MAX_CHARS], cause.rank)
     # The launcher may be gone, and its folder too: that must not hide the failure itself.
     with contextlib.suppress(OSError):
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(number, "w") as file:
-            file.write(text)
+            file.write(records.to_text(report))
 
 
 def note_init(environ: Mapping[str, str]) -> None:
@@ -78,10 +77,11 @@ def read_report(path: Path) -> Report | None:
     """The report of one process; None if it left none."""
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(_MAX_BYTES))
+            found = records.from_text(Report, file.read(_MAX_BYTES))
     except (OSError, ValueError):
         return None
-    match found:
-        case {"headline": str(headline), "where": str(where), "rank": int(rank)}:
-            return Report(" ".join(headline.split()), " ".join(where.split()), rank)
-    return None
+    return replace(found, headline=_one_line(found.headline), where=_one_line(found.where))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -17,7 +17,7 @@ class Location:
     """Where a worker is, in parts that a program can read. What is not known is None or empty.
 
     Attributes:
-        step: Number of the training, evaluation or prediction step in the job.
+        step: Number of the training, evaluation or prediction step in the job, from 1.
         microbatch: The microbatch within it.
         instruction: The instruction of the worker's program: ``"FORWARD mb0 seg2"``.
         operation: The operation of the graph, by name.
@@ -98,7 +98,7 @@ class FailureCause:
         return "; ".join([self.headline, *self.where()])
 
     def describe(self) -> str:
-        """The text that everybody is told: one line, the way out, and where to read more.
+        """The text of the error that a script may catch: one line, the way out, where to read more.
 
         A message of more than a few lines is left to the place where it was found out.
         """
@@ -110,6 +110,13 @@ class FailureCause:
             told = f"{told}; the scheduler's log has the whole story"
         return "\n".join([told, *shown])
 
+    def heard(self) -> str:
+        """What a process prints that only heard of it: one line, and whose log has the rest."""
+        told, *further = self.story().splitlines()
+        if self.is_told_by_worker:
+            return f"{told}; its log has the whole story"
+        return f"{told}; the scheduler's log has the whole story" if further else told
+
     def story(self) -> str:
         """All that is known apart from the traceback, for the place where it was found out."""
         return "\n".join([self.summary(), *self._lines()[1:]])
@@ -118,6 +125,10 @@ class FailureCause:
     def is_told_by_worker(self) -> bool:
         """Whether the log of the worker that it happened on has the whole story."""
         return self.rank >= 0 and bool(self.traceback)
+
+    def stood_still(self, rank: int) -> bool:
+        """Whether this is that a worker did not go on, and others waited for it in vain."""
+        return self.kind == "timeout" and self.rank == rank and not self.traceback
 
     def where(self) -> Iterator[str]:
         """The places that are known: the user's line, the position, the operation."""

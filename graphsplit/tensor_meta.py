@@ -112,3 +112,21 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+DTYPES: dict[str, torch.dtype] = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+"""Every dtype by its name, and nothing else that torch has under a name."""
+
+
+def octets_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes in row-major order; its own memory where it lies there like that."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def plain_meta(tensor: torch.Tensor) -> TensorMeta:
+    """A tensor as it is noted beside its bytes: dtype and shape."""
+    shape = tuple(tensor.shape)
+    return TensorMeta(tensor.dtype, shape, contiguous_strides(shape))

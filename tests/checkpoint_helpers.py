@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphsplit.checkpoint.group import Alone, ControlGroup, Group
 from graphsplit.checkpoint.holder import Holder
 from graphsplit.checkpoint.states import States
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job.control import ControlChannels
+from graphsplit.job.group import Group
 from graphsplit.planning.step_plan import Progress
 from graphsplit.planning.task import Task
 from graphsplit.transport.base import Transport
@@ -111,7 +111,7 @@ class _OnSmallDisk:
 
 def alone(task: Task) -> States:
     """The state of a task in one process."""
-    holder = ThreadHolder(Alone(), {})
+    holder = ThreadHolder(Group(), {})
     holder.network = task.network
     return States(task, holder)
 
@@ -120,17 +120,14 @@ def task_of(network: Any, optimizer: Any = None, loss_fn: Any = None) -> Task:
     return Task(network, loss_fn, optimizer, "affinity", False)
 
 
-def groups_of(num_workers: int, transports: Sequence[Transport] = ()) -> list[ControlGroup]:
+def groups_of(num_workers: int, transports: Sequence[Transport] = ()) -> list[ControlChannels]:
     """All workers' groups over memory."""
     fabric, abort = MemoryFabric(), AbortSignal()
     policy = WaitPolicy(abort, DEADLINE_S)
     made = transports or [
         MemoryTransport(fabric, generation=1, policy=policy) for _ in range(num_workers)
     ]
-    groups = [
-        ControlGroup(ControlChannels(transport, rank, num_workers), lambda: None)
-        for rank, transport in enumerate(made)
-    ]
+    groups = [ControlChannels(transport, rank, num_workers) for rank, transport in enumerate(made)]
     for group in groups:
         group.abort = abort  # type: ignore[attr-defined]
     return groups

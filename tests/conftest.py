@@ -111,7 +111,18 @@ def _children() -> set[int]:
             pids.update(pid for pid in map(int, path.read_text().split()) if _is_alive(pid))
         except OSError:  # the thread has just ended
             continue
-    return pids
+    return pids - _kept()
+
+
+def _kept() -> set[int]:
+    """The process that starts the jobs of all tests."""
+    jobs = sys.modules.get("system.warm_jobs")
+    return set() if jobs is None else jobs.running()
+
+
+def pytest_unconfigure() -> None:
+    if (jobs := sys.modules.get("system.warm_jobs")) is not None:
+        jobs.stop()
 
 
 def _is_alive(pid: int) -> bool:

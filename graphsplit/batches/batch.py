@@ -17,14 +17,16 @@ import torch
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.signature_text import DTYPES
 from graphsplit.capture.numbers.known_values import is_all_ones
+from graphsplit.capture.structure import take_apart
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import DTYPES, TensorMeta
 from graphsplit.torch_ext.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SAMPLED = 64
+TARGETS = ("target", "targets", "label", "labels")
+"""How the target of a batch that is a mapping may be named."""
 _SEQUENCES: dict[type[Any], str] = {list: "l", tuple: "u"}
 _MAPPINGS: dict[type[Any], str] = {dict: "d", OrderedDict: "o"}
 
@@ -90,17 +92,22 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
     """Something cheap that is equal for equal signatures alone."""
     plain = _plain_tensors(arguments)
     if plain is not None:
-        return tuple([(t.dtype, t.shape, t.stride(), is_all_ones(t)) for t in plain])
+        return tuple([(t.dtype, t.shape, t.stride(), _is_ones(t)) for t in plain])
     found, spec = pytree.tree_flatten(arguments)
     return (
         spec,
         *(
-            (leaf.dtype, leaf.shape, leaf.stride(), is_all_ones(leaf))
+            (leaf.dtype, leaf.shape, leaf.stride(), _is_ones(leaf))
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), repr(*_encode(leaf).values()))
             for leaf in found
         ),
     )
+
+
+def _is_ones(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a mask of nothing but ones; most are no masks at all."""
+    return not tensor.is_floating_point() and tensor.dim() > 1 and is_all_ones(tensor)
 
 
 def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
@@ -112,7 +119,7 @@ def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
 def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
-        kind = "ones" if is_all_ones(value) else "t"
+        kind = "ones" if _is_ones(value) else "t"
         return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"v": value}
@@ -125,10 +132,16 @@ def _encode(value: Any) -> Any:
     if fields is not None:
         pairs = [[name, _encode(item)] for name, item in fields]
         return {"r": [*records.name_of(type(value)), pairs]}
+    fix = "convert it in the data set or in collate_fn."
+    if hasattr(value, "get_seq_length"):  # a cache of transformers
+        fix = (
+            "pass all tokens to each predict, with use_cache=False; Model(..., dynamic_dims={1: "
+            "largest}) makes one plan for all lengths."
+        )
     raise ConfigurationError(
         f"a batch holds a {type(value).__name__}; expected tensors, numbers, strings, None, and "
         f"lists, tuples, dictionaries, named tuples or dataclasses of them\n"
-        f"  Fix: convert it in the data set or in collate_fn."
+        f"  Fix: {fix}"
     )
 
 
@@ -198,19 +211,17 @@ def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
     """A loader's batch as the arguments of one step.
 
     A mapping becomes keyword arguments of the network. With a loss function a batch is
-    ``(inputs, target)`` or ``(input, ..., target)``; without one, all are the network's.
+    ``(inputs, target)`` or ``(input, ..., target)``, or a mapping with an entry that is named as
+    targets are; without one, all are the network's.
 
     Raises:
         ConfigurationError: The batch does not fit.
     """
     if isinstance(batch, Mapping):
-        if has_loss_fn:
-            raise ConfigurationError(
-                "a batch is a mapping, but the Model has a loss_fn, and a mapping has no target\n"
-                "  Fix: yield (inputs, target), or let the network return the loss and drop "
-                "loss_fn."
-            )
-        return (), dict(batch)
+        if not has_loss_fn:
+            return (), dict(batch)
+        name = _target_among(batch)
+        return (batch[name],), {key: value for key, value in batch.items() if key != name}
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
     if not isinstance(batch, (list, tuple)) or (has_loss_fn and len(batch) < 2):
@@ -225,6 +236,20 @@ def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
     if len(inputs) == 1 and isinstance(inputs[0], (list, tuple)):
         inputs = list(inputs[0])
     return (*inputs, target), {}
+
+
+def _target_among(batch: Mapping[Any, Any]) -> str:
+    """The entry of a mapping that the loss function is given beside the network's outputs."""
+    found = [name for name in TARGETS if name in batch]
+    if len(found) == 1:
+        return found[0]
+    entries = f"{', '.join(found)}, all of them targets" if found else ", ".join(map(str, batch))
+    raise ConfigurationError(
+        f"a batch is a mapping with {entries or 'nothing in it'}; the Model has a loss_fn, which "
+        f"is given the entry that is named {' or '.join(TARGETS)}\n"
+        f"  Fix: name one entry so in collate_fn, or let the network return the loss and drop "
+        f"loss_fn."
+    )
 
 
 def num_samples(arguments: Arguments) -> int:
@@ -254,27 +279,51 @@ def casting_to(dtype: torch.dtype | None, run: Callable[..., Any]) -> Callable[.
     return run_casting
 
 
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss that a network returned: a scalar, ``loss`` of several, or the first of a tuple.
+def loss_of(found: Any, *, whose: str = "the network") -> torch.Tensor:
+    """The loss that was returned: a scalar, ``loss`` of several, or the first of a tuple.
+
+    Args:
+        found: What was returned.
+        whose: By what, for errors: the network, or ``loss_fn``.
 
     Raises:
         ConfigurationError: There is none.
     """
-    loss = outputs
-    if not isinstance(outputs, torch.Tensor):
-        loss = (
-            outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-        )
-        if loss is None and isinstance(outputs, (tuple, list)) and outputs:
-            loss = outputs[0]
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+    loss = found
+    if not isinstance(found, torch.Tensor):
+        loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+        if loss is None and isinstance(found, (tuple, list)) and found:
+            loss = found[0]
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
+    what = "the scalar loss, an object with .loss, or a tuple that begins with it"
+    if whose == "loss_fn":
         raise ConfigurationError(
-            f"the network returned {_shape_of(outputs)}; without a loss_fn it must return the "
-            f"scalar loss, an object with .loss, or a tuple that begins with it\n"
-            f"  Fix: give the Model a loss_fn, or pass the labels so that the network computes its "
-            f"loss."
+            f"loss_fn returned {_shape_of(found)}; expected {what}\n"
+            f"  Fix: reduce it, for example with reduction='mean'."
         )
-    return loss
+    raise ConfigurationError(
+        f"the network returned {_shape_of(found)}; without a loss_fn it must return {what}\n"
+        f"  Fix: give the Model a loss_fn, or pass the labels so that the network computes its "
+        f"loss."
+    )
+
+
+def losses_beside(found: Any) -> dict[str, torch.Tensor]:
+    """The scalars that were returned beside a loss, by name; by position where they have none."""
+    named: dict[Any, Any] = {}
+    if isinstance(found, Mapping):
+        named = dict(found)
+    elif not isinstance(found, torch.Tensor) and hasattr(found, "loss"):
+        named = found._asdict() if hasattr(found, "_asdict") else vars(found)
+    elif isinstance(found, (tuple, list)):
+        for position, part in enumerate(found[1:], 1):
+            named |= part if isinstance(part, Mapping) else {position: part}
+    return {
+        str(name): part.detach().clone()
+        for name, part in named.items()
+        if name != "loss" and isinstance(part, torch.Tensor) and part.dim() == 0
+    }
 
 
 def _shape_of(outputs: Any) -> str:
@@ -283,21 +332,26 @@ def _shape_of(outputs: Any) -> str:
     return f"a {type(outputs).__name__}"
 
 
+Trained = tuple[torch.Tensor, dict[str, Any]]
+"""A loss, and beside it ``losses``, by name, and perhaps the network's ``outputs``."""
+
+
 def run_train(
     network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
-) -> torch.Tensor:
+) -> Trained:
     """Forward and loss."""
-    if loss_fn is None:
-        return loss_of(network(*args, **kwargs))
-    *inputs, target = args
-    loss = loss_fn(network(*inputs, **kwargs), target)
-    assert isinstance(loss, torch.Tensor)
-    if loss.dim() != 0:
-        raise ConfigurationError(
-            f"loss_fn returned {_shape_of(loss)}; expected a scalar\n  Fix: reduce it, for "
-            f"example with reduction='mean'."
-        )
-    return loss
+    loss, _, beside = run_eval_with_loss(network, loss_fn, *args, **kwargs)
+    return loss, {"losses": beside}
+
+
+def run_train_with_outputs(
+    network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Trained:
+    """Forward and loss, and the outputs, in memory of their own."""
+    loss, outputs, beside = run_eval_with_loss(network, loss_fn, *args, **kwargs)
+    found, structure = take_apart(outputs)
+    own = [o.detach().clone() if isinstance(o, torch.Tensor) else o for o in found]
+    return loss, {"losses": beside, "outputs": structure.rebuild(own)}
 
 
 def run_eval(
@@ -310,14 +364,15 @@ def run_eval(
 
 def run_eval_with_loss(
     network: nn.Module, loss_fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, Any]:
-    """Loss and outputs."""
+) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
+    """Loss, outputs, and the losses beside the loss."""
     if loss_fn is None:
         outputs = network(*args, **kwargs)
-        return loss_of(outputs), outputs
+        return loss_of(outputs), outputs, losses_beside(outputs)
     *inputs, target = args
     outputs = network(*inputs, **kwargs)
-    return loss_fn(outputs, target), outputs
+    found = loss_fn(outputs, target)
+    return loss_of(found, whose="loss_fn"), outputs, losses_beside(found)
 
 
 def run_predict(

@@ -188,7 +188,8 @@ class Divider:
         pieces, weights = self._pieces(batch)
         found = tuple(split_batch(piece, has_loss_fn=has_loss_fn) for piece in pieces)
         alike = _rows_of(weights) if self.split is None else ()
-        return Division(arguments, found, self._weights(found) or weights, alike)
+        weighed = [((), dict(p)) for p in pieces] if isinstance(batch, Mapping) else found
+        return Division(arguments, found, self._weights(weighed) or weights, alike)
 
     def divide_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_loss_fn: bool

@@ -16,6 +16,7 @@ from torch import nn
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import INSIDE_BRANCH
+from graphsplit.torch_ext.attributes import is_module_call
 from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
 from graphsplit.users_line import users_line_of
 
@@ -24,6 +25,7 @@ _VALUES = "the code that runs depends on the values of a tensor"
 _LEAVES = (
     "a tensor leaves PyTorch (NumPy, a data pointer, or a tensor that is not part of the model)"
 )
+_PACKING = r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' failed to unpack"
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"GuardOnDataDependent|data-dependent|Could not guard|unbacked|\.item\(\)"
@@ -33,9 +35,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         f"arguments, or {_OPAQUE}",
     ),
     (
-        r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' failed to unpack",
+        _PACKING,
         "packed sequences have sizes that depend on the values of a tensor",
-        f"pad the sequences and leave packing out, or {_OPAQUE}",
+        "put packing, the recurrent layer and unpacking into one module, and keep it whole with "
+        "gs.opaque(module, outputs=f), as docs/how-to/what-cannot-be-captured.md shows; or pad "
+        "the sequences and leave packing out",
     ),
     (
         r"fake tensor|FakeTensor|non-fake|data_ptr|numpy|data is not allocated",
@@ -75,25 +79,33 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
         return CaptureError(f"{own}\n  {line}\n  Plain PyTorch raises it too. Fix: {fix}.")
     if is_users:
         reason, fix = "its own code raised an error", "mend the line named above"
-    first = text.strip().splitlines()[0][:300]
+    # Torch's words for a length that it does not know would lead astray.
+    first = "" if is_of_packing(error) else text.strip().splitlines()[0][:300]
+    was = f"  the error was: {first}\n" if first else ""
     return CaptureError(
         f"{type(network).__name__} cannot be captured as one graph: {reason}\n"
-        f"  {line}\n  the error was: {first}\n  Fix: {fix}."
+        f"  {line}\n{was}  Fix: {fix}."
     )
 
 
 def failing_module(error: BaseException) -> nn.Module | None:
     """The innermost module whose forward ran when an error was raised, if values decided there.
 
-    Other errors would come again however the module is run.
+    Other errors would come again however the module is run. So would those of packed sequences:
+    their lengths are no less unknown to a recurrent layer that is kept whole.
     """
-    if not comes_of_capture(error):
+    if not comes_of_capture(error) or is_of_packing(error):
         return None
     found: nn.Module | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if is_module_call(frame):
             found = frame.f_locals.get("self")
     return found
+
+
+def is_of_packing(error: BaseException) -> bool:
+    """Whether an error comes of packed sequences."""
+    return re.search(_PACKING, f"{type(error).__name__}: {error}") is not None
 
 
 def comes_of_capture(error: BaseException) -> bool:

@@ -19,8 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
-from graphsplit.capture.failures import explain, failing_module, quiet_export
-from graphsplit.capture.nested_tensors import nested_tensors_kept_whole
+from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
@@ -45,6 +44,7 @@ from graphsplit.capture.unrecordable_effects import (
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.torch_ext.nested_tensors import nested_tensors_kept_whole
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,8 @@ def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedP
         if isinstance(error, GraphsplitError):
             raise
         module = failing_module(error)
-        own = export.own_error(error) if module is None else None
+        needs_values = module is not None or is_of_packing(error)
+        own = None if needs_values else export.own_error(error)
         # torch's own frames, a hundred of them, would hide the user's line.
         raise _CannotBeTakenApartError(explain(network, error, own), module) from None
     _check_nothing_swallowed(signals, network)
@@ -240,7 +241,7 @@ def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]
         stack.enter_context(quiet_export())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
-        stack.enter_context(nested_tensors_kept_whole(recorder))
+        stack.enter_context(nested_tensors_kept_whole(lambda: recorder.is_recording))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
         stack.enter_context(unrecordable_effects_refused(recorder))
         stack.enter_context(checkpoints_noted())

@@ -16,12 +16,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import checkpoint
 
 from graphsplit.capture.observe import is_tracked, reachable_values
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.errors import CaptureError
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
+from graphsplit.torch_ext.private import CHECKPOINT_HOOK
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now, users_line_of_trace
 
@@ -110,7 +110,7 @@ def _differentiating(recorder: Recorder, original: Callable[..., Any]) -> Callab
 
 def _entering(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """Tensors saved for backward are not changed by checkpoints, nor by moving them to the CPU."""
-    harmless = (torch.autograd.graph.save_on_cpu, checkpoint._checkpoint_hook)
+    harmless = (torch.autograd.graph.save_on_cpu, CHECKPOINT_HOOK)
 
     def enter(self: Any) -> Any:
         if recorder.is_recording and not isinstance(self, harmless):

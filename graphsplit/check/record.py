@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TypeVar
+
+from graphsplit.encoding import records
+
+_Note = TypeVar("_Note")
 
 
 class What(Enum):
@@ -125,51 +128,6 @@ class Operation:
     reads: tuple[str, ...] = ()
 
 
-def record_line(record: Record) -> str:
-    """A record as a line of text."""
-    values = [
-        [value.kind.value, value.name, value.form, value.digest, value.elements]
-        for value in record.values
-    ]
-    return json.dumps([record.what.value, record.model, record.number, values])
-
-
-def read_records(lines: Iterable[str]) -> tuple[Record, ...]:
-    """The records of some lines. A last line that was cut off with its process is left out."""
-    return tuple(_record(found) for found in _objects(lines))
-
-
-def operation_line(operation: Operation) -> str:
-    """An operation as a line of text."""
-    return json.dumps(asdict(operation))
-
-
-def read_operations(lines: Iterable[str]) -> tuple[Operation, ...]:
-    """The operations of some lines."""
-    return tuple(_operation(found) for found in _objects(lines))
-
-
-def _objects(lines: Iterable[str]) -> Iterable[Any]:
-    for line in lines:
-        if line.endswith("\n"):
-            yield json.loads(line)
-
-
-def _operation(found: dict[str, Any]) -> Operation:
-    parts: dict[str, Any] = {
-        name: tuple(part) if isinstance(part, list) else part for name, part in found.items()
-    }
-    return Operation(**parts)
-
-
-def _record(found: list[Any]) -> Record:
-    what, model, number, values = found
-    return Record(
-        What(what),
-        model,
-        number,
-        tuple(
-            Value(Kind(kind), name, form, digest, tuple(elements))
-            for kind, name, form, digest, elements in values
-        ),
-    )
+def read_lines(kind: type[_Note], lines: Iterable[str]) -> tuple[_Note, ...]:
+    """The notes of one kind. A last line that was cut off with its process is left out."""
+    return tuple(records.from_text(kind, line) for line in lines if line.endswith("\n"))

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphsplit.encoding import records
 from graphsplit.errors import ConfigurationError
 
 VARIABLE = "GS_CHECK_FILE"
@@ -55,13 +56,7 @@ def operations_file(records: Path) -> Path:
 
 def write_request(folder: Path, request: Request) -> None:
     """Ask the processes that will be given files in this folder."""
-    parts = {
-        "num_steps": request.num_steps,
-        "operations_of": request.operations_of,
-        "whole": list(request.whole),
-        "survey_for": request.survey_for,
-    }
-    (folder / _REQUEST).write_text(json.dumps(parts))
+    (folder / _REQUEST).write_text(records.to_text(request))
 
 
 def requested_file(environ: Mapping[str, str]) -> Path | None:
@@ -77,21 +72,13 @@ def read_request(file: Path) -> Request:
         ConfigurationError: There is no request beside the file.
     """
     try:
-        found = json.loads((file.parent / _REQUEST).read_text())
-        match found:
-            case {
-                "num_steps": int(steps),
-                "operations_of": int(watched),
-                "whole": [str(kind), str(name)],
-                "survey_for": int(num_workers),
-            }:
-                return Request(steps, watched, (kind, name), num_workers)
+        return records.from_text(Request, (file.parent / _REQUEST).read_text())
     except (OSError, ValueError):
-        pass
-    raise ConfigurationError(
-        f"{VARIABLE}={file} is set, but there is no request of graphsplit check beside that file\n"
-        f"  Fix: unset {VARIABLE}; graphsplit check sets it for the processes that it starts."
-    )
+        raise ConfigurationError(
+            f"{VARIABLE}={file} is set, but there is no request of graphsplit check beside that "
+            f"file\n  Fix: unset {VARIABLE}; graphsplit check sets it for the processes that it "
+            f"starts."
+        ) from None
 
 
 def write_refusal(records: Path, text: str) -> None:

@@ -11,15 +11,16 @@ import torch
 from torch import nn
 
 from graphsplit.checkpoint.contents import parameters_of
-from graphsplit.checkpoint.group import ControlGroup, share_value
 from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.job.job import Job
 from graphsplit.optimizers.own_step import by_the_model
-from graphsplit.optimizers.ownership import plain_classes
+from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.attributes import STATE_VERSIONS, storage_of
 from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.stand_ins import as_ordinary
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -30,7 +31,6 @@ class StateGatherer:
     def __init__(self, task: Task, job: Job, owners: Mapping[str, int]) -> None:
         self._task = task
         self._job = job
-        self._group = ControlGroup(job.control, _no_tick)
         # Optimizers may still hold parameters of layers that were taken out of the network.
         held = {str(id(p)): p for one in task.optimizers for p in parameters_of(one)}
         self._owner_of = {int(number): rank for number, rank in job.owners.known(held).items()}
@@ -43,7 +43,7 @@ class StateGatherer:
     def gather_network(self) -> dict[str, Any]:
         """The network's own ``state_dict``: hooks have run, values are copied."""
         network = self._task.network
-        with plain_classes(network), torch.no_grad():
+        with as_ordinary(_tensors(network), Elsewhere), torch.no_grad():
             if own_saving(network, with_extra=True):  # it may look at every value
                 self._bring_values(network)
                 return _copied(network.state_dict())
@@ -58,7 +58,7 @@ class StateGatherer:
 
     def _bring_values(self, network: nn.Module) -> None:
         """Give every stand-in the value it stands for; its memory is there."""
-        for tensor in (*network.parameters(), *network.buffers()):
+        for tensor in _tensors(network):
             if id(tensor) in self._owner_of:
                 tensor.data.copy_(self._gather_tensor(tensor))
 
@@ -80,7 +80,7 @@ class StateGatherer:
         """
         network = self._task.network
         named = named_state(network, None)
-        with plain_classes(network):
+        with as_ordinary(_tensors(network), Elsewhere):
             if own_loading(network, with_extra=True):
                 with torch.no_grad():
                     self._bring_values(network)
@@ -98,7 +98,7 @@ class StateGatherer:
     def _agree(self, error: Exception | None, what: str) -> None:
         """Raise the same on all workers, so that a script may catch it on all alike."""
         mine = "" if error is None else f"{type(error).__name__}: {error}"
-        told = self._group.exchange(_ADDRESS.sub("0x", mine))
+        told = self._job.control.exchange(_ADDRESS.sub("0x", mine))
         if len(set(told)) > 1:
             by_rank = "\n  ".join(f"worker {rank}: {t or 'fine'}" for rank, t in enumerate(told))
             raise ConfigurationError(
@@ -117,7 +117,7 @@ class StateGatherer:
             if owner >= 0:
                 mine = dict(entries) if owner == self._job.rank else None
                 what = "the state of a parameter"
-                entries = share_value(self._group, mine, source=owner, what=what)
+                entries = self._job.control.share_value(mine, source=owner, what=what)
             if entries:
                 whole[parameter] = entries
         optimizer.state = whole
@@ -158,7 +158,7 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(tensor, torch.Tensor):
             return tensor
         key = (
-            tensor.untyped_storage()._cdata,
+            storage_of(tensor),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),
@@ -168,10 +168,10 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     found: Any = pytree.tree_map(copy, value)
-    if hasattr(value, "_metadata"):
-        found._metadata = value._metadata
+    if hasattr(value, STATE_VERSIONS):
+        setattr(found, STATE_VERSIONS, getattr(value, STATE_VERSIONS))
     return cast(dict[str, Any], found)
 
 
-def _no_tick() -> None:
-    """Nothing here waits for a disk."""
+def _tensors(network: nn.Module) -> tuple[torch.Tensor, ...]:
+    return *network.parameters(), *network.buffers()

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphsplit.checkpoint.group import Group
+from graphsplit.job.group import Group
 from graphsplit.planning.step_plan import Progress
 
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.encoding.values import from_text, meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.tensor_meta import TensorMeta
 
 FORMAT_VERSION = 1
 MAX_HEADER_BYTES = 100_000_000  # the library reads no longer ones
@@ -41,37 +41,6 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in _NAMES.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-
-
-def octets_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes in row-major order; its own memory where it lies there like that."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
-
-
-def plain_meta(tensor: torch.Tensor) -> TensorMeta:
-    """A tensor as it is noted beside its bytes: dtype and shape."""
-    shape = tuple(tensor.shape)
-    return TensorMeta(tensor.dtype, shape, contiguous_strides(shape))
-
-
-def meta_to_json(meta: TensorMeta) -> list[Any]:
-    """For example ``["float32", [3, 4]]``."""
-    return [str(meta.dtype).removeprefix("torch."), list(meta.shape)]
-
-
-def meta_from_json(node: Any, *, what: str) -> TensorMeta:
-    """Read what ``meta_to_json`` wrote, from a file or from another worker.
-
-    Raises:
-        CheckpointError: It is something else.
-    """
-    match node:
-        case [str(name), list(shape)] if all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype):
-                return TensorMeta(dtype, tuple(shape), contiguous_strides(shape))
-    raise CheckpointError(f"{what} is described as {str(node)[:100]}; expected [dtype, shape]")
 
 
 @dataclass(frozen=True)

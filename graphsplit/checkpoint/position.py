@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
 
 from graphsplit.checkpoint.generators import put_remembered, remembered_by
-from graphsplit.checkpoint.values import Fixed
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError, integer
+from graphsplit.encoding.values import Fixed
 from graphsplit.errors import CheckpointError, ConfigurationError
 
+Count = Annotated[int, integer(0, 1 << 62)]
 _GENERATORS = (
     "generator",
     "sampler.generator",
@@ -43,10 +46,10 @@ class Position:
         step: Steps done in that epoch.
     """
 
-    num_steps: int = 0
-    num_epochs: int = 0
-    epoch: int = 0
-    step: int = 0
+    num_steps: Count = 0
+    num_epochs: Count = 0
+    epoch: Count = 0
+    step: Count = 0
 
     @classmethod
     def read(cls, node: Any) -> Position:
@@ -55,12 +58,10 @@ class Position:
         Raises:
             CheckpointError: It is something else.
         """
-        counts = vars(cls())
-        if not isinstance(node, Mapping) or not all(
-            type(node.get(name)) is int and node[name] >= 0 for name in counts
-        ):
-            raise CheckpointError(f"the save stands at {str(node)[:100]}; expected four counts")
-        return cls(**{name: node[name] for name in counts})
+        try:
+            return records.from_node(cls, node, what="the place where the save stands")
+        except MessageError as error:
+            raise CheckpointError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,23 @@ class EpochStart:
         _set_now(generators, states)
         iterator = iter(loader)
         return iterator
+
+    def put_between_epochs(self, loader: Iterable[Any]) -> EpochStart:
+        """Bring generators and loader at once to where they stood, between two epochs.
+
+        Returns:
+            How the epoch starts now: what is changed before it, by a callback or by telling the
+            loader the epoch's number, belongs to it.
+
+        Raises:
+            ConfigurationError: as ``open``.
+        """
+        own = (self.loader or {}).get("own")
+        self._check(loader, own, generators_of(loader))
+        self.go_on(loader)
+        if own is None:
+            return FROM_THE_START
+        return EpochStart(loader={**(self.loader or {}), "remembered": None})
 
     def go_on(self, loader: Iterable[Any]) -> None:
         """Set the generators to the states that training goes on with.

@@ -14,7 +14,6 @@ from graphsplit.capture.graph import LOSS_PATH
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
-    METADATA,
     OTHERS,
     NetworkState,
     Ownership,
@@ -23,12 +22,13 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.disk.source import Request, Source
-from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.checkpoint.own_state_code import own_code_of, own_loading
-from graphsplit.checkpoint.values import decode, tensor_names
+from graphsplit.encoding.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
+from graphsplit.tensor_meta import plain_meta
+from graphsplit.torch_ext.attributes import STATE_VERSIONS
 
 _MAX_SHOWN = 200
 
@@ -72,7 +72,7 @@ class NetworkLoader:
         self._load_whole = load_whole if own_loading(task.network, with_extra=False) else None
         values = source.values.get("network")
         self._values: dict[str, Any] = dict(values) if isinstance(values, dict) else {}
-        self._metadata = self._values.pop(METADATA, None)
+        self._metadata = self._values.pop(STATE_VERSIONS, None)
         self.problems: list[str] = []
         self._wanted: list[Wanted] = []
         if with_others:
@@ -170,7 +170,7 @@ class NetworkLoader:
         aliases = self._source.aliases
         state = OrderedDict({**whole, **{a: whole[k] for a, k in aliases.items() if k in whole}})
         if self._metadata is not None:
-            state._metadata = decode(self._metadata, _no_tensor)  # type: ignore[attr-defined]
+            setattr(state, STATE_VERSIONS, decode(self._metadata, _no_tensor))
         self._load_whole(state)
 
 

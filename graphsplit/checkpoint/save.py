@@ -29,18 +29,11 @@ from graphsplit.checkpoint.disk.files import (
     write_text,
 )
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest, expected_names, file_name
-from graphsplit.checkpoint.group import Group, read_message
-from graphsplit.checkpoint.layout import (
-    FileInfo,
-    FileLayout,
-    meta_from_json,
-    meta_to_json,
-    octets_of,
-    plain_meta,
-)
-from graphsplit.checkpoint.values import to_text
+from graphsplit.checkpoint.layout import FileInfo, FileLayout
+from graphsplit.encoding.values import meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.job.group import Group, read_message
+from graphsplit.tensor_meta import TensorMeta, octets_of, plain_meta
 from graphsplit.version import __version__
 
 Make = Callable[[], Contents]
@@ -77,24 +70,35 @@ def save_folder(folder: Path, make: Make, group: Group, *, gather: bool) -> None
 def _write_shards(
     folder: Path, contents: Contents, group: Group, slot: int, problems: list[str]
 ) -> None:
-    names = {
-        holds: file_name(holds, slot=slot, shard=group.rank, num_shards=group.num_workers)
-        for holds in ("weights", "training")
-    }
-    info = FileInfo(aliases=contents.aliases)
     records: list[FileRecord] = []
     with _noting(problems, f"cannot write into {folder}"):
-        records.append(_write(folder / names["weights"], contents.weights, info, group))
-        records.append(_write(folder / names["training"], contents.tensors, FileInfo(), group))
+        rank, num_workers = group.rank, group.num_workers
+        for record in write_shard(folder, contents, slot, rank, num_workers, group.tick):
+            records.append(record)
     mine = {"files": [vars(r) for r in records], "sections": contents.sections}
     _commit(folder, mine, group, slot, group.num_workers, problems)
 
 
-def _write(
-    path: Path, tensors: dict[str, torch.Tensor], info: FileInfo, group: Group
-) -> FileRecord:
-    layout = FileLayout.of({name: plain_meta(t) for name, t in tensors.items()}, info)
-    return write_file(path, tensors, layout, group.tick)
+def write_shard(
+    folder: Path,
+    contents: Contents,
+    slot: int,
+    shard: int,
+    num_shards: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[FileRecord]:
+    """Write one worker's files of a save; each is told of when it is there.
+
+    Raises:
+        OSError: The write failed.
+    """
+    for holds, tensors, info in (
+        ("weights", contents.weights, FileInfo(aliases=contents.aliases)),
+        ("training", contents.tensors, FileInfo()),
+    ):
+        layout = FileLayout.of({name: plain_meta(t) for name, t in tensors.items()}, info)
+        name = file_name(holds, slot=slot, shard=shard, num_shards=num_shards)
+        yield write_file(folder / name, tensors, layout, tick)
 
 
 def _write_gathered(
@@ -220,7 +224,7 @@ def stream_file(
     told = group.gather(to_text({name: meta_to_json(meta) for name, meta in metas.items()}))
     if group.rank != 0:
         for name in FileLayout.of(metas).metas:
-            group.send(mine[name], destination=0)
+            group.send(mine[name], to=(0,))
         return None
     sources: dict[str, int] = {}
     whole: dict[str, TensorMeta] = {}

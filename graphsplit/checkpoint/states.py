@@ -13,7 +13,6 @@ import torch
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION
 from graphsplit.checkpoint.contents import (
-    METADATA,
     Contents,
     NetworkState,
     Ownership,
@@ -32,10 +31,11 @@ from graphsplit.checkpoint.restore import (
     shown,
 )
 from graphsplit.checkpoint.save import save_file, save_folder
-from graphsplit.checkpoint.values import Fixed, decode, tensor_names
 from graphsplit.deferred.construction import is_deferred
+from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.planning.task import Task
+from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
 PathLike = str | os.PathLike[str]
 
@@ -45,7 +45,7 @@ class Stateful(Protocol):
     """Anything with a state of its own: a scheduler, a scaler, a sampler, a module."""
 
     def state_dict(self) -> Any:
-        """Its state: tensors, numbers, strings, None, and lists, tuples or mappings of them."""
+        """Its state: tensors, plain Python values, and lists, tuples, sets or mappings of them."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Take a state."""
@@ -165,7 +165,7 @@ class States:
             if whole is None:
                 contents.add_network(NetworkState.of(self._task), ownership, group.rank)
             elif group.rank == 0:
-                contents.add_whole(whole, getattr(whole, METADATA, None))
+                contents.add_whole(whole, getattr(whole, STATE_VERSIONS, None))
             return contents
 
         save_file(Path(path), make, group, holds="weights")
@@ -382,7 +382,7 @@ class States:
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         if self._task.scaler is not None:
-            self._task.scaler._per_optimizer_states.clear()  # of a step that was broken off
+            scaler_findings(self._task.scaler).clear()  # of a step that was broken off
         self._take_over(found, values)
         self.run = NoRun(values.get("loss"))
         if not inside:

@@ -16,7 +16,7 @@ import click
 
 from graphsplit.check.compare import Comparison, Difference, compare
 from graphsplit.check.pinpoint import Pinpoint, pinpoint
-from graphsplit.check.record import Operation, Record, What, read_operations, read_records
+from graphsplit.check.record import Operation, Record, What, read_lines
 from graphsplit.check.request import (
     PLAIN,
     VARIABLE,
@@ -286,11 +286,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _records(path: Path) -> tuple[Record, ...]:
-    return read_records(_lines(path))
+    return read_lines(Record, _lines(path))
 
 
 def _operations(path: Path) -> tuple[Operation, ...]:
-    return read_operations(_lines(path))
+    return read_lines(Operation, _lines(path))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from graphsplit.cli.launch.children import StartChild, start_child
 from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.environment import find_free_port, job_children
 from graphsplit.cli.launch.supervise import Restarts, supervise
-from graphsplit.cli.launch.warm import WarmStart, may_fork, uses_graphsplit
+from graphsplit.cli.launch.warm import WarmStart, may_fork
 from graphsplit.cli.tokens import kept_token
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
@@ -204,7 +204,6 @@ def run_job(
             restarts=restarts,
             limit_s=limit_s,
             start=start,
-            expects_init=not options.as_module and uses_graphsplit(options.script),
         )
 
 

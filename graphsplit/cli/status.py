@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import click
 
-from graphsplit.cli.tokens import find_token
+from graphsplit.cli.tokens import find_token, local_jobs
 from graphsplit.errors import ClusterError, ConfigurationError
 from graphsplit.security.names import SCHEDULER, WORKER
 from graphsplit.security.options import SecurityOptions
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^:\[\]]+):(?P<port>[0-9]{1
 
 @click.command()
 @click.argument("address", metavar="[HOST:PORT]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each job.")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -34,7 +34,9 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^:\[\]]+):(?P<port>[0-9]{1
 def status(*, address: str | None, as_json: bool, timeout_s: float) -> None:
     """Show who is in a job, where each worker is, and what it waits for.
 
-    Asks the scheduler at HOST:PORT, by default the one that MS_SCHED_HOST and MS_SCHED_PORT name.
+    Asks the scheduler at HOST:PORT, by default the one that MS_SCHED_HOST and MS_SCHED_PORT name;
+    without either, those of all jobs that 'graphsplit run' started on this machine.
+
     Where the job has a token or certificates, this command needs them too (GS_JOB_TOKEN,
     GS_JOB_TOKEN_FILE, GS_TLS_CA, GS_TLS_CERT, GS_TLS_KEY); the token of a job that 'graphsplit
     run' started on this machine is found by itself.
@@ -45,27 +47,35 @@ def status(*, address: str | None, as_json: bool, timeout_s: float) -> None:
     from graphsplit.cluster.status.client import fetch_status
     from graphsplit.cluster.status.table import status_object, status_table
 
-    host, port = _address(address, os.environ)
-    try:
-        protection = _protection(os.environ, host, port)
-        found = fetch_status(host, port, protection, timeout_s=timeout_s)
-    except (ClusterError, ConfigurationError) as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(json.dumps(status_object(found)) if as_json else status_table(found))
+    shown, errors = [], list[Exception]()
+    for host, port in _addresses(address, os.environ):
+        try:
+            protection = _protection(os.environ, host, port)
+            found = fetch_status(host, port, protection, timeout_s=timeout_s)
+        except (ClusterError, ConfigurationError) as error:
+            errors.append(error)
+            continue
+        shown.append(json.dumps(status_object(found)) if as_json else status_table(found))
+    if not shown:  # of several jobs one may begin or end just now
+        raise click.ClickException(str(errors[0])) from errors[0]
+    click.echo(("\n" if as_json else "\n\n").join(shown))
 
 
-def _address(given: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
+def _addresses(given: str | None, environ: Mapping[str, str]) -> list[tuple[str, int]]:
+    """The schedulers to ask."""
     host = environ.get("MS_SCHED_HOST", "").strip() or "127.0.0.1"
     port = environ.get("MS_SCHED_PORT", "").strip()
     text = given or (f"{host}:{port}" if port else "")
+    if not text and (jobs := local_jobs()):
+        return jobs
     found = _ADDRESS.fullmatch(text)
     if found is None or not 1 <= int(found["port"]) <= 65535:
         raise click.BadParameter(
             f"expected an address such as 10.0.0.1:8118, or MS_SCHED_PORT in the environment; "
-            f"found {repr(text) if text else 'neither'}",
+            f"found {repr(text) if text else 'neither, and no job of graphsplit run here'}",
             param_hint="HOST:PORT",
         )
-    return found["host"].removeprefix("[").removesuffix("]"), int(found["port"])
+    return [(found["host"].removeprefix("[").removesuffix("]"), int(found["port"]))]
 
 
 def _protection(environ: Mapping[str, str], host: str, port: int) -> Protection:

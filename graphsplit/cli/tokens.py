@@ -126,3 +126,15 @@ def find_token(host: str, port: int) -> str:
         return read_private_file("GS_JOB_TOKEN_FILE", str(path)).decode("ascii", errors="replace")
     except (ConfigurationError, OSError):
         return ""
+
+
+def local_jobs() -> list[tuple[str, int]]:
+    """Host and port of the schedulers of this user's jobs on this machine."""
+    found = []
+    with contextlib.suppress(OSError):
+        folder = _folder()
+        for path in sorted(folder.glob("*.token")) if _is_private(folder) else ():
+            host, _, port = path.stem.rpartition("_")
+            if port.isdecimal() and _is_held(path):
+                found.append((host, int(port)))
+    return found

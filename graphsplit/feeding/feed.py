@@ -45,6 +45,7 @@ from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
 from graphsplit.tensor_meta import TensorMeta
@@ -109,7 +110,7 @@ class Feed:
         divider: Divider,
         has_loss_fn: bool,
         readers: LoaderReaders,
-        note: str = "",
+        note: Note = str,
         start: EpochStart = FROM_THE_START,
         progress: Progress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
@@ -419,7 +420,7 @@ class Feed:
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(
             f"the loaders of workers {self.leader} and {self._job.rank} disagree at "
-            f"{self._mode.value} step {self._step} of the epoch\n"
+            f"{self._mode.value} step {self._step + 1} of the epoch\n"
             f"  worker {self._job.rank}: {mine}\n  worker {self.leader}: {leaders}\n"
             f"  Fix: {fix}"
         )

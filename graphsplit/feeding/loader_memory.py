@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from graphsplit.checkpoint.generators import is_same, put_remembered, remembered_by
-from graphsplit.checkpoint.group import ControlGroup, share_value
 from graphsplit.checkpoint.position import generators_of
-from graphsplit.checkpoint.values import Fixed
+from graphsplit.encoding.values import Fixed
 from graphsplit.errors import FrameError
 from graphsplit.job.control import ControlChannels
 
@@ -62,8 +61,7 @@ def share_loader_memory(
     Raises:
         FrameError: What came is nothing that the loader could remember.
     """
-    group = ControlGroup(control, lambda: None)
-    told = share_value(group, memory, source=source, what="what a loader remembers")
+    told = control.share_value(memory, source=source, what="what a loader remembers")
     if not takes:
         return
     try:

@@ -12,27 +12,24 @@ import torch
 
 from graphsplit.batches.batch import Arguments, Signature, leaves
 from graphsplit.batches.microbatches import BatchDescription, Division
-from graphsplit.checkpoint.group import ControlGroup
-from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.job.control import ControlChannels
+from graphsplit.tensor_meta import plain_meta
 
 
 def send_batch(control: ControlChannels, division: Division, *, destination: int) -> None:
     """Send a batch to a worker, which calls ``receive_batch`` meanwhile."""
-    group = ControlGroup(control, lambda: None)
     for arguments in _wholes(division):
         for leaf in leaves(arguments):
             if isinstance(leaf, torch.Tensor):
-                group.send(leaf.detach().contiguous(), destination=destination)
+                control.send(leaf, to=(destination,))
 
 
 def receive_batch(control: ControlChannels, shape: BatchDescription, *, source: int) -> Division:
     """Take a batch of a known look from a worker."""
-    group = ControlGroup(control, lambda: None)
     signatures = [shape.whole]
     for signature, count in shape.parts:
         signatures += [signature] * count
-    found = [_receive(group, signature, source) for signature in signatures]
+    found = [_receive(control, signature, source) for signature in signatures]
     if not shape.weights:
         return Division(found[0], (found[0],))
     return Division(found[0], tuple(found[1:]), shape.weights)
@@ -44,12 +41,12 @@ def _wholes(division: Division) -> Iterator[Arguments]:
         yield from division.microbatches
 
 
-def _receive(group: ControlGroup, signature: Signature, source: int) -> Arguments:
+def _receive(control: ControlChannels, signature: Signature, source: int) -> Arguments:
     """Arguments with a signature; every tensor is laid out as the sender's is."""
     arguments = signature.example()
     for leaf in leaves(arguments):
         if isinstance(leaf, torch.Tensor):
-            value = group.receive_tensor(plain_meta(leaf), source=source)
+            value = control.receive_tensor(plain_meta(leaf), source=source)
             for dim, stride in enumerate(leaf.stride()):
                 if stride == 0:  # one element for all of an expanded dimension
                     leaf, value = leaf.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.group import ControlGroup
-from graphsplit.checkpoint.layout import plain_meta
 from graphsplit.job.control import ControlChannels
 from graphsplit.planning.planner import ReadyPlan
+from graphsplit.tensor_meta import plain_meta
 
 
 def share_written(
@@ -28,13 +27,11 @@ def share_written(
         inputs: This worker's flattened inputs of one microbatch.
         holders: The workers that hold the batch.
     """
-    group = ControlGroup(control, lambda: None)
     for index, ranks in planned.written_inputs:
         tensor, source = inputs[index], ranks[0]
         waiting = sorted(set(holders).difference(ranks))
-        if group.rank == source:
-            for peer in waiting:
-                group.send(tensor.detach().contiguous(), destination=peer)
-        elif group.rank in waiting:
+        if control.rank == source:
+            control.send(tensor, to=waiting)
+        elif control.rank in waiting:
             with torch.no_grad():
-                tensor.copy_(group.receive_tensor(plain_meta(tensor), source=source))
+                tensor.copy_(control.receive_tensor(plain_meta(tensor), source=source))

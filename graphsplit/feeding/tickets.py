@@ -1,36 +1,79 @@
 """Tickets: what the worker that reads the loader first tells the others before a step.
 
-A ticket that brings nothing new says only that: which step it is for, and checksums. The first of
-its kind, and every other one, is a message (``step.proto``)::
+It is a message (see ``job.stream``) of its own kind, numbered by steps::
 
-    length of the message u32 | message                                     | zeros
-    0                     u32 | step u64, four numbers u32, lifted numbers | zeros
+    header | four numbers u32, lifted numbers f64 | news | zeros
+
+A ticket that brings nothing new says only which step it is for, checksums, and the numbers that a
+recording computes with. The first of its kind, and every other one, has news: ``News`` as JSON.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Container
-from typing import NamedTuple
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from google.protobuf.message import DecodeError
 
-from graphsplit._proto.step_pb2 import MicrobatchRun, StepTicket
 from graphsplit.batches.batch import Signature
 from graphsplit.batches.microbatches import BatchDescription
 from graphsplit.batches.signature_text import check_signature_text
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import integer, string
 from graphsplit.errors import FrameError
+from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates, is_state
+from graphsplit.job.stream import HEADER, TICKET
 from graphsplit.planning.announced import NOTHING_READ, PythonStep
 
-_STEP_BYTES = 256
-_LENGTH = struct.Struct("<I")
-_REPEATED = struct.Struct("<IQIIII")
-_MAX_LIFTED = (_STEP_BYTES - _REPEATED.size) // 8
+_STEP_BYTES = 512
+_NUMBERS = struct.Struct("<IIII")
+_BEFORE_LIFTED = HEADER.size + _NUMBERS.size
 _GENERATOR_BYTES = torch.default_generator.get_state().numel()
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a batch looks like, or microbatches that follow each other and look alike.
+
+    Attributes:
+        digest: Of its signature.
+        text: The signature, where it was not told before; else empty.
+        count: How many they are.
+    """
+
+    digest: Annotated[str, string(64)]
+    text: str = ""
+    count: Annotated[int, integer(1, 1 << 31)] = 1
+
+
+@dataclass(frozen=True)
+class News:
+    """What a ticket tells that the one before it has not.
+
+    Attributes:
+        whole: The batch; None at the end of the epoch.
+        parts: Its microbatches, in order, where it is split.
+        weights: What the loss of each microbatch is multiplied by.
+        is_last: The job was asked to end: all leave when this step is done.
+        generator: See ``Ticket``.
+        process: See ``Ticket``.
+        loader_changed: See ``Ticket``.
+        changed: See ``PythonStep``.
+    """
+
+    whole: Described | None = None
+    parts: tuple[Described, ...] = ()
+    weights: tuple[float, ...] = ()
+    is_last: bool = False
+    generator: bytes = b""
+    process: tuple[bytes, bytes] = NOTHING_DRAWN
+    loader_changed: bool = False
+    changed: tuple[tuple[str, str], ...] = ()
 
 
 class Ticket(NamedTuple):
@@ -93,41 +136,35 @@ class Tickets:
         self._step += 1
         is_last = shape is not None and self._job.asked_to_stop
         brings_news = generator is not None or process != NOTHING_DRAWN or is_last
-        brings_news |= bool(python.changed) or len(python.lifted) > _MAX_LIFTED
-        if shape is not None and shape == self._shape and not brings_news:
-            numbers = checksum, previous_checksum, python.recording, len(python.lifted)
-            lifted = struct.pack(f"<{len(python.lifted)}d", *python.lifted)
-            data = _padded(_REPEATED.pack(0, self._step, *numbers) + lifted)
-        else:
-            ticket = StepTicket(step=self._step, end=shape is None, last=is_last)
-            ticket.python_generator, ticket.numpy_generator = process
-            ticket.loader_changed = loader_changed
-            ticket.fingerprint, ticket.previous_fingerprint = checksum, previous_checksum
-            if shape is not None:
-                self._describe_shape(shape, ticket)
-            ticket.recording = python.recording
-            ticket.lifted.extend(python.lifted)
-            for place, value in python.changed:
-                ticket.changed.add(place=place, value=value)
-            if generator is not None:
-                ticket.generator = generator.numpy().tobytes()
-            data = message_of(ticket)
+        brings_news |= bool(python.changed) or shape is None or shape != self._shape
+        news = None
+        if brings_news:
+            news = News(
+                is_last=is_last,
+                generator=b"" if generator is None else generator.numpy().tobytes(),
+                process=process,
+                loader_changed=loader_changed,
+                changed=python.changed,
+                **({} if shape is None else self._described(shape)),
+            )
+        numbers = checksum, previous_checksum, python.recording
+        data = ticket_of(self._step, news, *numbers, lifted=python.lifted)
         self._shape = shape
         self._job.is_stopping |= is_last
         self._job.control.send_ticket(data, quiet=quiet)
 
-    def _describe_shape(self, shape: BatchDescription, ticket: StepTicket) -> None:
-        self._describe(shape.whole, ticket)
-        for signature, count in shape.parts:
-            self._describe(signature, ticket.microbatches.add(count=count))
-        ticket.loss_weights.extend(shape.weights)
+    def _described(self, shape: BatchDescription) -> dict[str, Any]:
+        return {
+            "whole": self._describe(shape.whole),
+            "parts": tuple(self._describe(*part) for part in shape.parts),
+            "weights": tuple(shape.weights),
+        }
 
-    def _describe(self, signature: Signature, message: StepTicket | MicrobatchRun) -> None:
+    def _describe(self, signature: Signature, count: int = 1) -> Described:
         """Name a signature; the first time, in full."""
-        message.signature_digest = signature.digest
-        if signature.digest not in self._texts:
-            self._texts[signature.digest] = signature.text
-            message.signature_text = signature.text
+        is_known = signature.digest in self._texts
+        self._texts[signature.digest] = signature.text
+        return Described(signature.digest, "" if is_known else signature.text, count)
 
     def receive(self, leader: int) -> Ticket:
         """Wait for the leader's next ticket.
@@ -136,12 +173,7 @@ class Tickets:
             FrameError: It is malformed, or not the next one.
         """
         self._step += 1
-        data = self._job.control.receive_ticket(leader)
-        try:
-            (length,) = _LENGTH.unpack_from(data)
-            ticket = self._repeated(data, leader) if length == 0 else self._read(data, leader)
-        except (DecodeError, struct.error) as error:
-            raise FrameError(f"a malformed step ticket from worker {leader}: {error}") from error
+        ticket = self._read(self._job.control.receive_ticket(leader), leader)
         if ticket.step != self._step:
             raise FrameError(
                 f"worker {leader} announces batch {ticket.step}; expected {self._step}"
@@ -149,93 +181,85 @@ class Tickets:
         self._shape = ticket.shape
         return ticket
 
-    def _repeated(self, data: bytes, leader: int) -> Ticket:
-        """A ticket for a batch that looks like the one before."""
-        _, step, checksum, previous, recording, num_lifted = _REPEATED.unpack_from(data)
-        lifted = struct.unpack_from(f"<{min(num_lifted, _MAX_LIFTED)}d", data, _REPEATED.size)
-        if self._shape is None:
+    def _read(self, data: bytes, leader: int) -> Ticket:
+        what = f"a malformed step ticket from worker {leader}"
+        try:
+            kind, step, size = HEADER.unpack_from(data)
+            numbers = _NUMBERS.unpack_from(data, HEADER.size)
+        except struct.error as error:
+            raise FrameError(f"{what}: {error}") from error
+        checksum, previous, recording, num_lifted = numbers
+        begin, end = _BEFORE_LIFTED + 8 * num_lifted, HEADER.size + size
+        if kind != TICKET or not begin <= end <= len(data):
+            raise FrameError(f"{what}: kind {kind}, {size} bytes, {num_lifted} of them numbers")
+        lifted = struct.unpack_from(f"<{num_lifted}d", data, _BEFORE_LIFTED)
+        if begin < end:
+            text = data[begin:end].decode(errors="replace")
+            news = read_record(News, text, what=what)
+            shape = self._learned(news, leader)
+        elif self._shape is None:
             raise FrameError(
                 f"worker {leader} announces a batch like the one before, but there was none"
             )
-        python = PythonStep(recording, lifted)
-        return Ticket(step, self._shape, checksum, previous, python=python)
-
-    def _read(self, data: bytes, leader: int) -> Ticket:
-        """A ticket that brings news."""
-        message = StepTicket()
-        message.ParseFromString(_content(data))
-        if len(message.generator) not in (0, _GENERATOR_BYTES):
-            raise FrameError(f"worker {leader} sent a generator state of a wrong size")
-        process = ProcessStates(message.python_generator, message.numpy_generator)
-        if not all(state == b"" or is_state(state) for state in process):
-            raise FrameError(f"worker {leader} sent no state of Python's or NumPy's generator")
-        described: list[StepTicket | MicrobatchRun] = [message, *message.microbatches]
-        for one in described:
-            if one.signature_text:
-                self._learn(one, leader)
-        _check_microbatches(message, leader)
-        self._job.is_stopping |= message.last
+        else:
+            news, shape = _NO_NEWS, self._shape
         return Ticket(
-            message.step,
-            None if message.end else self._shape_of(message),
-            message.fingerprint,
-            message.previous_fingerprint,
-            message.generator,
-            process,
-            message.loader_changed,
-            PythonStep(
-                message.recording,
-                tuple(message.lifted),
-                tuple((one.place, one.value) for one in message.changed),
-            ),
+            step,
+            shape,
+            checksum,
+            previous,
+            news.generator,
+            ProcessStates(*news.process),
+            news.loader_changed,
+            PythonStep(recording, lifted, news.changed),
         )
 
-    def _learn(self, message: StepTicket | MicrobatchRun, leader: int) -> None:
-        signature = Signature.read(message.signature_text)
-        if signature.digest != message.signature_digest:
-            raise FrameError(f"worker {leader} sent a signature that is not the announced one")
-        check_signature_text(signature.text, what=f"worker {leader} describes a batch wrongly")
-        self._texts[signature.digest] = signature.text
+    def _learned(self, news: News, leader: int) -> BatchDescription | None:
+        """What the batch looks like, by what is believed of the news."""
+        if len(news.generator) not in (0, _GENERATOR_BYTES):
+            raise FrameError(f"worker {leader} sent a generator state of a wrong size")
+        if not all(state == b"" or is_state(state) for state in news.process):
+            raise FrameError(f"worker {leader} sent no state of Python's or NumPy's generator")
+        counts = [part.count for part in news.parts]
+        weights = news.weights
+        if sum(counts) != len(weights) or not all(map(math.isfinite, weights)):
+            raise FrameError(
+                f"worker {leader} announces {sum(counts)} microbatches in runs of {counts[:8]} "
+                f"with {len(weights)} weights; expected a finite weight for each"
+            )
+        self._job.is_stopping |= news.is_last
+        whole = None if news.whole is None else self._signature(news.whole, leader)
+        parts = tuple((self._signature(part, leader), part.count) for part in news.parts)
+        return None if whole is None else BatchDescription(whole, parts, weights)
 
-    def _shape_of(self, message: StepTicket) -> BatchDescription:
-        return BatchDescription(
-            self._signature(message, message),
-            tuple((self._signature(message, run), run.count) for run in message.microbatches),
-            tuple(message.loss_weights),
-        )
-
-    def _signature(self, ticket: StepTicket, message: StepTicket | MicrobatchRun) -> Signature:
-        text = self._texts.get(message.signature_digest)
+    def _signature(self, described: Described, leader: int) -> Signature:
+        if described.text:
+            found = Signature.read(described.text)
+            if found.digest != described.digest:
+                raise FrameError(f"worker {leader} sent a signature that is not the announced one")
+            check_signature_text(found.text, what=f"worker {leader} describes a batch wrongly")
+            self._texts[found.digest] = found.text
+        text = self._texts.get(described.digest)
         if text is None:
-            raise FrameError(f"batch {ticket.step} has a signature that was never described")
-        return Signature(text, message.signature_digest)
+            raise FrameError(f"worker {leader} announces a signature that was never described")
+        return Signature(text, described.digest)
 
 
-def _check_microbatches(ticket: StepTicket, leader: int) -> None:
-    counts = [run.count for run in ticket.microbatches]
-    weights = ticket.loss_weights
-    if not all(counts) or sum(counts) != len(weights) or not all(map(math.isfinite, weights)):
-        raise FrameError(
-            f"worker {leader} announces {sum(counts)} microbatches in runs of {counts[:8]} with "
-            f"{len(weights)} weights; expected a finite weight for each"
-        )
+_NO_NEWS = News()
 
 
-def message_of(ticket: StepTicket) -> bytes:
-    """A ticket with news, as it travels."""
-    content = ticket.SerializeToString()
-    return _padded(_LENGTH.pack(len(content)) + content)
-
-
-def _padded(data: bytes) -> bytes:
-    """Most tickets are then of one size: a channel is quicker with values like the one before."""
+def ticket_of(
+    step: int,
+    news: News | None,
+    checksum: int = 0,
+    previous_checksum: int = 0,
+    recording: int = 0,
+    *,
+    lifted: Sequence[float] = (),
+) -> bytes:
+    """A ticket, as it travels. Most are of one size: a channel is quicker with known ones."""
+    told = b"" if news is None else records.to_text(news).encode()
+    body = _NUMBERS.pack(checksum, previous_checksum, recording, len(lifted))
+    body += struct.pack(f"<{len(lifted)}d", *lifted) + told
+    data = HEADER.pack(TICKET, step, len(body)) + body
     return data.ljust(-(-len(data) // _STEP_BYTES) * _STEP_BYTES, b"\0")
-
-
-def _content(data: bytes) -> bytes:
-    """The message in a ticket with news."""
-    (length,) = _LENGTH.unpack_from(data)
-    content = data[_LENGTH.size : _LENGTH.size + length]
-    if len(content) != length:
-        raise DecodeError(f"{length} bytes are announced, {len(content)} came")
-    return content

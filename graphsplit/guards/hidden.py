@@ -12,11 +12,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from graphsplit.guards.places import Place, PlaceKind, itself
-from graphsplit.guards.values import CONTAINERS
+from graphsplit.guards.places import Place, PlaceKind, entry, itself
+from graphsplit.guards.values import CONTAINERS, shown
 
 _EMPTY: dict[Any, Any] = {}
 _VIEWS: tuple[type, ...] = (
@@ -55,6 +56,14 @@ def hidden_values(value: Any) -> Iterator[Any]:
         yield value()
     elif type(value) in _PROXIES:
         yield value.__repr__.__self__
+
+
+def cached_results(cache: Any, label: str) -> Iterator[Place]:
+    """What a ``functools.lru_cache`` keeps: once it is gone, its function is called again."""
+    for held, following in pairwise(gc.get_referents(cache)):
+        if following is cache.__wrapped__ and type(held) is dict:
+            for key in held:
+                yield entry(held, key, f"the result of {label} for {shown(key)}")
 
 
 def _dictionary(value: Any) -> Any:

@@ -160,6 +160,29 @@ def put_back(frozen: Any) -> Any:
     return frozen.container
 
 
+def put_into(frozen: Any, there: Any) -> Any:
+    """The value of a snapshot: in the containers that are there, where those can hold it.
+
+    What others know by the container, and not by its place, sees it too.
+    """
+    is_alike = isinstance(frozen, Frozen) and type(there) is type(frozen.container)
+    if not is_alike or not isinstance(there, MUTABLE):
+        return thaw(frozen)
+    if frozen.content is not None:
+        if frozen.content[:2] != _content(there)[:2]:
+            return thaw(frozen)
+        _fill_array(Frozen(there, content=frozen.content))
+        return there
+    if is_mapping(there):
+        known = dict(zip(keys_of(there), values_of(there), strict=True))
+    else:
+        known = {} if isinstance(there, _SETS) else dict(enumerate(items_of(there)))
+    keys = frozen.keys or range(len(frozen.items))
+    items = [put_into(item, known.get(key)) for key, item in zip(keys, frozen.items, strict=True)]
+    _fill(there, frozen.keys, items)
+    return there
+
+
 def _array_of(frozen: Frozen) -> Any:
     """An array with the content of a snapshot."""
     made = frozen.container.copy() if isinstance(frozen.container, np.ndarray) else None
@@ -316,3 +339,15 @@ def shown(value: Any) -> str:
     except Exception:  # a repr of the user's decides nothing
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def comparable(state: Any) -> Any:
+    """A state of NumPy's generators, with the words of its arrays.
+
+    Their text is cut short as print options say.
+    """
+    if isinstance(state, dict):
+        return {name: comparable(part) for name, part in state.items()}
+    if isinstance(state, (tuple, list)):
+        return tuple(map(comparable, state))
+    return state.tobytes() if hasattr(state, "tobytes") else state

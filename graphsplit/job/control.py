@@ -1,42 +1,65 @@
-"""Messages outside any plan: step tickets, and tensors in chunks.
+"""The workers of a job, over channels that need no plan.
 
-Every pair of workers has two channels that need no plan: one for tickets (one small message) and
-one for bulk (a tensor in chunks of a fixed size, so that no memory is set aside for the largest).
-They are opened when first used.
+Every pair of workers has one for step tickets (one small message each) and one for messages of any
+length (a stream of chunks). They are opened when first used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 
 from graphsplit.errors import FrameError
-from graphsplit.tensor_meta import TensorMeta
-from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
+from graphsplit.job.group import Group
+from graphsplit.job.stream import (
+    MESSAGES,
+    TICKET_BYTES,
+    TICKETS,
+    Incoming,
+    Outgoing,
+    channel_spec,
+    send,
+)
+from graphsplit.tensor_meta import TensorMeta, octets_of
+from graphsplit.transport.base import Receiver, Sender, Transport
 
-_NO_PLAN = -1
-_TICKET_BYTES = 64 * 1024
-_CHUNK_BYTES = 1024 * 1024
-_TICKET, _BULK = 0, 1
 
-
-class ControlChannels:
-    """Tickets and bulk transfers of one worker. Used by one thread.
+class ControlChannels(Group):
+    """The workers of a job, as one of them sees them. Used by one thread.
 
     All workers call the methods that name several workers in the same order.
+
+    Args:
+        transport: Moves the messages.
+        rank: This worker.
+        num_workers: How many there are.
+        tick: Shows the others that this worker is alive.
     """
 
-    def __init__(self, transport: Transport, rank: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        num_workers: int,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
         self._transport = transport
         self.rank = rank
         self.num_workers = num_workers
-        self._senders: dict[tuple[int, int], Sender] = {}
-        self._receivers: dict[tuple[int, int], Receiver] = {}
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
+        self._tick = tick
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
+        self._ticket_senders: dict[int, Sender] = {}
+        self._ticket_receivers: dict[int, Receiver] = {}
+        self._num_sent = 0
+        self._num_received: dict[int, int] = {}
         # Always the same memory: a channel is quicker with values that are laid out alike.
         self._ticket = torch.empty(0, dtype=torch.uint8)
+
+    def tick(self) -> None:
+        """See ``Group.tick``."""
+        self._tick()
 
     def send_ticket(self, data: bytes, *, quiet: Container[int] = ()) -> None:
         """Send a small message to every other worker.
@@ -46,11 +69,11 @@ class ControlChannels:
             quiet: Workers that something else will wake, soon after.
 
         Raises:
-            FrameError: It is larger than 64 KiB.
+            FrameError: It is larger than 128 KiB.
         """
-        if len(data) > _TICKET_BYTES:
+        if len(data) > TICKET_BYTES:
             raise FrameError(
-                f"a step ticket takes {len(data)} bytes; at most {_TICKET_BYTES} are allowed\n"
+                f"a step ticket takes {len(data)} bytes; at most {TICKET_BYTES} are allowed\n"
                 f"  Fix: a batch of this many parts cannot be described; group them into tensors."
             )
         if self._ticket.numel() != len(data):
@@ -58,11 +81,23 @@ class ControlChannels:
         self._ticket.numpy().data[:] = data
         for peer in range(self.num_workers):
             if peer != self.rank:
-                self._send(peer, _TICKET, self._ticket, quiet=peer in quiet)
+                if peer not in self._ticket_senders:
+                    self._ticket_senders[peer] = self._open_sender(TICKETS, peer)
+                self._ticket_senders[peer].send(
+                    self._ticket, step=self._num_sent, microbatch=0, quiet=peer in quiet
+                )
+        self._num_sent += 1
 
     def receive_ticket(self, source: int) -> bytes:
         """Wait for the next ticket of a worker."""
-        return self._receive(source, _TICKET).numpy().tobytes()
+        if source not in self._ticket_receivers:
+            self._ticket_receivers[source] = self._open_receiver(TICKETS, source)
+        number = self._num_received.get(source, 0)
+        self._num_received[source] = number + 1
+        ticket = self._ticket_receivers[source].receive(step=number, microbatch=0)
+        if ticket is None:
+            raise FrameError(f"an empty step ticket from worker {source}")
+        return ticket.numpy().tobytes()
 
     def broadcast(
         self, tensor: torch.Tensor | None, meta: TensorMeta, *, source: int
@@ -79,85 +114,36 @@ class ControlChannels:
         """
         if self.rank == source:
             assert tensor is not None
-            octets = _octets(tensor.detach(), meta)
-            for start in range(0, octets.numel(), _CHUNK_BYTES):
-                for peer in range(self.num_workers):
-                    if peer != source:
-                        self._send(peer, _BULK, octets[start : start + _CHUNK_BYTES])
+            if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+                given = TensorMeta.of(tensor)
+                raise FrameError(f"a value is {given}; all workers expect {meta}")
+            self.send(tensor, to=self.others(source))
             return tensor
         result = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype)
-        octets = torch.empty(meta.size_bytes, dtype=torch.uint8)
-        for start in range(0, octets.numel(), _CHUNK_BYTES):
-            piece = octets[start : start + _CHUNK_BYTES]
-            chunk = self._receive(source, _BULK)
-            if chunk.numel() != piece.numel():
-                raise FrameError(
-                    f"a chunk from worker {source} has {chunk.numel()} bytes; expected "
-                    f"{piece.numel()}"
-                )
-            piece.copy_(chunk)
-        return result.copy_(octets.view(meta.dtype).view(meta.shape))
+        return result.copy_(self.receive_tensor(meta, source=source))
 
-    def send(self, tensor: torch.Tensor, *, destination: int) -> None:
-        """Give one worker a tensor's bytes, in row-major order; it calls ``receive`` meanwhile."""
-        octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for start in range(0, octets.numel(), _CHUNK_BYTES):
-            self._send(destination, _BULK, octets[start : start + _CHUNK_BYTES])
+    def send(self, *pieces: torch.Tensor, to: Iterable[int]) -> None:
+        """See ``Group.send``."""
+        ends = []
+        for peer in to:
+            if peer not in self._outgoing:
+                self._outgoing[peer] = Outgoing(self._open_sender(MESSAGES, peer))
+            ends.append(self._outgoing[peer])
+        send(ends, [octets_of(piece) for piece in pieces])
 
-    def receive(self, size_bytes: int, *, source: int) -> Iterator[torch.Tensor]:
-        """Take the bytes that one worker sends, chunk by chunk; no more is held at a time.
+    def receive(
+        self, size_bytes: int, *, source: int, is_exact: bool = True
+    ) -> Iterator[torch.Tensor]:
+        """See ``Group.receive``."""
+        if source not in self._incoming:
+            receiver = self._open_receiver(MESSAGES, source)
+            self._incoming[source] = Incoming(receiver, source=source)
+        return self._incoming[source].receive(size_bytes, is_exact=is_exact)
 
-        Args:
-            size_bytes: How many bytes are expected. Memory is taken for what came, not for this.
-            source: The worker that calls ``send``.
+    def _open_sender(self, use: int, peer: int) -> Sender:
+        spec = channel_spec(use, self.rank, peer, self.num_workers)
+        return self._transport.open_sender(spec)
 
-        Raises:
-            FrameError: A chunk has another size.
-        """
-        for start in range(0, size_bytes, _CHUNK_BYTES):
-            chunk = self._receive(source, _BULK)
-            expected = min(_CHUNK_BYTES, size_bytes - start)
-            if chunk.numel() != expected:
-                raise FrameError(
-                    f"a chunk from worker {source} has {chunk.numel()} bytes; expected {expected}"
-                )
-            yield chunk
-
-    def _spec(self, source: int, destination: int, kind: int) -> ChannelSpec:
-        return ChannelSpec(
-            plan=_NO_PLAN,
-            edge=2 * (source * self.num_workers + destination) + kind,
-            source=source,
-            destination=destination,
-            dtype=torch.uint8,
-            shape=(None,),
-            max_bytes=_TICKET_BYTES if kind == _TICKET else _CHUNK_BYTES,
-            label=f"{'step tickets' if kind == _TICKET else 'chunks'}: worker {source} -> worker "
-            f"{destination}",
-        )
-
-    def _send(self, peer: int, kind: int, message: torch.Tensor, *, quiet: bool = False) -> None:
-        key = (peer, kind)
-        if key not in self._senders:
-            self._senders[key] = self._transport.open_sender(self._spec(self.rank, peer, kind))
-        number = self._sent.get(key, 0)
-        self._sent[key] = number + 1
-        self._senders[key].send(message, step=number, microbatch=0, quiet=quiet)
-
-    def _receive(self, peer: int, kind: int) -> torch.Tensor:
-        key = (peer, kind)
-        if key not in self._receivers:
-            spec = self._spec(peer, self.rank, kind)
-            self._receivers[key] = self._transport.open_receiver(spec)
-        number = self._received.get(key, 0)
-        self._received[key] = number + 1
-        message = self._receivers[key].receive(step=number, microbatch=0)
-        if message is None:
-            raise FrameError(f"an empty message from worker {peer} on a control channel")
-        return message
-
-
-def _octets(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
-        raise FrameError(f"a value is {TensorMeta.of(tensor)}; all workers expect {meta}")
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    def _open_receiver(self, use: int, peer: int) -> Receiver:
+        spec = channel_spec(use, peer, self.rank, self.num_workers)
+        return self._transport.open_receiver(spec)

@@ -27,6 +27,7 @@ from graphsplit.root_cause import FailureCause
 from graphsplit.settings import RESTART
 
 FULL_TRACEBACK = "GS_FULL_TRACEBACK"
+_VERDICT_S = 0.5
 _AGAIN_S = 0.05  # a finalizer is over by then
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -60,6 +61,11 @@ class LastWords:
         if job is not None:
             job.is_ending = True
         cause = self._cause(error)
+        is_reported = job is not None and cause is not None and cause.kind == "exception"
+        if is_reported and job is not None and cause is not None:
+            # Several may find out the same at once; only the scheduler knows who was first.
+            job.member.report_failure(cause)
+            job.member.await_verdict(_VERDICT_S)
         first = self._told_elsewhere(cause)
         if first is not None:
             tell_echo(job, first)
@@ -71,7 +77,7 @@ class LastWords:
         if cause is not None and first is None:
             write_report(os.environ, cause)
         if job is not None and not job.is_closed:
-            if cause is not None:
+            if cause is not None and not is_reported:
                 job.member.report_failure(cause)
             job.close()
 
@@ -94,6 +100,8 @@ class LastWords:
     def _tell(self, error: BaseException, cause: FailureCause | None) -> None:
         if isinstance(error, JobFailedError):
             tell_echo(self.job, error.cause)
+            if self.job is not None and error.cause.stood_still(self.job.rank):
+                _tell_whole(error, error.cause)  # it was woken where it stood
         elif isinstance(error, KeyboardInterrupt) and self.job is not None:
             where = line_of(error.__traceback__)
             line = f"worker {self.job.rank} was interrupted: {error}{where and f'; {where}'}"
@@ -118,7 +126,7 @@ def _is_full() -> bool:
 def tell_echo(job: Job | None, cause: FailureCause) -> None:
     """Say that this process ends because of what happened elsewhere."""
     me = f"worker {job.rank}" if job is not None else "this process"
-    line = f"{me} ended because {cause.describe()}"
+    line = f"{me} ended because {cause.heard()}"
     if job is not None and cause.rank == job.rank and cause.traceback:
         # The script has caught the error itself, and went on: nobody has printed it yet.
         line = f"{me} ended because of an error that the script caught: {cause.headline}"

@@ -77,7 +77,7 @@ class Job:
         self.ranks = range(self.num_workers)
         self.transport = transport
         self.abort = abort
-        self.control = ControlChannels(transport, member.rank, member.num_workers)
+        self.control = self._channels()
         self._doors = doors
         self.meter = meter
         member.position.calls.is_kept = member.recovery == FAIL_FAST
@@ -103,6 +103,12 @@ class Job:
         """Where the one who asks first writes a trace; empty for all others."""
         folder, self._trace_folder = self._trace_folder, ""
         return folder
+
+    def _channels(self) -> ControlChannels:
+        return ControlChannels(self.transport, self.rank, self.num_workers, self._tick)
+
+    def _tick(self) -> None:
+        self.member.position.progress += 1
 
     @property
     def generation(self) -> int:
@@ -139,7 +145,7 @@ class Job:
         except BaseException:
             hub.close()
             raise
-        self.control = ControlChannels(self.transport, self.rank, self.num_workers)
+        self.control = self._channels()
         self._num_plans = 0
         self.abort.add_waker(self.interrupt_main_thread)
 

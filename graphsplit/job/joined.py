@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
 from graphsplit.job.script import Call
+from graphsplit.job.when_joined import on_joined
 from graphsplit.marks.annotations import WORKER_ROLE, never_used
 from graphsplit.metrics_port import serve_metrics
 from graphsplit.reports import note_init
@@ -35,9 +35,6 @@ from graphsplit.version import __version__
 _job: Job | None = None
 _one_process = False
 _MOST_NAMED = 5
-
-on_joined: list[Callable[[Job], None]] = []
-"""Called with every job that this process joins, by whoever knows more of what it does."""
 
 
 def init() -> None:

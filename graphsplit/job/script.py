@@ -58,7 +58,9 @@ class Script:
             changes_nothing: Each worker makes them for itself, and they change nothing; else all
                 workers make them.
         """
-        return calls
+        if self._calls is None or changes_nothing:
+            return calls
+        return self._calls.around(calls)
 
     def collective(self, call: Call) -> Any:
         """Run a call that all workers make."""

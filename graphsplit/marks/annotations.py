@@ -296,5 +296,5 @@ def install() -> None:
             return place_module(self, WORKER_ROLE, role)
         return place_module(self, role, rank)
 
-    place.__doc__ = place_module.__doc__
+    place.__doc__, place.__qualname__ = place_module.__doc__, "Module.place"
     nn.Module.place = place  # type: ignore[attr-defined]

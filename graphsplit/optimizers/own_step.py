@@ -1,12 +1,13 @@
-"""What a script's old loop did with an optimizer, and what its Model does now.
+"""What a script's old loop did with a loss and an optimizer, and what its Model does now.
 
-A second step would count twice, and the state of one worker is a part of it all.
+A second step would count twice, and the state of one worker is a part of it all. And what decides
+what a step does, apart from settings: its code, what the user says of it, and the hooks around it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +15,28 @@ import torch
 
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.torch_ext.attributes import (
+    AFTER_STEP,
+    BEFORE_STATE,
+    BEFORE_STEP,
+    GLOBAL_STEP_HOOKS,
+    writes_of,
+)
 
 _here = threading.local()
 # What the last step of a Model has used up, in one process: an own loop makes new gradients.
 _USED = "_graphsplit_used"
+_DONE = (
+    "train_step and train have done backward and the optimizer's step already, and each worker has "
+    "its own parameters only\n  Fix: leave optimizer.step(), loss.backward() and "
+    "optimizer.zero_grad() out."
+)
+_SAID = "_graphsplit_per_parameter"
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse steps of an optimizer that its Model does not make."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    hooks = getattr(optimizer, BEFORE_STEP, None)
     if hooks is not None and refuse_own_step not in hooks.values():
         optimizer.register_step_pre_hook(refuse_own_step)
 
@@ -40,7 +54,7 @@ def by_the_model() -> Iterator[None]:
 
 def guard_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to give one worker's part of an optimizer's state for all of it."""
-    hooks = getattr(optimizer, "_optimizer_state_dict_pre_hooks", None)
+    hooks = getattr(optimizer, BEFORE_STATE, None)
     if hooks is not None and refuse_partial_state not in hooks.values():
         optimizer.register_state_dict_pre_hook(refuse_partial_state)
 
@@ -77,16 +91,63 @@ def refuse_own_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
         used, now = getattr(optimizer, _USED), _first_gradient(optimizer)
         if used is None or now is None or used[0] is not now[0] or used[1] != now[1]:
             return
-    raise OwnershipError(
-        f"{type(optimizer).__name__}.step() was called by the script; train_step and train have "
-        f"done backward and the optimizer's step already, and each worker has its own parameters "
-        f"only\n  Fix: leave optimizer.step(), loss.backward() and optimizer.zero_grad() out."
-    )
+    raise OwnershipError(f"{type(optimizer).__name__}.step() was called by the script; {_DONE}")
+
+
+def guard_backward(loss: torch.Tensor) -> torch.Tensor:
+    """Refuse ``loss.backward()`` where a step has returned the loss; says what to do.
+
+    It stays an ordinary tensor: it is saved, copied to disk and computed with as ever.
+    """
+    loss.backward = _refuse_backward  # type: ignore[method-assign]
+    # Pickling takes a tensor's attributes along; torch.load refuses functions among them.
+    loss.__getstate__ = _no_state  # type: ignore[attr-defined]
+    return loss
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise OwnershipError(f"backward() was called on what train_step returned; {_DONE}")
+
+
+def _no_state() -> None:
+    return None
 
 
 def _first_gradient(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, int] | None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                return parameter.grad, parameter.grad._version
+                return parameter.grad, writes_of(parameter.grad)
     return None
+
+
+def say_per_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """The user says that it treats every parameter by itself."""
+    setattr(optimizer, _SAID, True)
+
+
+def is_said(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has said that it treats every parameter by itself."""
+    return getattr(optimizer, _SAID, False) is True
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks that run around its step, those of all optimizers included."""
+    several: Iterable[Any] = (
+        *GLOBAL_STEP_HOOKS,
+        getattr(optimizer, BEFORE_STEP, {}),
+        getattr(optimizer, AFTER_STEP, {}),
+    )
+    found = [hook for hooks in several for hook in hooks.values()]
+    return [hook for hook in found if hook is not refuse_own_step]
+
+
+def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """All that decides what its step does, apart from settings: compared by identity."""
+    return (
+        type(optimizer),
+        type(optimizer).step,
+        vars(optimizer).get("step"),
+        is_said(optimizer),
+        *step_hooks(optimizer),
+    )

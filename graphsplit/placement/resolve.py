@@ -18,7 +18,6 @@ that uses it.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Literal
 
 from graphsplit.capture.branching import is_branching
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind
+from graphsplit.frames import warn_users
 from graphsplit.marks.annotations import WORKER_ROLE, Annotation, faults_found
 from graphsplit.marks.rules import OperationRule
 from graphsplit.placement.match import Matched, match_rules
@@ -177,7 +177,7 @@ def _warn_of_dead_rules(graph: CapturedGraph, matched: Matched) -> None:
     for rule, text in _dead_rules(graph, matched):
         if rule not in _known_rules:
             _known_rules.add(rule)
-            warnings.warn(f"in the {graph.mode.value} graph, {text}", stacklevel=2)
+            warn_users(f"in the {graph.mode.value} graph, {text}")
 
 
 class _Resolver:

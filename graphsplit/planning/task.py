@@ -45,6 +45,7 @@ class Task:
         compiler: Compiles segments, or None.
         recompute: Whether backward runs forward again instead of keeping what it saves: of
             everything, or of the modules with these paths.
+        keep_outputs: Whether training steps hand out what the network returned.
     """
 
     network: nn.Module
@@ -62,6 +63,7 @@ class Task:
     schedule: str | Policy = "1f1b"
     compiler: Compiler | None = None
     recompute: bool | tuple[str, ...] = False
+    keep_outputs: bool = False
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-import struct
 import time
 import zlib
 from collections.abc import Iterable, Sequence
@@ -24,11 +23,11 @@ import torch
 
 from graphsplit.job.control import ControlChannels
 from graphsplit.schedule.costs import Link
+from graphsplit.tensor_meta import TensorMeta
 
 _ROUNDS = 20
 _LARGE_ROUNDS = 5
 _LARGE_BYTES = 1024 * 1024
-_TIMES = struct.Struct("<qq")
 _MIN_SECONDS = 1e-9
 _MOST_BYTES_PER_S = 1e11  # no memory is faster
 
@@ -58,11 +57,11 @@ def measure_offset(control: ControlChannels) -> int:
         if control.rank == 0:
             trips = [_ask(control, peer) for _ in range(_ROUNDS)]
             offset = torch.tensor([clock_offset_ns(trips)])
-            control.send(offset, destination=peer)
+            control.send(offset, to=(peer,))
         elif control.rank == peer:
             for _ in range(_ROUNDS):
                 _answer(control, 0)
-            found = int.from_bytes(_take(control, 8, 0), "little", signed=True)
+            (found,) = _take_numbers(control, 1, 0)
     return found
 
 
@@ -80,14 +79,14 @@ def measure_links(control: ControlChannels, pairs: Iterable[tuple[int, int]]) ->
         elif control.rank == high:
             for size in [1] * _ROUNDS + [_LARGE_BYTES] * _LARGE_ROUNDS:
                 _take(control, size, low)
-                control.send(torch.zeros(size, dtype=torch.uint8), destination=low)
+                control.send(torch.zeros(size, dtype=torch.uint8), to=(low,))
     return found
 
 
 def _round_trip(control: ControlChannels, peer: int, size: int) -> float:
     message = torch.zeros(size, dtype=torch.uint8)
     start = time.perf_counter()
-    control.send(message, destination=peer)
+    control.send(message, to=(peer,))
     _take(control, size, peer)
     return time.perf_counter() - start
 
@@ -95,20 +94,26 @@ def _round_trip(control: ControlChannels, peer: int, size: int) -> float:
 def _ask(control: ControlChannels, peer: int) -> RoundTrip:
     message = torch.zeros(1, dtype=torch.uint8)
     begin = time.perf_counter_ns()
-    control.send(message, destination=peer)
-    came, went = _TIMES.unpack(_take(control, _TIMES.size, peer))
+    control.send(message, to=(peer,))
+    came, went = _take_numbers(control, 2, peer)
     return begin, came, went, time.perf_counter_ns()
 
 
 def _answer(control: ControlChannels, peer: int) -> None:
     _take(control, 1, peer)
     came = time.perf_counter_ns()
-    content = bytearray(_TIMES.pack(came, time.perf_counter_ns()))
-    control.send(torch.frombuffer(content, dtype=torch.uint8), destination=peer)
+    control.send(torch.tensor([came, time.perf_counter_ns()]), to=(peer,))
 
 
-def _take(control: ControlChannels, size: int, source: int) -> bytes:
-    return b"".join(p.numpy().tobytes() for p in control.receive(size, source=source))
+def _take_numbers(control: ControlChannels, count: int, source: int) -> list[int]:
+    meta = TensorMeta(torch.int64, (count,), (1,))
+    numbers: list[int] = control.receive_tensor(meta, source=source).tolist()
+    return numbers
+
+
+def _take(control: ControlChannels, size: int, source: int) -> None:
+    for _ in control.receive(size, source=source):
+        pass
 
 
 def clock_name() -> str:

@@ -17,22 +17,22 @@ from types import TracebackType
 
 import torch
 
-from graphsplit.capture.graph import Mode
-from graphsplit.checkpoint.group import Group
+from graphsplit.encoding import records
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.group import Group
 from graphsplit.job.job import Job
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.planner import ReadyPlan
 from graphsplit.profiling import pings
 from graphsplit.profiling.estimate import MIN_RUNS, estimate
 from graphsplit.profiling.measurements import (
+    Estimate,
     Measurements,
-    costs_from_text,
-    costs_to_text,
-    timeline_from_text,
-    timeline_to_text,
+    read_estimate,
+    read_measurements,
 )
 from graphsplit.profiling.recorder import Recorder
+from graphsplit.profiling.trial_run import bounding_line, compute_lines
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
@@ -89,11 +89,16 @@ class Profile:
         return describe_report(self._report)
 
     def step_times(self) -> list[str]:
-        """Predicted and measured step time, in words."""
+        """Predicted and measured step time, and the worker that bounds it, in words."""
         return [
             f"predicted {seconds_in_words(self.predicted.step_s)}, measured "
-            f"{seconds_in_words(self.measured.step_s)}; costs {self.costs.source}"
+            f"{seconds_in_words(self.measured.step_s)}; costs {self.costs.source}",
+            bounding_line(self.measured),
         ]
+
+    def compute(self) -> list[str]:
+        """What each worker computes in a step, as a table."""
+        return compute_lines(self.plan, self.costs, self.part.num_microbatches)
 
     def save(self, folder: str | Path) -> None:
         """Write ``trace.json``, ``timeline.svg``, ``summary.txt`` and ``summary.json``.
@@ -142,11 +147,6 @@ class Profiler:
             self._recorders[planned.runner] = (planned, Recorder(planned.runner, _NUM_RUNS))
         else:
             known[1].end()
-
-    def watches(self, planned: ReadyPlan) -> bool:
-        """Whether a plan is measured."""
-        is_training = planned.plan.placed.graph.mode is Mode.TRAIN
-        return planned.wants_costs or (self.is_on and is_training)
 
     def has_enough(self, planned: ReadyPlan) -> bool:
         """Whether a plan's costs are known well enough to choose a schedule."""
@@ -202,8 +202,8 @@ class Profiler:
         _, recorder = self._recorders[planned.runner]
         recorder.stop()
         group = self._group()
-        texts = group.gather(self._mine(planned, recorder).to_text())
-        problem, answer = "", ("", "", "")
+        texts = group.gather(records.to_text(self._mine(planned, recorder)))
+        problem = answer = ""
         if group.rank == 0:
             try:
                 answer = _estimated(planned, texts)
@@ -212,21 +212,20 @@ class Profiler:
         problem = group.share(problem)
         if problem:
             raise ConfigurationError(problem)
-        costs_text, timeline_text, residents = (group.share(text) for text in answer)
-        costs = costs_from_text(costs_text)
+        found = read_estimate(group.share(answer), planned.programs)
         self.latest = self._found = Profile(
-            costs,
+            found.costs,
             simulate(
                 planned.plan,
                 planned.programs,
-                costs,
+                found.costs,
                 num_steps=_STEPS,
                 leader=planned.consumers[0],
             ),
-            timeline_from_text(timeline_text, planned.programs),
+            found.timeline,
             planned.plan,
             planned.programs,
-            tuple(int(number) for number in residents.split()),
+            found.resident_bytes,
             planned.part,
         )
         return self.latest
@@ -264,10 +263,10 @@ def _pairs(plan: PartitionPlan) -> Iterable[tuple[int, int]]:
     return dict.fromkeys((edge.source, edge.destination) for edge in plan.edges)
 
 
-def _estimated(planned: ReadyPlan, texts: list[str]) -> tuple[str, str, str]:
-    """On worker 0: costs and the measured timeline for all, as texts."""
+def _estimated(planned: ReadyPlan, texts: list[str]) -> str:
+    """On worker 0: costs and the measured timeline for all, as text."""
     measured = [
-        Measurements.from_text(
+        read_measurements(
             text, worker=worker, num_instructions=len(planned.programs[worker].instructions)
         )
         for worker, text in enumerate(texts)
@@ -275,8 +274,8 @@ def _estimated(planned: ReadyPlan, texts: list[str]) -> tuple[str, str, str]:
     costs, timeline = estimate(
         planned.plan, planned.programs, measured, leader=planned.consumers[0]
     )
-    residents = " ".join(str(found.resident_bytes) for found in measured)
-    return costs_to_text(costs), timeline_to_text(timeline, planned.programs), residents
+    resident_bytes = tuple(found.resident_bytes for found in measured)
+    return records.to_text(Estimate(costs, timeline, resident_bytes))
 
 
 class Profiling:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
-from graphsplit.checkpoint.group import read_message
-from graphsplit.checkpoint.values import to_text
-from graphsplit.errors import ClusterError, FrameError
+from graphsplit.encoding.fields import integer
+from graphsplit.errors import ClusterError
 
+Numbers = tuple[Annotated[int, integer(0, 1 << 62)], ...]
 START = 0
 """The number that stands for the state in which the script began."""
 
@@ -29,45 +29,12 @@ class Offer:
     """
 
     is_fresh: bool
-    own: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-    disk: tuple[int, ...] = ()
-    reaches: tuple[int, ...] = ()
+    own: Numbers = ()
+    held: Numbers = ()
+    disk: Numbers = ()
+    reaches: Numbers = ()
     can_start: bool = True
     owners: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-
-    def text(self) -> str:
-        """As a message."""
-        return to_text({**vars(self), "owners": {k: dict(v) for k, v in self.owners.items()}})
-
-    @classmethod
-    def read(cls, text: str) -> Offer:
-        """Read a message of another worker.
-
-        Raises:
-            FrameError: It is none.
-        """
-        node = read_message(text)
-        try:
-            lists = {k: _numbers(node[k]) for k in ("own", "held", "disk", "reaches")}
-            return cls(
-                is_fresh=node["is_fresh"] is True,
-                can_start=node["can_start"] is True,
-                owners=_owners(node["owners"]),
-                **lists,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(f"an offer of snapshots that is none: {error}") from None
-
-
-def _numbers(node: Any) -> tuple[int, ...]:
-    if not isinstance(node, list) or not all(type(n) is int and n >= 0 for n in node):
-        raise ValueError(f"numbers of snapshots are {str(node)[:100]}")
-    return tuple(node)
-
-
-def _owners(node: Any) -> dict[str, dict[str, int]]:
-    return {str(k): {str(name): int(rank) for name, rank in v.items()} for k, v in node.items()}
 
 
 @dataclass(frozen=True)

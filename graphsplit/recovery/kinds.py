@@ -20,6 +20,7 @@ from graphsplit.planning.modes import ensure_training
 from graphsplit.recovery.log import Entry
 from graphsplit.recovery.results import pack, unpack
 from graphsplit.recovery.snapshot.share import ModelSnapshot
+from graphsplit.torch_ext.attributes import note_stepped
 from graphsplit.torch_ext.private import pytree
 from graphsplit.train.epochs import load_callbacks
 
@@ -89,7 +90,7 @@ class _TrainStep(Kind):
 def _mark_stepped(share: ModelSnapshot) -> None:
     """Schedulers warn if an optimizer has not stepped before them; it has, in another process."""
     for optimizer in share.task.optimizers:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        note_stepped(optimizer)
 
 
 class _Eval(Kind):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.generators import process_generators, set_process_generators
+from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch
 from graphsplit.checkpoint.states import Resumption, Stateful
@@ -79,7 +79,7 @@ class ModelBefore:
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
-    python_values: Mapping[str, Any]
+    python_values: Mapping[Any, Any]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
 
@@ -122,8 +122,7 @@ class Entry:
     Attributes:
         ordinal: Number of the call in the script.
         call: The call, its arguments kept.
-        generator: State of the generator before it.
-        process: States of Python's and NumPy's generators before it.
+        generators: States of all generators before it.
         models: What the script had made of every Model before it.
         loader: State of the loader that it was given, before it.
         callbacks: States of the callbacks that it was given, before it.
@@ -131,8 +130,7 @@ class Entry:
 
     ordinal: int
     call: Call
-    generator: torch.Tensor
-    process: dict[str, Any]
+    generators: tuple[torch.Tensor, Mapping[str, Any]]
     models: list[ModelBefore]
     loader: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
@@ -143,8 +141,7 @@ class Entry:
         entry = cls(
             ordinal,
             kept_call(call),
-            torch.default_generator.get_state(),
-            process_generators(),
+            all_generators(),
             [ModelBefore.of(share) for share in shares],
         )
         if call.name == "train":
@@ -166,8 +163,7 @@ class Entry:
             put_loader(loader, _copied(self.loader))
         elif (loader := _loader_of(self.call)) is not None:
             put_loader(loader, _copied(self.loader))
-        torch.default_generator.set_state(self.generator)
-        set_process_generators(self.process)
+        set_all_generators(self.generators)
 
 
 def _loader_of(call: Call) -> Any:

@@ -1,8 +1,7 @@
 """The results of calls, as lines of text: a worker that comes back is given them again.
 
-One line for each call: its number, its name, its result. Tensors stand in it by their bytes. A
-further line holds the state of the generator after a call, where the script drew from it before
-the next one.
+One line for each call: its number, its name, its result as packed values. A further line holds the
+states of the generators after a call, where the script drew from them before the next one.
 """
 
 from __future__ import annotations
@@ -15,61 +14,36 @@ from typing import Any
 import torch
 
 from graphsplit import errors
-from graphsplit.checkpoint.layout import (
-    meta_from_json,
-    meta_to_json,
-    octets_of,
-    plain_meta,
-)
-from graphsplit.checkpoint.values import decode, encode, from_text, to_text
-from graphsplit.errors import CheckpointError, GraphsplitError, StateError
+from graphsplit.encoding.packed import Packed
+from graphsplit.encoding.values import from_text, to_text
+from graphsplit.errors import CheckpointError, FrameError, GraphsplitError, StateError
+from graphsplit.job.stream import joined
 
 MAX_RESULTS_BYTES = 256 * 1024 * 1024
 """How much one worker remembers; what is returned beyond it cannot be given again."""
 
 
-def pack(value: Any, *, what: str) -> dict[str, Any]:
-    """A value as JSON, tensors by their bytes.
+def pack(value: Any, *, what: str) -> str:
+    """A value as text.
 
     Raises:
         StateError: It cannot be written.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    node = encode(value, tensors, path=what)
-    return {
-        "value": node,
-        "tensors": {
-            name: [*meta_to_json(plain_meta(t)), base64.b64encode(_bytes(t)).decode()]
-            for name, t in tensors.items()
-        },
-    }
+    return base64.b64encode(joined(Packed.of(value, what=what).pieces())).decode()
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return octets_of(tensor).numpy().tobytes()
-
-
-def unpack(node: Any, *, what: str) -> Any:
+def unpack(text: Any, *, what: str) -> Any:
     """The value that was packed.
 
     Raises:
         CheckpointError: It is none.
     """
-    if not isinstance(node, dict) or not isinstance(node.get("tensors"), dict):
-        raise CheckpointError(f"{what} is no packed value")
-    tensors = {}
-    for name, described in node["tensors"].items():
-        match described:
-            case [str(dtype), list(shape), str(text)]:
-                meta = meta_from_json([dtype, shape], what=name)
-                octets = bytearray(base64.b64decode(text))
-                if len(octets) == meta.size_bytes:
-                    found = torch.frombuffer(octets or bytearray(1), dtype=torch.uint8)
-                    found = found[: len(octets)].clone()
-                    tensors[name] = found.view(meta.dtype).view(meta.shape)
-                    continue
-        raise CheckpointError(f"{name!r} in {what} is no packed tensor")
-    return decode(node.get("value"), tensors.__getitem__)
+    try:
+        octets = bytearray(base64.b64decode(text, validate=True))
+        pieces = [torch.frombuffer(octets, dtype=torch.uint8)] if octets else []
+        return Packed.read(pieces, what=what).value()
+    except (FrameError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} is no packed value: {error}") from None
 
 
 @dataclass
@@ -120,7 +94,7 @@ class Results:
         self.lines.append(line)
 
     def add_call(
-        self, ordinal: int, name: str, model: int, pack_result: Callable[[], Any], after: Any = None
+        self, ordinal: int, name: str, model: int, pack_result: Callable[[], str], after: Any = None
     ) -> None:
         """Add a call that has returned."""
         node: dict[str, Any] = {"call": ordinal, "name": name, "model": model}
@@ -128,9 +102,8 @@ class Results:
             node["after"] = after
         try:
             result = pack_result()
-            size = sum(len(t[-1]) for t in (result or {}).get("tensors", {}).values())
-            if self._size + size > MAX_RESULTS_BYTES:
-                raise StateError(f"it takes {size} bytes")
+            if self._size + len(result) > MAX_RESULTS_BYTES:
+                raise StateError(f"it takes {len(result)} bytes")
             node["result"] = result
         except StateError as error:
             node["lost"] = str(error)

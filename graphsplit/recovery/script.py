@@ -25,13 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-import torch
-
-from graphsplit.checkpoint.generators import (
-    is_same,
-    process_generators,
-    set_process_generators,
-)
+from graphsplit.checkpoint.generators import all_generators, is_same, set_all_generators
 from graphsplit.errors import (
     CheckpointError,
     ConfigurationError,
@@ -188,8 +182,7 @@ class RecoveringScript(Script):
 
     def _note_draws(self, entry: Entry) -> None:
         """The script drew random numbers since the last call: a later process must as well."""
-        now = entry.generator, entry.process
-        if self._generators is not None and not is_same(self._generators, now):
+        if self._generators is not None and not is_same(self._generators, entry.generators):
             packed = pack(self._generators, what="generators")
             self._results.add({"call": entry.ordinal - 1, "generators": packed})
 
@@ -228,7 +221,7 @@ class RecoveringScript(Script):
             share.was_loaded = True
         for one in self._shares:
             one.note_versions()
-        self._generators = _generators()
+        self._generators = all_generators()
 
     def _after(self, entry: Entry) -> None:
         if entry.call.name == "train":
@@ -301,7 +294,7 @@ class RecoveringScript(Script):
                 share.was_loaded = True
             kind.give_again(call, share, found.after)
             if found.generators is not None:
-                _set_generators(unpack(found.generators, what="generators"))
+                set_all_generators(unpack(found.generators, what="generators"))
         self._job.member.position.progress += 1  # others wait for this worker
         place = self._place
         if place is not None and ordinal == place.ordinal and not place.inside:
@@ -320,7 +313,7 @@ class RecoveringScript(Script):
             self._until_done(self._agree_and_restore)
         self._place = None
         self._steps = 0
-        self._generators = _generators()
+        self._generators = all_generators()
 
     def _agree_and_restore(self) -> None:
         self._snapshots.agree(can_start=False)
@@ -374,7 +367,7 @@ class RecoveringScript(Script):
             self._expect_owners()
             self._snapshots.restore(is_rollback=True)
         self._steps = 0
-        self._generators = _generators() if place is not None else None
+        self._generators = all_generators() if place is not None else None
         return place
 
     def _run_again(self, place: ScriptPoint | None, entry: Entry | None) -> None:
@@ -405,15 +398,6 @@ class _Recorded:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._calls, name)
         return lambda *arguments: self._run(Call(name, method, arguments, self._engine))
-
-
-def _generators() -> tuple[Any, ...]:
-    return torch.default_generator.get_state(), process_generators()
-
-
-def _set_generators(states: tuple[Any, ...]) -> None:
-    torch.default_generator.set_state(states[0])
-    set_process_generators(states[1])
 
 
 def _refuse(message: str) -> None:

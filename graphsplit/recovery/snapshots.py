@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.generators import process_generators, set_process_generators
-from graphsplit.checkpoint.layout import octets_of
-from graphsplit.checkpoint.values import decode, encode
+from graphsplit.checkpoint.generators import all_generators, set_all_generators
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
+from graphsplit.encoding.packed import FlatTensors
+from graphsplit.encoding.values import decode, encode
 from graphsplit.errors import CheckpointError
+from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.planning.task import named_state
 from graphsplit.recovery.agreement import START, Offer, Target, choose
-from graphsplit.recovery.exchange import exchange_parts, group_of, pieces_of, share_script
+from graphsplit.recovery.exchange import exchange_parts, pieces_of, share_script
 from graphsplit.recovery.results import Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import KEEP, DiskWriter, SnapshotFolder, model_folder
-from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.recovery.snapshot.share import ModelSnapshot
 
-_GENERATOR, _PROCESS = "generator", "process"
+_GENERATORS = "generators"
 _SMALLEST_LIMIT = 64 * 1024 * 1024
 _STATE_FACTOR = 16  # an optimizer that keeps more per parameter is not known
 
@@ -48,10 +50,6 @@ class ScriptPoint:
     model: int
     num_lines: int
     models: tuple[int, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As it travels."""
-        return {**vars(self), "models": list(self.models)}
 
     @property
     def first_needed(self) -> int:
@@ -162,15 +160,15 @@ class Snapshots:
         self._replicator.wait_committed(self._number)
 
     def _copy(self, place: ScriptPoint) -> SnapshotShard:
-        tensors: dict[str, torch.Tensor] = {_GENERATOR: torch.default_generator.get_state()}
-        process = process_generators()
-        nodes = [share.collect(tensors, process) for share in self._shares if share.matters]
-        encoded = encode(process, tensors, path=_PROCESS)
+        tensors: dict[str, torch.Tensor] = {}
+        generators = all_generators()
+        nodes = [share.collect(tensors, generators[1]) for share in self._shares if share.matters]
+        encoded = encode(generators, tensors, path=_GENERATORS)
         flat = self._free.pop() if self._free else FlatTensors()
         flat.copy(tensors)
         self._used[place.number] = flat
-        values = {"place": place.to_json(), "models": nodes, _PROCESS: encoded}
-        return SnapshotShard(place.number, values, flat.memory, flat.slots)
+        values = {"place": records.to_node(place), "models": nodes, _GENERATORS: encoded}
+        return SnapshotShard({"number": place.number, **values}, flat.memory, flat.slots)
 
     def _release(self, part: SnapshotShard) -> None:
         flat = self._used.pop(part.number, None)
@@ -182,10 +180,9 @@ class Snapshots:
         source = self._shares[place.model].engine.loader_rank
         mine = self._job.rank == source
         return {
-            "place": place.to_json(),
+            "place": records.to_node(place),
             "source": source,
-            "generator": _packed_generator() if mine else None,
-            _PROCESS: pack(process_generators(), what=_PROCESS) if mine else None,
+            _GENERATORS: pack(all_generators(), what=_GENERATORS) if mine else None,
             "lines": list(self._results.lines) if mine else [],
         }
 
@@ -244,9 +241,11 @@ class Snapshots:
             old.close()
         held = old.held if old is not None else HeldCopies()
         own = dict(old.own) if old is not None else {}
-        group = group_of(self._job)
+        group = self._job.control
         offer = self._make_offer(own, held, can_start)
-        target = choose([Offer.read(text) for text in group.exchange(offer.text())])
+        told = group.exchange(records.to_text(offer))
+        what = "an offer of snapshots"
+        target = choose([read_record(Offer, text, what=what) for text in told])
         self._target, self._part, self._owners = target, None, target.owners
         number = target.number
         if number == START:
@@ -338,14 +337,13 @@ class Snapshots:
             if resumption is not None and place.inside and share.index == place.model:
                 resumption.is_rollback = is_rollback
         if self._target.from_disk:
-            _set_generator(self._script_on_disk.get("generator"))
-            if (process := self._script_on_disk.get(_PROCESS)) is not None:
-                set_process_generators(unpack(process, what=_PROCESS))
+            packed = self._script_on_disk.get(_GENERATORS)
+            set_all_generators(unpack(packed, what=_GENERATORS))
         else:
             part = self._part
             assert part is not None
-            torch.default_generator.set_state(part.tensor(_GENERATOR).clone())
-            set_process_generators(decode(part.values[_PROCESS], part.tensor))
+            encoded = part.values[_GENERATORS]
+            set_all_generators(decode(encoded, lambda name: part.tensor(name).clone()))
         self.wait_offered()
 
     def _put_back_starts(self, but: Collection[int]) -> None:
@@ -394,17 +392,10 @@ def _read_place(node: Any) -> ScriptPoint:
     Raises:
         CheckpointError: It is none.
     """
-    match node:
-        case {
-            "number": int(number),
-            "ordinal": int(ordinal),
-            "inside": bool(inside),
-            "model": int(model),
-            "num_lines": int(num_lines),
-            "models": list(models),
-        } if all(type(index) is int for index in models):
-            return ScriptPoint(number, ordinal, inside, model, num_lines, tuple(models))
-    raise CheckpointError(f"a snapshot stands at {str(node)[:100]}; expected a place in the script")
+    try:
+        return records.from_node(ScriptPoint, node, what="the place in the script")
+    except MessageError as error:
+        raise CheckpointError(f"a snapshot stands nowhere: {error}") from None
 
 
 def _lines_of(script: Mapping[str, Any]) -> list[str]:
@@ -412,15 +403,3 @@ def _lines_of(script: Mapping[str, Any]) -> list[str]:
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise CheckpointError("a snapshot on disk lacks what calls have returned")
     return lines
-
-
-def _packed_generator() -> str:
-    octets = octets_of(torch.default_generator.get_state()).numpy().tobytes()
-    return base64.b64encode(octets).decode()
-
-
-def _set_generator(text: Any) -> None:
-    octets = bytearray(base64.b64decode(str(text)))
-    if len(octets) != torch.default_generator.get_state().numel():
-        raise CheckpointError("a snapshot on disk has no state of the generator")
-    torch.default_generator.set_state(torch.frombuffer(octets, dtype=torch.uint8))

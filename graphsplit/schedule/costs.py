@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from graphsplit.encoding.fields import integer, number, string
 from graphsplit.program.instruction import Instruction, Opcode
+
+Seconds = Annotated[float, number(0, math.inf)]
+Rate = Annotated[float, number(1e-12, math.inf)]
+Count = Annotated[int, integer(1, 1 << 20)]
+Size = Annotated[int, integer(0, 1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -17,8 +25,8 @@ class Link:
         bytes_per_s: How many more bytes arrive each second.
     """
 
-    latency_s: float
-    bytes_per_s: float
+    latency_s: Seconds
+    bytes_per_s: Rate
 
     def seconds(self, num_bytes: int) -> float:
         """How long a message of this size takes."""
@@ -35,7 +43,7 @@ class Host:
     """
 
     workers: tuple[int, ...]
-    cores: int
+    cores: Count
 
 
 @dataclass(frozen=True)
@@ -65,20 +73,20 @@ class Costs:
             other than those of its two parts.
     """
 
-    forward: Mapping[int, float]
-    backward_input: Mapping[int, float]
-    backward_weight: Mapping[int, float]
-    activations: Mapping[int, int] = field(default_factory=dict)
+    forward: Mapping[int, Seconds]
+    backward_input: Mapping[int, Seconds]
+    backward_weight: Mapping[int, Seconds]
+    activations: Mapping[int, Size] = field(default_factory=dict)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
-    optimizer: Mapping[int, float] = field(default_factory=dict)
-    send: Mapping[int, float] = field(default_factory=dict)
-    receive: Mapping[int, float] = field(default_factory=dict)
-    others: Mapping[tuple[int, Opcode, int], float] = field(default_factory=dict)
-    between: Mapping[int, float] = field(default_factory=dict)
+    optimizer: Mapping[int, Seconds] = field(default_factory=dict)
+    send: Mapping[int, Seconds] = field(default_factory=dict)
+    receive: Mapping[int, Seconds] = field(default_factory=dict)
+    others: Mapping[tuple[int, Opcode, int], Seconds] = field(default_factory=dict)
+    between: Mapping[int, Seconds] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()
-    num_threads: int = 1
-    source: str = ""
-    backward_whole: Mapping[int, float] = field(default_factory=dict)
+    num_threads: Count = 1
+    source: Annotated[str, string(256)] = ""
+    backward_whole: Mapping[int, Seconds] = field(default_factory=dict)
 
     def seconds(self, instruction: Instruction, worker: int) -> float:
         """How long an instruction keeps its worker busy; 0 where that is not known."""

@@ -30,7 +30,6 @@ from dataclasses import dataclass, field
 NONCE_KEY = "graphsplit-nonce-bin"
 PROOF_KEY = "graphsplit-proof-bin"
 NONCE_BYTES = 32
-PROOF_BYTES = 32
 
 Metadata = tuple[tuple[str, bytes], ...]
 

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -276,10 +277,9 @@ class SimulatedCluster:
     def evaluate(self, arguments: Arguments) -> Any:
         """Evaluate one batch; returns the outputs, after the loss where the task asks for it."""
         plan, states = self._run_whole(Mode.EVAL, arguments)
-        state = states[plan.home]
-        return unflatten_outputs(
-            plan.placed.graph, state.values[0], leaves(arguments), state.numbers
-        )
+        graph, state = plan.placed.graph, states[plan.home]
+        found = unflatten_outputs(graph, state.values[0], leaves(arguments), state.numbers)
+        return found if graph.loss is None else found[:2]
 
     def predict(self, arguments: Arguments) -> list[Any]:
         """The network's outputs as each worker knows them."""
@@ -334,7 +334,7 @@ class SimulatedCluster:
         with worker.active():
             if is_training:
                 worker.progress.begin()
-            note = worker.progress.agreement(worker.task.divider) if is_training else ""
+            note = partial(worker.progress.agreement, worker.task.divider) if is_training else str
             progress = worker.progress if is_training else None
             return plan_step(worker.planner, mode, division.shape(), note=note, progress=progress)
 
@@ -343,7 +343,9 @@ class SimulatedCluster:
     ) -> tuple[PartitionPlan, list[StepState]]:
         states = []
         for worker, phase in zip(self.workers, phases, strict=True):
-            microbatches = phase.microbatches(worker.progress)
+            if phase.mark is not None:
+                phase.mark()
+            microbatches = phase.microbatches(worker.progress) if phase.weights else None
             planned = phase.planned
             states.append(planned.runner.begin(step, phase.inputs, planned.numbers, microbatches))
         self._take_turns([phase.planned.runner for phase in phases], states)

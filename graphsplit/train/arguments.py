@@ -12,11 +12,14 @@ from torch import nn
 
 from graphsplit.batches.microbatches import Divider
 from graphsplit.errors import ConfigurationError
+from graphsplit.job import joined
+from graphsplit.logs import say
 from graphsplit.marks.recompute import problems_of_recompute, recomputed_paths
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.planning.task import Task
 from graphsplit.runtime.segments.compiled import compiler_of, problems_of_compile
 from graphsplit.schedule.policies import POLICIES
+from graphsplit.settings import FAIL_FAST
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.metrics import Metric, as_metrics
 
@@ -69,7 +72,36 @@ def described(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
-def check_run(epochs: Any, loader: Any, callbacks: Any, steps: Any = None) -> None:
+def _is_batch(loader: Any, *, has_loss_fn: bool) -> bool:
+    """Whether what should yield batches is one."""
+    if isinstance(loader, (torch.Tensor, Mapping)):
+        return True
+    is_sequence = has_loss_fn and isinstance(loader, (list, tuple))
+    return is_sequence and any(isinstance(part, torch.Tensor) for part in loader)
+
+
+def problems_of_loader(loader: Any, *, has_loss_fn: bool) -> list[str]:
+    """What is wrong with something that should yield batches."""
+    if _is_batch(loader, has_loss_fn=has_loss_fn):
+        return [
+            f"loader is {described(loader)} of tensors; did you pass a batch? expected something "
+            f"that yields batches, as in [batch]"
+        ]
+    if isinstance(loader, Iterable):
+        return []
+    return [f"loader is {described(loader)}; expected something that yields batches"]
+
+
+def check_loader(method: str, loader: Any, *, has_loss_fn: bool) -> None:
+    """Raise ``ConfigurationError`` if something does not yield batches."""
+    problems = problems_of_loader(loader, has_loss_fn=has_loss_fn)
+    if problems:
+        raise ConfigurationError(f"{method}(...): {problems[0]}")
+
+
+def check_run(
+    epochs: Any, loader: Any, callbacks: Any, steps: Any = None, *, has_loss_fn: bool
+) -> None:
     """Refuse arguments of ``train`` that are of a wrong kind.
 
     Raises:
@@ -81,8 +113,7 @@ def check_run(epochs: Any, loader: Any, callbacks: Any, steps: Any = None) -> No
         problems.append(f"epochs is {shown}; expected an int of 0 or more")
     if steps is not None and not _is_count(steps, 1):
         problems.append(f"steps={steps!r}; expected an int of 1 or more, or None")
-    if not isinstance(loader, Iterable):
-        problems.append(f"loader is {described(loader)}; expected something that yields batches")
+    problems += problems_of_loader(loader, has_loss_fn=has_loss_fn)
     if not isinstance(callbacks, (list, tuple)):
         problems.append(f"callbacks is {described(callbacks)}; expected a list of callbacks")
     else:
@@ -149,6 +180,7 @@ class ModelArguments:
     accumulate: Any
     compile: Any
     recompute: Any
+    keep_outputs: Any
 
     def check(self) -> None:
         """Refuse arguments that are not as ``Model`` says; all of them are listed together.
@@ -162,6 +194,13 @@ class ModelArguments:
 
     def task(self) -> Task:
         """The task that they ask for, once they were checked."""
+        if self.compile and joined.get_rank() == 0:
+            say(
+                "torch.compile compiles what each worker runs when it first runs, which takes from "
+                "seconds to minutes",
+                event="compiling",
+                level="warning",  # seen in one process, too
+            )
         metrics = as_metrics(self.metrics)
         return Task(
             self.net,
@@ -179,6 +218,7 @@ class ModelArguments:
             schedule=self.schedule,
             compiler=compiler_of(self.compile),
             recompute=recomputed_paths(self.net, self.recompute),
+            keep_outputs=self.keep_outputs,
         )
 
     def _problems_of_what_runs(self) -> list[str]:
@@ -203,6 +243,14 @@ class ModelArguments:
         problems += _problems_of_metrics(self.metrics)
         problems += _problems_of_microbatches(self.microbatches, self.split, self.loss_weight)
         problems += _problems_of_schedule(self.schedule)
+        if not isinstance(self.keep_outputs, bool):
+            problems.append(f"keep_outputs={self.keep_outputs!r}; expected True or False")
+        job = joined.current()
+        if self.keep_outputs is True and job is not None and job.recovery_policy != FAIL_FAST:
+            problems.append(
+                f"keep_outputs=True in a job that runs with {job.recovery_policy}: a worker that "
+                f"comes back would not know the outputs of the steps before"
+            )
         if self.capture != "auto":
             problems.append(f"capture={self.capture!r}; expected 'auto'")
         if self.unplaced not in ("affinity", "worker0"):

@@ -8,6 +8,7 @@ programs run (``runtime``), and leave the loss, which every worker gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
@@ -26,7 +28,7 @@ from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
 from graphsplit.train.cluster_state import ClusterState
 from graphsplit.train.metrics import Metric, need_batches
-from graphsplit.train.outputs import unflatten_outputs
+from graphsplit.train.outputs import NOTHING, Beside, unflatten_outputs
 
 Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leaves on this worker
 
@@ -41,6 +43,25 @@ class ClusterEngine(ClusterState):
         self._leading = Leading(task, job, self.planner, self.progress)
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether the step that is done was the last one: the job was asked to end."""
+        return self._job.is_stopping
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether a call of a Model is under way."""
+        return self._job.depth > 0
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Report errors raised inside, so that all workers end."""
+        _refuse_autocast_around()
+        return self._job.reporting()
+
+    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
+        """Note what to call when the owned gradients of a step are complete."""
+        self.planner.updater.on_gradients = function
 
     def train_epoch(
         self,
@@ -67,10 +88,17 @@ class ClusterEngine(ClusterState):
         meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
+        beside: list[Any] = []
         for phase, values in self._run(planned, division, holders, meanwhile):
-            loss = phase.planned.plan.placed.graph.loss_node
+            graph = phase.planned.plan.placed.graph
+            loss = graph.loss_node
             assert loss is not None
             losses += [of_microbatch[loss] for of_microbatch in values]
+            if len(graph.outputs) > 1:
+                numbers = phase.planned.numbers
+                pairs = zip(values, phase.inputs, strict=True)
+                beside += [unflatten_outputs(graph, v, [*i], numbers)[1] for v, i in pairs]
+        self.beside = Beside.of(beside, planned.weights) if beside else NOTHING
         self.progress.num_steps += 1
         self._use_measurements(planned)
         return planned.loss(losses)
@@ -142,24 +170,27 @@ class ClusterEngine(ClusterState):
         if self._job.num_workers == 1:
             self._job.is_stopping |= self._job.asked_to_stop  # where there are no tickets
         for phase in planned.phases(division):
-            runner = phase.planned.runner
-            is_watched = self.profiler.watches(phase.planned)
+            if phase.mark is not None:
+                phase.mark()
+            plan, profiler = phase.planned, self.profiler
+            mode = plan.plan.placed.graph.mode
+            is_watched = plan.wants_costs or (profiler.is_on and mode is Mode.TRAIN)
             if is_watched:
-                self.profiler.begin(phase.planned, step)
-            with self.witness.watch(runner):
-                state = runner.run(
+                profiler.begin(plan, step)
+            with nullcontext() if self.witness is None else self.witness.watch(plan.runner):
+                state = plan.runner.run(
                     step,
                     phase.inputs,
-                    numbers=phase.planned.numbers,
-                    microbatches=phase.microbatches(self.progress),
+                    numbers=plan.numbers,
+                    microbatches=phase.microbatches(self.progress) if phase.weights else None,
                     meanwhile=meanwhile,
                 )
             if is_watched:
-                self.profiler.end(phase.planned)
+                profiler.end(plan)
             meanwhile = None
-            if phase.planned.written_inputs and division is not None:
+            if plan.written_inputs and division is not None:
                 for inputs in phase.inputs:
-                    share_written(self._job.control, phase.planned, inputs, holders)
+                    share_written(self._job.control, plan, inputs, holders)
             yield phase, state.values
 
     def _use_measurements(self, planned: PlannedStep) -> None:
@@ -182,20 +213,28 @@ class ClusterEngine(ClusterState):
 
     def counters(self) -> dict[str, Any]:
         """The counters that steps go on from, besides the Model's state."""
-        return {"step": self._step, "norm": self.planner.updater.last_norm}
+        norm, losses = self.planner.updater.last_norm, self.beside.losses
+        return {"step": self._step, "norm": norm, "losses": losses}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Go on from what ``counters`` gave."""
         self._step = int(counters["step"])
         self.planner.updater.last_norm = counters["norm"]
-
-    def step_times(self) -> list[str]:
-        """The time of a step, in words; nothing before it was measured."""
-        latest = self.profiler.latest
-        return latest.step_times() if latest is not None else []
+        self.beside = Beside(dict(counters["losses"]))
 
 
 def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
     """The outputs of a step without microbatches, in the network's own structure."""
     plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)
+
+
+def _refuse_autocast_around() -> None:
+    """Around a whole step it would reach backward and the optimizer, on some operations only."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ConfigurationError(
+                "torch.autocast is on around a call of the Model; it would reach beyond network "
+                "and loss\n"
+                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
+            )

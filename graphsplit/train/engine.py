@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from graphsplit.batches import batch as batches
-from graphsplit.batches.batch import Arguments, split_batch
+from graphsplit.batches.batch import TARGETS, Arguments, split_batch
 from graphsplit.batches.microbatches import Division
-from graphsplit.checkpoint.group import Alone, Group
 from graphsplit.checkpoint.holder import Holder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.job.group import Group
 from graphsplit.optimizers.own_step import by_the_model, guard_step, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import Progress, total_loss
 from graphsplit.planning.task import Task, materialize_all
 from graphsplit.planning.trainable import check_value
 from graphsplit.train.metrics import Metric, need_batches
+from graphsplit.train.outputs import NOTHING, Beside
 from graphsplit.witness import Witness
 
 
@@ -28,10 +29,12 @@ class Engine(Holder):
     """Runs the steps of a Model.
 
     Attributes:
-        witness: Sees what is computed.
+        witness: Sees what is computed; None where nobody asks.
+        beside: What the last training step gave beside its loss.
     """
 
-    witness = Witness()
+    witness: Witness | None = None
+    beside = NOTHING
 
     @property
     def stops_here(self) -> bool:
@@ -124,7 +127,7 @@ class EagerEngine(Engine):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
-        with self.witness.watch():
+        with nullcontext() if self.witness is None else self.witness.watch():
             return self._train_step(division)
 
     def _train_step(self, division: Division) -> torch.Tensor:
@@ -134,24 +137,26 @@ class EagerEngine(Engine):
         if self.progress.opens:
             for optimizer in task.optimizers:
                 optimizer.zero_grad(set_to_none=task.set_to_none)
+        found: list[dict[str, Any]] = []
         if division.weights:
-            loss = self._accumulate(division)
+            loss = self._accumulate(division, found)
         else:
-            loss = self._loss(division.arguments)
+            loss = self._loss(division.arguments, found)
             torch.autograd.backward(self._scaled(loss))
+        self.beside = Beside.of(found, division.weights)
         if self.progress.closes:
             self._update()
         self.progress.num_steps += 1
         return loss.detach()
 
-    def _accumulate(self, division: Division) -> torch.Tensor:
+    def _accumulate(self, division: Division, found: list[dict[str, Any]]) -> torch.Tensor:
         """The gradients of all microbatches, one after the other; the generator is put back."""
         before, losses = torch.default_generator.get_state(), []
         pairs = zip(division.microbatches, division.weights, strict=True)
         try:
             for index, (microbatch, weight) in enumerate(pairs):
                 torch.default_generator.set_state(self.progress.rng_state(index))
-                loss = self._loss(microbatch)
+                loss = self._loss(microbatch, found)
                 torch.autograd.backward(self._scaled(loss * weight))
                 losses.append(loss.detach())
         finally:
@@ -184,12 +189,16 @@ class EagerEngine(Engine):
         if task.scaler is not None:
             task.scaler.update()
 
-    def _loss(self, arguments: Arguments) -> torch.Tensor:
-        args, kwargs = arguments
-        run = batches.casting_to(self._task.autocast, batches.run_train)
-        loss = run(self._network, self._task.loss_fn, *args, **kwargs)
+    def _loss(self, arguments: Arguments, found: list[dict[str, Any]]) -> torch.Tensor:
+        """The loss; what is beside it is added to what was found."""
+        (args, kwargs), task = arguments, self._task
+        run = batches.run_train_with_outputs if task.keep_outputs else batches.run_train
+        loss, beside = batches.casting_to(task.autocast, run)(
+            self._network, task.loss_fn, *args, **kwargs
+        )
         assert isinstance(loss, torch.Tensor)
         check_value(loss)
+        found.append(beside)
         return loss
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -205,12 +214,9 @@ class EagerEngine(Engine):
             for num_batches, batch in enumerate(loader, 1):  # noqa: B007  their number
                 arguments = split_batch(batch, has_loss_fn=has_loss_fn)
                 args, kwargs = arguments
-                loss = None
-                if task.with_loss:
-                    loss, outputs = run_with_loss(self._network, task.loss_fn, *args, **kwargs)
-                else:
-                    outputs = run(self._network, task.loss_fn, *args, **kwargs)
-                update_metrics(metrics, arguments, outputs, loss, has_loss_fn=has_loss_fn)
+                run_batch = run_with_loss if task.with_loss else run
+                found = run_batch(self._network, task.loss_fn, *args, **kwargs)
+                update_metrics(task, metrics, arguments, found)
         need_batches(num_batches)
         return {name: metric.compute() for name, metric in metrics.items()}
 
@@ -223,7 +229,7 @@ class EagerEngine(Engine):
 
     def group(self) -> Group:
         """This process alone."""
-        return Alone()
+        return Group()
 
     def owners(self) -> Mapping[str, int]:
         """Everything is here."""
@@ -269,16 +275,20 @@ class EagerEngine(Engine):
 
 
 def update_metrics(
-    metrics: Mapping[str, Metric],
-    arguments: Arguments,
-    outputs: Any,
-    loss: torch.Tensor | None,
-    *,
-    has_loss_fn: bool,
+    task: Task, metrics: Mapping[str, Metric], arguments: Arguments, found: Any
 ) -> None:
-    """Show one batch to all metrics."""
+    """Show one batch to all metrics.
+
+    Args:
+        task: What was run.
+        metrics: The metrics.
+        arguments: The batch.
+        found: The outputs; with the loss and those beside it, if the task asks for them.
+    """
+    loss, outputs, losses = found if task.with_loss else (None, found, {})
     args, kwargs = arguments
-    target = args[-1] if has_loss_fn else kwargs.get("labels", kwargs.get("target"))
-    count = batches.num_samples(arguments)
+    targets = args[-1:] if task.loss_fn is not None else [kwargs[n] for n in TARGETS if n in kwargs]
+    target, count = next(iter(targets), None), batches.num_samples(arguments)
     for metric in metrics.values():
+        metric.losses = losses
         metric.update(outputs=outputs, target=target, loss=loss, num_samples=count)

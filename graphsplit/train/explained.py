@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import Signature
+from graphsplit.batches.batch import Signature, leaves
+from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
@@ -18,11 +19,24 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import asked_placements
 from graphsplit.placement.written import WrittenPlacement, write_placement
 from graphsplit.planning.modes import as_in
-from graphsplit.planning.passes import capture_graph, make_plan, placement_rules
-from graphsplit.planning.task import Task
-from graphsplit.program.lower import StepPart
+from graphsplit.planning.passes import (
+    capture_graph,
+    consumers_of,
+    make_plan,
+    placement_rules,
+)
+from graphsplit.planning.task import Task, named_state
+from graphsplit.profiling.trial_run import (
+    NotTriedError,
+    bounding_line,
+    compute_lines,
+    tried_costs,
+)
+from graphsplit.program.lower import StepPart, WorkerProgram
+from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
+from graphsplit.viz.report import seconds_in_words
 
 
 class Explainer:
@@ -43,16 +57,48 @@ class Explainer:
             raise ConfigurationError(
                 f"detail={detail!r}; expected 'modules', 'operations' or 'state'"
             )
-        plan = self._plan(batch, kwargs, method="explain")
-        optimizers = self._task.optimizers
-        kept = copies_kept(optimizers[0]) if len(optimizers) == 1 else None
-        engine = self._engine
+        compute: list[str] = []
+        step_times: list[str] = []
+        if not batch and not kwargs:
+            plan = self._latest_plan("explain")
+        else:
+            plan, compute, step_times = self._tried(batch, kwargs)
+        optimizers, engine = self._task.optimizers, self._engine
+        routes = None
+        if isinstance(engine, ClusterEngine):
+            routes, profile = engine.routes(plan), engine.profiler.latest
+            if profile is not None:
+                compute, step_times = profile.compute(), profile.step_times()
         return explain_plan(
             plan,
             detail=detail,
-            optimizer_copies=kept,
-            routes=engine.routes(plan) if isinstance(engine, ClusterEngine) else None,
-            step_times=engine.step_times() if isinstance(engine, ClusterEngine) else (),
+            optimizer_copies=copies_kept(optimizers[0]) if len(optimizers) == 1 else None,
+            routes=routes,
+            compute=compute,
+            step_times=step_times,
+        )
+
+    def _tried(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[PartitionPlan, list[str], list[str]]:
+        """The plan of a batch; what it computes and how long a step takes, tried here."""
+        division = self._divided(batch, kwargs)
+        plan, programs = self._planned(division)
+        state = named_state(self._task.network, self._task.loss_fn)
+        number = len(division.microbatches)
+        try:
+            costs = tried_costs(plan, state, leaves(division.microbatches[0]))
+        except NotTriedError as why:
+            return plan, [], [f"not known: {why}; model.profile() measures a job"]
+        predicted = simulate(plan, programs, costs, num_steps=2, leader=consumers_of(plan)[0])
+        return (
+            plan,
+            compute_lines(plan, costs, number),
+            [
+                f"predicted {seconds_in_words(predicted.step_s)}; computing measured on this batch "
+                f"in one process, messages estimated, no optimizer",
+                bounding_line(predicted),
+            ],
         )
 
     def _written(
@@ -85,6 +131,14 @@ class Explainer:
         """See ``Model.save_placement``."""
         self._written(batch, kwargs, method="save_placement").save(path)
 
+    def last_losses(self) -> dict[str, torch.Tensor]:
+        """See ``Model.last_losses``."""
+        return dict(self._engine.beside.losses)
+
+    def last_outputs(self) -> Any:
+        """See ``Model.last_outputs``."""
+        return self._engine.beside.outputs
+
     def last_gradient_norm(self) -> torch.Tensor | None:
         """See ``Model.last_gradient_norm``."""
         return self._engine.last_gradient_norm
@@ -94,8 +148,14 @@ class Explainer:
     ) -> PartitionPlan:
         if not batch and not kwargs:
             return self._latest_plan(method)
+        return self._planned(self._divided(batch, kwargs))[0]
+
+    def _divided(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> Division:
         task = self._task
-        division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+        return task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+
+    def _planned(self, division: Division) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
+        task = self._task
         mode = (
             Mode.TRAIN if task.loss_fn is not None or task.optimizer is not None else Mode.PREDICT
         )
@@ -103,16 +163,16 @@ class Explainer:
         with as_in(mode, task.network):
             graph = capture_graph(task, mode, signature)
         owners = self._engine.owners()
-        plan, _ = make_plan(
+        return make_plan(
             graph,
             network=task.network,
             loss_fn=task.loss_fn,
             unplaced=task.unplaced,
             num_workers=self._num_workers(graph),
             owners=dict(owners),
-            part=StepPart(is_microbatched=bool(division.weights)),
+            part=StepPart(len(division.microbatches), is_microbatched=bool(division.weights)),
+            schedule=task.schedule,
         )
-        return plan
 
     def _num_workers(self, graph: CapturedGraph) -> int:
         """In one process, as many workers as the placements ask for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ class Metric(ABC):
 
     Attributes:
         needs_loss: Whether ``update`` needs the loss; it is computed only if some metric does.
+        losses: The scalars that network or loss returned beside the loss of the batch that
+            ``update`` sees, by name; empty unless some metric needs the loss.
     """
 
     needs_loss = False
+    losses: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     @abstractmethod
     def reset(self) -> None:
@@ -88,11 +92,16 @@ class Accuracy(Metric):
 
 
 class Loss(Metric):
-    """Mean of the batches' losses, weighted by their numbers of samples."""
+    """Mean of the batches' losses, weighted by their numbers of samples.
+
+    Args:
+        part: Instead of the loss, the scalar of this name that is returned beside it.
+    """
 
     needs_loss = True
 
-    def __init__(self) -> None:
+    def __init__(self, part: str | None = None) -> None:
+        self._part = part
         self.reset()
 
     def reset(self) -> None:
@@ -103,9 +112,18 @@ class Loss(Metric):
     def update(
         self, *, outputs: Any, target: Any, loss: torch.Tensor | None, num_samples: int
     ) -> None:
-        """Add one batch's loss."""
-        assert loss is not None
-        self._sum += float(loss) * num_samples
+        """Add one batch's loss.
+
+        Raises:
+            ConfigurationError: No such part of it was returned.
+        """
+        found = loss if self._part is None else self.losses.get(self._part)
+        if found is None:
+            raise ConfigurationError(
+                f"Loss({self._part!r}): no scalar of this name is returned beside the loss; there "
+                f"is {', '.join(self.losses) or 'none at all'}"
+            )
+        self._sum += float(found) * num_samples
         self._num_samples += num_samples
 
     def compute(self) -> float:

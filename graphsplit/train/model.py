@@ -17,13 +17,14 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
+from graphsplit.optimizers.own_step import guard_backward
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
 from graphsplit.settings import FAIL_FAST
-from graphsplit.train.arguments import ModelArguments, check_run
+from graphsplit.train.arguments import ModelArguments, check_loader, check_run
 from graphsplit.train.callbacks import Callback
 from graphsplit.train.callbacks.stopping import Validation
 from graphsplit.train.cluster_engine import ClusterEngine
@@ -44,8 +45,8 @@ class Model(Shown):
 
     Args:
         net: The network. Its train and eval mode is set by the methods below.
-        loss_fn: ``loss_fn(outputs, target)``, a scalar. None: the network returns the scalar loss,
-            an object with ``.loss``, or a tuple that begins with it.
+        loss_fn: ``loss_fn(outputs, target)`` returns the scalar loss, an object or a mapping with
+            ``loss``, or a tuple that begins with it. None: the network does.
         optimizer: Any optimizer of ``torch.optim`` over the network's parameters that needs no
             closure; or several, which are stepped one after the other.
         metrics: Metrics of ``eval``, by name; or functions ``(outputs, target) -> number``, of
@@ -83,6 +84,8 @@ class Model(Shown):
             saves. True for all that each worker runs in one go, or a list of modules, or patterns
             of their names, as in ``["layers.*"]``, each by itself. Results are the same:
             ``docs/how-to/choose-a-schedule.md``.
+        keep_outputs: Hand out what the network returns in training steps, in ``last_outputs`` and
+            to callbacks. Every worker is sent it.
 
     Raises:
         ConfigurationError: An argument is not as above, or ``MS_ROLE`` is set and ``gs.init()``
@@ -110,12 +113,14 @@ class Model(Shown):
         accumulate: int = 1,
         compile: bool | Mapping[str, Any] = False,
         recompute: bool | Sequence[str | nn.Module] = False,
+        keep_outputs: bool = False,
     ) -> None:
         given = ModelArguments(
             net, loss_fn, optimizer, metrics, microbatches=microbatches, split=split,
             loss_weight=loss_weight, schedule=schedule, capture=capture, unplaced=unplaced,
             dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
             set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
+            keep_outputs=keep_outputs,
         )  # fmt: skip
         given.check()
         self._given = given
@@ -188,8 +193,10 @@ class Model(Shown):
         Args:
             epochs: How many times to go through the loader.
             loader: Yields batches: ``(inputs, target)``, a tuple of inputs and a target, or a
-                mapping passed as keyword arguments. Every worker passes its own, equal one; only
-                workers that consume an input draw from it.
+                mapping passed as keyword arguments, of which ``loss_fn`` gets the entry named
+                ``target`` or ``labels``. Every worker passes its own, equal one; only
+                workers that consume an input draw from it. Its sampler, batch sampler and data set
+                are told each epoch by ``set_epoch``, counted from 0 through all calls.
             callbacks: Called on every worker.
             steps: After how many steps an epoch ends, for loaders without an end; None: their end.
             validation: A loader for ``eval`` after each epoch; callbacks find what it gave in
@@ -198,7 +205,7 @@ class Model(Shown):
 
         Raises:
             ConfigurationError: The Model has no optimizer, or a batch does not fit; or the loaded
-                state cannot go on with these arguments.
+                state cannot go on with these arguments; or the loader gives each process a share.
             CaptureError: The network cannot be captured.
             PlacementError: A placement cannot be honoured.
             PlanMismatchError: Workers made different plans.
@@ -206,10 +213,12 @@ class Model(Shown):
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
         _need_optimizer(self._task, "train")
-        check_run(epochs, loader, callbacks, steps)
+        has_loss_fn = self._task.loss_fn is not None
+        check_run(epochs, loader, callbacks, steps, has_loss_fn=has_loss_fn)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         if validation is not None:
             _need_metrics(self._metrics)
+            check_loader("validation", validation, has_loss_fn=has_loss_fn)
             callbacks.insert(0, Validation(validation))
         self._calls.train(epochs, loader, callbacks, resume, steps, self)
 
@@ -227,7 +236,7 @@ class Model(Shown):
         _need_optimizer(self._task, "train_step")
         loss = self._calls.train_step(batch, kwargs)
         self._stop_between_calls()
-        return loss
+        return guard_backward(loss)
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -238,6 +247,7 @@ class Model(Shown):
             ConfigurationError: The Model has no metrics, a batch does not fit, or there is none.
         """
         _need_metrics(self._metrics)
+        check_loader("eval", loader, has_loss_fn=self._task.loss_fn is not None)
         found = self._calls.eval(loader)
         self._stop_between_calls()
         return found
@@ -422,6 +432,24 @@ class Model(Shown):
         return self._states.position
 
     @property
+    def last_losses(self) -> dict[str, torch.Tensor]:
+        """The scalars beside the loss of the last training step, by name, on every worker.
+
+        What network or ``loss_fn`` return beside the loss: entries of a mapping, attributes of an
+        object, or members of a tuple, by their position. With microbatches they are added up as the
+        loss is.
+        """
+        return self._explainer.last_losses()
+
+    @property
+    def last_outputs(self) -> Any:
+        """What the network returned in the last training step, on every worker.
+
+        None without ``keep_outputs=True``. With microbatches, a list of what it returned for each.
+        """
+        return self._explainer.last_outputs()
+
+    @property
     def last_gradient_norm(self) -> torch.Tensor | None:
         """The norm of all gradients before the last clipping, on every worker.
 
@@ -432,7 +460,7 @@ class Model(Shown):
 
 def _need_optimizer(task: Task, method: str) -> None:
     """Raise ``ConfigurationError`` if there is nothing that trains."""
-    if not task.optimizers:
+    if not task.optimizer:
         raise ConfigurationError(
             f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
             f"net.parameters(), lr=0.01))."

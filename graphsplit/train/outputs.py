@@ -1,9 +1,9 @@
-"""A step's outputs, in the network's own structure."""
+"""What a step gives beside its loss, in the network's own structure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,40 @@ from torch.utils.data import DataLoader
 from graphsplit.batches.batch import Arguments, split_batch
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.checkpoint.other_loaders import OtherLoaders
+from graphsplit.feeding.loader_checks import refuse_shares
+from graphsplit.planning.step_plan import total_loss
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a training step gave beside its loss.
+
+    Attributes:
+        losses: The scalars that network or loss returned beside it, by name.
+        outputs: What the network returned, if that was asked for; for each microbatch, if the batch
+            was split.
+    """
+
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: Any = None
+
+    @classmethod
+    def of(cls, found: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> Beside:
+        """From what was found for each microbatch, whose loss counts by a weight.
+
+        Args:
+            found: ``losses``, and perhaps ``outputs``, of each; or of the whole batch.
+            weights: Of each microbatch; empty where the batch is whole.
+        """
+        outputs = [one.get("outputs") for one in found]
+        if not weights:
+            return cls(found[0]["losses"], outputs[0])
+        everywhere = [n for n in found[0]["losses"] if all(n in one["losses"] for one in found)]
+        losses = {n: total_loss([one["losses"][n] for one in found], weights) for n in everywhere}
+        return cls(losses, outputs if "outputs" in found[0] else None)
+
+
+NOTHING = Beside()
 
 
 def predicted_loader(arguments: Arguments) -> Any:
@@ -40,6 +74,7 @@ class Predicting:
         loader = predicted_loader(arguments)
         if loader is None:
             return self.predict(arguments)
+        refuse_shares(loader, "predict")
         self.others.begin(loader)
         outputs = [self.predict(self._inputs(batch)) for batch in loader]
         self.others.end(loader)

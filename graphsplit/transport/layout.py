@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from graphsplit.tensor_meta import span_elements
 from graphsplit.transport.dtypes import carrier_of
 
 ALIGNMENT = 64
@@ -68,16 +69,9 @@ class Layout:
         return self.payload_elements == self.span
 
 
-def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to one past the last one; 0 for an empty value."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
 def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout:
     """The layout of a value, from numbers alone. Strides must not be negative."""
-    span = span_of(shape, strides)
+    span = span_elements(shape, strides)
     if span == 0:
         return _span_layout(shape, strides, 0)
     real = [d for d in range(len(shape)) if shape[d] > 1 and strides[d] > 0]

@@ -17,49 +17,19 @@ from graphsplit.check.record import (
     Record,
     Value,
     What,
-    operation_line,
-    record_line,
 )
 from graphsplit.check.request import Request, operations_file, read_request, requested_file
+from graphsplit.encoding import records
 from graphsplit.planning.task import Task
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.witness.operations import WorkersOperations, watching_plain_loop
 from graphsplit.witness.values import Generators, ModelValues, plain_value, tensor_value
 
 
-class Witness:
-    """Sees what a Model computes. This one notes nothing: nobody asked."""
-
-    @property
-    def has_enough(self) -> bool:
-        """Whether all training steps were seen that were asked for: the script is to end."""
-        return False
-
-    def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
-        """The context of a program's run; without one, of a training step of the plain loop."""
-        return nullcontext()
-
-    def begins(self) -> None:
-        """A training step begins."""
-
-    def trained(self, loss: torch.Tensor) -> None:
-        """A training step has given a loss."""
-
-    def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """See the training steps of an epoch, by their losses."""
-        return losses
-
-    def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        """A call of eval has given metrics."""
-
-    def predicted(self, outputs: Any) -> None:
-        """A call of predict has given outputs."""
-
-
-def witness_for(task: Task) -> Witness:
-    """The witness that sees what a new Model computes."""
+def witness_for(task: Task) -> Witness | None:
+    """The witness that sees what a new Model computes; None where nobody asks."""
     file = requested_file(os.environ)
-    return Witness() if file is None else _NotingWitness(_notebook(file), task)
+    return None if file is None else Witness(_notebook(file), task)
 
 
 class _Notebook:
@@ -98,7 +68,7 @@ class _Notebook:
         if self.has_enough:
             return
         record = Record(what, model, number, (*values, *self._generators.values()))
-        self._write(self._file, record_line(record))
+        self._write(self._file, records.to_text(record))
         self._num_noted += what is What.STEP
 
     def next_call(self, what: What) -> int:
@@ -108,7 +78,7 @@ class _Notebook:
 
     def note_operation(self, operation: Operation) -> None:
         """Note an operation of the step that is watched."""
-        self._write(operations_file(self._file), operation_line(operation))
+        self._write(operations_file(self._file), records.to_text(operation))
 
     def _write(self, path: Path, line: str) -> None:
         with path.open("a") as file:
@@ -121,7 +91,7 @@ def _notebook(file: Path) -> _Notebook:
     return _Notebook(file, read_request(file))
 
 
-class _NotingWitness(Witness):
+class Witness:
     """Notes what one Model computes."""
 
     def __init__(self, notebook: _Notebook, task: Task) -> None:
@@ -135,18 +105,22 @@ class _NotingWitness(Witness):
 
     @property
     def has_enough(self) -> bool:
+        """Whether all training steps were seen that were asked for: the script is to end."""
         return self._notebook.has_enough
 
     def begins(self) -> None:
+        """A training step begins."""
         if not self._has_begun:
             self._has_begun = True
             self._note(What.START, 0, self._at_start())
         self._notebook.num_steps += 1
 
     def trained(self, loss: torch.Tensor) -> None:
+        """A training step has given a loss."""
         self._note(What.STEP, self._notebook.num_steps, self._after_step(loss))
 
     def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """See the training steps of an epoch, by their losses."""
         self.begins()
         for loss in losses:
             self.trained(loss)
@@ -155,10 +129,12 @@ class _NotingWitness(Witness):
         self._notebook.num_steps -= 1  # there was none after the last
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """A call of eval has given metrics."""
         values = (plain_value(Kind.METRIC, name, float(v)) for name, v in metrics.items())
         self._note(What.EVAL, self._notebook.next_call(What.EVAL), values)
 
     def predicted(self, outputs: Any) -> None:
+        """A call of predict has given outputs."""
         values = self._values.tree(Kind.OUTPUT, "", outputs)
         self._note(What.PREDICT, self._notebook.next_call(What.PREDICT), values)
 
@@ -174,6 +150,7 @@ class _NotingWitness(Witness):
         yield from self._values.state()
 
     def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
+        """The context of a program's run; without one, of a training step of the plain loop."""
         if not self._notebook.watches_now:
             return nullcontext()
         if runner is None:

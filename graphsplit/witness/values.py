@@ -14,6 +14,7 @@ from graphsplit.check.record import TORCHS, UNTOUCHED, Kind, Value
 from graphsplit.deferred.guard import is_guarded
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
+from graphsplit.torch_ext.attributes import parts_of_sparse
 from graphsplit.torch_ext.private import pytree
 
 _FEW = 16  # elements that are noted unasked
@@ -31,7 +32,8 @@ def digest_of(tensor: torch.Tensor) -> str:
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a tensor, in the order of its elements."""
     if tensor.layout is torch.sparse_coo:
-        yield from (*_parts(tensor._indices()), *_parts(tensor._values()))
+        for part in parts_of_sparse(tensor):
+            yield from _parts(part)
     elif tensor.is_quantized:
         yield from _parts(tensor.int_repr())
     elif tensor.layout is not torch.strided:

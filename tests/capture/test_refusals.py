@@ -64,6 +64,26 @@ def test_a_branch_on_data_is_refused_with_line_reason_and_way_out() -> None:
     assert "Fix: replace the Python branch by torch.where" in message
 
 
+def test_packed_sequences_are_refused_once_with_the_way_out() -> None:
+    gru = nn.GRU(4, 4, batch_first=True)
+
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = gru
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            return self.gru(packed)[1].sum()
+
+    with pytest.raises(CaptureError) as caught:
+        captured(Packs(), torch.zeros(2, 3, 4), torch.tensor([3, 2]))
+    text = str(caught.value)
+    assert "packed sequences have sizes that depend on the values of a tensor" in text
+    assert text.count("Fix: ") == 1 and "gs.opaque(module, outputs=f)" in text
+    assert "kept whole, which did not help" not in text and "FakeTensor" not in text
+
+
 def test_leaving_torch_is_refused() -> None:
     def run(net: Runs, x: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(net.fc(x).detach().numpy()).sum()

@@ -21,14 +21,13 @@ from graphsplit.check.compare import Difference, Diverged, compare
 from graphsplit.check.record import (
     UNTOUCHED,
     Kind,
+    Operation,
     Record,
     Value,
     What,
-    operation_line,
-    read_operations,
-    read_records,
-    record_line,
+    read_lines,
 )
+from graphsplit.encoding.records import to_text
 
 PLAIN = step(1, WEIGHT_A, WEIGHT_B, GRADIENT_A, GRADIENT_B)
 CUT = (step(1, WEIGHT_A, GRADIENT_A), step(1, WEIGHT_B, GRADIENT_B))
@@ -163,15 +162,15 @@ def test_nothing_at_all_is_compared_to_nothing() -> None:
 
 def test_a_record_is_read_as_it_was_written() -> None:
     record = step(1, replace(WEIGHT_A, elements=("1.0", "nan")))
-    text = f"{record_line(record)}\n{record_line(PLAIN)}\n"
-    assert read_records(text.splitlines(keepends=True)) == (record, PLAIN)
+    text = f"{to_text(record)}\n{to_text(PLAIN)}\n"
+    assert read_lines(Record, text.splitlines(keepends=True)) == (record, PLAIN)
 
 
 def test_a_line_that_was_cut_off_with_its_process_is_left_out() -> None:
-    text = f"{record_line(PLAIN)}\n{record_line(PLAIN)}"
-    assert read_records(text.splitlines(keepends=True)) == (PLAIN,)
+    text = f"{to_text(PLAIN)}\n{to_text(PLAIN)}"
+    assert read_lines(Record, text.splitlines(keepends=True)) == (PLAIN,)
 
 
 def test_an_operation_is_read_as_it_was_written() -> None:
     found = operation("aten.mm.default", "d", order=(0, 1, 2), target="aten.linear.default")
-    assert read_operations([f"{operation_line(found)}\n"]) == (found,)
+    assert read_lines(Operation, [f"{to_text(found)}\n"]) == (found,)

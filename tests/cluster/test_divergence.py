@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from graphsplit.cluster.member.calls import CallHistory
-from graphsplit.cluster.scheduler.job.divergence import describe_divergence, diverging_call
+from graphsplit.cluster.scheduler.job.divergence import (
+    call_of_some,
+    describe_divergence,
+    diverging_call,
+)
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallsMade
+from graphsplit.job.script import Script
 
 
 def history(*moves: str) -> CallsMade:
@@ -73,9 +78,22 @@ def test_the_workers_calls_and_the_way_out_are_told():
     text = describe_divergence(call, calls_of)
     assert "worker 0 is in state_dict() at " in text and "workers 1, 2 are in train() at " in text
     assert "call state_dict() on every worker" in text
+    for found in calls_of.values():  # whichever was found first
+        assert found.within is not None
+        assert "call state_dict() on" in describe_divergence(found.within, calls_of)
     ended = {0: history(END_OF_SCRIPT), 1: history("save")}
     text = describe_divergence(history(END_OF_SCRIPT).latest[0], ended)
     assert f"worker 0 is at {END_OF_SCRIPT}" in text and "call save() on every worker" in text
+
+
+def test_the_call_inside_another_is_the_one_that_is_wrong():
+    calls_of = {0: history("train"), 1: history("train", "barrier"), 2: history("train")}
+    for calls in calls_of.values():
+        assert calls.within is not None
+        assert call_of_some(calls.within, calls_of).name == "barrier"
+    calls_of = {0: history("eval"), 1: history("predict")}
+    assert call_of_some(calls_of[0].latest[0], calls_of).name == "eval"
+    assert call_of_some(calls_of[1].latest[0], calls_of).name == "predict"
 
 
 def test_a_worker_that_may_come_back_tells_nothing():
@@ -83,3 +101,22 @@ def test_a_worker_that_may_come_back_tells_nothing():
     calls.begin("train")
     calls.is_kept = False
     assert calls.made() == CallsMade()
+
+
+class Calls:
+    def __init__(self, history: CallHistory) -> None:
+        self.history = history
+
+    def save(self, path: str) -> str:
+        within = self.history.made().within
+        assert within is not None and within.source.startswith("tests/cluster/test_divergence.py:")
+        return f"{within.name} {path}"
+
+
+def test_a_models_calls_are_noted_while_they_last():
+    history = CallHistory()
+    calls = Script(history).around(None, Calls(history))
+    assert [calls.save("a"), calls.save("b")] == ["save a", "save b"]
+    assert history.made().num == 2 and history.made().within is None
+    looks = Calls(history)
+    assert Script(history).around(None, looks, changes_nothing=True) is looks

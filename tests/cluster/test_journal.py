@@ -131,9 +131,15 @@ def test_the_message_names_the_file_and_the_way_out(journal, image):
 
 def test_a_record_that_is_no_image_is_refused(journal):
     journal._path.parent.mkdir()
-    for payload in (b"[]", b"{", b'{"format": 2}', b'{"format": 1, "members": 3}'):
+    problems = {
+        b"[]": "it is not an object",
+        b"{": "Expecting property name",
+        b'{"format": 1}': "it has format 1; this version of graphsplit reads 2",
+        b'{"format": 2, "members": 3}': "the image of a job: .* is missing",
+    }
+    for payload, problem in problems.items():
         journal._path.write_bytes(HEADER + record_of(payload, 0))
-        with pytest.raises(JournalError, match=r"the last record"):
+        with pytest.raises(JournalError, match=f"the last record: {problem}"):
             reread(journal)
 
 

@@ -95,7 +95,7 @@ def test_the_state_of_each_worker_is_a_sample(drive):
     scheduler.now = 9.0
     found = {metric.name: metric.samples for metric in status_metrics(scheduler.state.status(9.0))}
     assert found["heartbeat_age_seconds"] == ((("0",), 9.0), (("1",), 2.0))
-    assert found["worker_step"] == ((("0",), -1.0), (("1",), 5.0))
+    assert found["worker_step"] == ((("0",), 0.0), (("1",), 5.0))
 
 
 def test_a_worker_counts_steps_bytes_and_waiting():

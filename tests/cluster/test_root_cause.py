@@ -70,7 +70,8 @@ CAUSES = {
 def test_what_each_process_says_of_a_cause(golden):
     lines = []
     for name, cause in CAUSES.items():
-        lines += [f"# {name}", f"one line: {cause.describe()}", f"its place: {cause.story()}", ""]
+        said = (("heard", cause.heard()), ("error", cause.describe()), ("place", cause.story()))
+        lines += [f"# {name}", *(f"{where}: {text}" for where, text in said), ""]
     golden("root_causes.txt", "\n".join(lines))
 
 
@@ -81,6 +82,7 @@ def test_everybody_is_told_what_to_do_unless_it_is_a_long_story():
         long = replace(cause, message=cause.message + "\nmore" * 9)
         assert "\n" not in long.describe()
         assert "\n" not in long.summary()
+        assert "\n" not in short.heard()
     assert FailureCause("lost", "").summary() == "lost"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from typing import Any
 
 import grpc
 import pytest
@@ -11,14 +12,15 @@ from click.testing import CliRunner
 from cluster_helpers import DEADLINE_S, wait_until
 from security_helpers import SCHEDULER_NAME, protection, worker_name
 
+from graphsplit.cli import status as status_command
 from graphsplit.cli.main import main
 from graphsplit.cluster.scheduler import server as scheduler_module
 from graphsplit.cluster.status.client import fetch_status
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest, WorkerStatus
 from graphsplit.cluster.status.table import status_object, status_table
-from graphsplit.cluster.wire.codec import layout_of
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import SERVICE, STATUS_METHOD
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import ClusterError
 from graphsplit.root_cause import FailureCause, Location
 from graphsplit.security.options import SecurityOptions
@@ -72,19 +74,23 @@ def test_what_programs_read():
 
 
 def test_a_status_arrives_as_it_was_sent_and_nonsense_is_refused():
-    layout, request = layout_of(JobStatus), layout_of(StatusRequest)
-    assert layout.decode(layout.encode(STATUS)) == STATUS
-    request.decode(request.encode(StatusRequest()))
-    for data in (b"\xff", b"\x0a\x01a"):
+    assert records.from_text(JobStatus, records.to_text(STATUS)) == STATUS
+    records.from_text(StatusRequest, records.to_text(StatusRequest()))
+    for data in (b"\xff", b"\x0a\x01a", b"[]"):
         with pytest.raises(MessageError):
-            request.decode(data)
+            records.from_text(StatusRequest, data)
         with pytest.raises(MessageError):
-            layout.decode(data)
+            records.from_text(JobStatus, data)
+
+    def told(**changes: Any) -> JobStatus:
+        return records.from_text(JobStatus, records.to_text(JobStatus("j", "p", 1, 1, **changes)))
+
     wrong = STATUS.workers[0].__class__(0, "0", "h", 1, state="asleep")
     with pytest.raises(MessageError, match="state"):
-        layout.decode(layout.encode(JobStatus("j", "p", 1, 1, workers=(wrong,))))
-    with pytest.raises(MessageError, match="nan seconds"):
-        layout.decode(layout.encode(JobStatus("j", "p", 1, 1, seconds=float("nan"))))
+        told(workers=(wrong,))
+    for seconds in ("nan", "inf", "-1"):
+        with pytest.raises(MessageError, match=f"seconds is {seconds}"):
+            told(seconds=float(seconds))
 
 
 def test_a_job_can_be_asked_while_it_forms_and_while_it_runs(start_cluster):
@@ -131,7 +137,7 @@ def test_a_job_with_a_token_tells_only_those_who_know_it(start_cluster):
     # Somebody who does not wait for the scheduler's proof, and invents one of their own.
     channel = grpc.insecure_channel(f"127.0.0.1:{cluster.port}")
     call = channel.stream_stream(f"/{SERVICE}/{STATUS_METHOD}")(
-        iter([b"x" * 32, layout_of(StatusRequest).encode(StatusRequest())]),
+        iter([b"x" * 32, records.to_text(StatusRequest()).encode()]),
         metadata=(("graphsplit-nonce-bin", b"n" * 32),),
     )
     with pytest.raises(grpc.RpcError, match="does not know the job's token"):
@@ -171,10 +177,16 @@ def test_the_command_prints_a_table_or_an_object(start_cluster, monkeypatch, tmp
     monkeypatch.setenv("MS_SCHED_PORT", str(cluster.port))
     shown = CliRunner().invoke(main, ["status", "--json"])
     assert json.loads(shown.output)["phase"] == "forming"
+    monkeypatch.delenv("MS_SCHED_PORT")
+    jobs = [("127.0.0.1", port) for port in (cluster.port, 1, cluster.port)]  # one has ended
+    monkeypatch.setattr(status_command, "local_jobs", lambda: jobs)
+    shown = CliRunner().invoke(main, ["status"])
+    assert shown.output.count("forming, generation 1, 0 of 1 workers") == 2, shown.output
     finish(cluster, cluster.join_all("0"))
 
 
-def test_nobody_there_is_said_and_has_a_status(monkeypatch):
+def test_nobody_there_is_said_and_has_a_status(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where jobs of this machine are known
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphsplit.cluster.status.job_status import JobStatus, WorkerStatus
-from graphsplit.cluster.status.watchdog import Watchdog, stall_report
+from graphsplit.cluster.status.watchdog import Watchdog, stall_report, standing_still
 from graphsplit.cluster.wire.messages import Failed, Heartbeat, MeetingKind
 from graphsplit.failure import FailureCause
 from graphsplit.root_cause import Location
@@ -49,6 +49,13 @@ STALLS = {
 def test_who_waits_for_whom(golden):
     parts = [f"# {name}\n{stall_report(stall, 60)}\n" for name, stall in STALLS.items()]
     golden("stalls.txt", "\n".join(parts))
+
+
+def test_who_stands_still_is_at_the_end_of_the_chain_and_in_no_circle():
+    found = {name: [standing_still(s, one.rank) for one in s.workers] for name, s in STALLS.items()}
+    assert found["a chain that ends in the script"] == [2, 2, None]
+    assert found["two that lead to the same"] == [2, 2, 2, None]
+    assert set(found["a circle"] + found["a peer that is gone"]) == {None}
 
 
 def test_a_report_of_many_workers_stays_short():
@@ -97,7 +104,7 @@ def test_at_the_timeout_the_chain_is_told_before_the_cause(drive):
     scheduler.pass_time(1)
     report, failed = scheduler.log
     assert "worker 0 waits for worker 1: relu" in report
-    assert failed.startswith("the job failed: worker 0")
+    assert failed.startswith("the job failed: worker 1 (host host-1, pid 101): it made no progress")
 
 
 def test_a_worker_that_has_finished_is_not_expected_to_make_progress(drive):

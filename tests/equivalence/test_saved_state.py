@@ -13,9 +13,9 @@ from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
 from graphsplit.batches.batch import split_batch
-from graphsplit.checkpoint.group import Group
 from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init
+from graphsplit.job.group import Group
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.testing.compare import difference

@@ -21,10 +21,13 @@ import json, os, sys
 role = os.environ.get("MS_ROLE", "") + os.environ.get("MS_NODE_ID", "")
 request = json.load(open(os.path.join(os.path.dirname(os.environ["GS_CHECK_FILE"]),
                                       "request.json"))) if role != "MS_SCHED" else {}
+with open(os.environ["GS_REPORT_FILE"].replace(".json", ".begun"), "w"):
+    pass  # what gs.init() leaves
 def note(number, loss):
-    value = ["loss", "", "float32[]", loss, [loss]]
+    value = {"kind": "LOSS", "name": "", "form": "float32[]", "digest": loss, "elements": [loss]}
+    noted = {"what": "STEP", "model": 1, "number": number, "values": [value]}
     with open(os.environ["GS_CHECK_FILE"], "a") as file:
-        file.write(json.dumps(["training step", 1, number, [value]]) + "\\n")
+        file.write(json.dumps(noted) + "\\n")
 def notes(losses):
     for number, loss in enumerate(losses[:request.get("num_steps", 0)], start=1):
         note(number, loss)

@@ -18,6 +18,8 @@ import os, select, signal, sys
 from pathlib import Path
 sys.argv[0] = "graphsplit"  # as for the command, which does without torch's seconds
 from graphsplit.launcher_line import Beat, Ended, GivenUp, Line, Over
+from graphsplit.reports import note_init
+note_init(os.environ)  # as gs.init() does
 folder = Path(sys.argv[1])
 role, rank = os.environ["MS_ROLE"], os.environ.get("MS_NODE_ID")
 line = Line.of(os.environ)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from graphsplit.cli.tokens import find_token, kept_token
+from graphsplit.cli.tokens import find_token, kept_token, local_jobs
 
 TOKEN = {"GS_JOB_TOKEN": "a token that only this job knows"}
 
@@ -36,7 +36,7 @@ def test_a_token_is_found_while_the_job_runs_and_gone_afterwards(folder: Path) -
 def test_the_folder_stays_as_long_as_any_job_has_a_token(folder: Path) -> None:
     with kept_token(TOKEN, "127.0.0.1", 8118):
         with kept_token(TOKEN, "127.0.0.1", 8119):
-            pass
+            assert local_jobs() == [("127.0.0.1", 8118), ("127.0.0.1", 8119)]
         assert find_token("127.0.0.1", 8118) == TOKEN["GS_JOB_TOKEN"]
     assert not folder.exists()
 

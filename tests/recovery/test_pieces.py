@@ -11,20 +11,32 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import ClusterError, ConfigurationError, FrameError, StateError
+from graphsplit.encoding import records
+from graphsplit.encoding.packed import FlatTensors
+from graphsplit.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigurationError,
+    FrameError,
+    StateError,
+)
 from graphsplit.failure import AbortSignal
+from graphsplit.job.group import read_record
+from graphsplit.job.stream import (
+    CHUNK_BYTES,
+    SNAPSHOTS,
+    TOGETHER_BYTES,
+    Incoming,
+    Outgoing,
+    channel_spec,
+    send,
+)
 from graphsplit.recovery.agreement import START, Offer, choose
 from graphsplit.recovery.log import kept
 from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.snapshot import replicator
-from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
-from graphsplit.recovery.stream import (
-    CHUNK_BYTES,
-    TOGETHER_BYTES,
-    Incoming,
-    Outgoing,
-    stream_spec,
-)
+from graphsplit.recovery.snapshot.disk import parse, text_of
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.testing.compare import difference
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
@@ -43,12 +55,12 @@ def made_part() -> tuple[SnapshotShard, dict[str, torch.Tensor]]:
     }
     flat = FlatTensors()
     flat.copy(tensors)
-    return SnapshotShard(4, {"models": [], "x": 1.5}, flat.memory, flat.slots), tensors
+    return SnapshotShard({"number": 4, "models": [], "x": 1.5}, flat.memory, flat.slots), tensors
 
 
 def test_a_part_comes_back_however_it_was_cut():
     part, tensors = made_part()
-    octets = torch.cat(part.pieces())
+    octets = torch.cat(part.padded())
     for size in (1, 7, 4096):
         found = SnapshotShard.read(octets.split(size), what="a part")
         assert (found.number, found.values) == (4, part.values)
@@ -59,14 +71,14 @@ def test_a_part_comes_back_however_it_was_cut():
 
 @pytest.mark.parametrize("size", [0, 5, 20, 200])
 def test_a_part_that_was_cut_off_is_refused(size: int):
-    octets = torch.cat(made_part()[0].pieces())
+    octets = torch.cat(made_part()[0].padded())
     with pytest.raises(FrameError, match="worker 3's part"):
         SnapshotShard.read([octets[:size]], what="worker 3's part")
 
 
 def ends(limit: int) -> tuple[Outgoing, Incoming]:
     fabric, policy = MemoryFabric(), WaitPolicy(AbortSignal(), 5.0)
-    spec = stream_spec(0, 1, 2)
+    spec = channel_spec(SNAPSHOTS, 0, 1, 2)
     sender = MemoryTransport(fabric, generation=1, policy=policy).open_sender(spec)
     receiver = MemoryTransport(fabric, generation=1, policy=policy).open_receiver(spec)
     return Outgoing(sender), Incoming(receiver, source=0, limit_bytes=limit)
@@ -87,7 +99,6 @@ def test_messages_of_any_length_pass_without_waiting():
     assert found[2].octets() == content[:TOGETHER_BYTES].numpy().tobytes()
     outgoing.pump()
     assert outgoing.is_empty
-    assert not incoming.is_amid_message
 
 
 def test_a_message_larger_than_allowed_is_refused_before_it_comes():
@@ -104,12 +115,61 @@ def test_more_bytes_than_were_announced_are_refused():
     outgoing._queue.append(iter([torch.zeros(9, dtype=torch.uint8)]))
     outgoing._queue[0] = iter([next(outgoing._queue[0])[:24]])  # its header alone
     outgoing.pump()
-    with pytest.raises(FrameError, match="announced 3 bytes of a snapshot; 9 came"):
+    with pytest.raises(FrameError, match="announced a message of 3 bytes; 9 came"):
         list(incoming.pump())
 
 
+def test_a_message_is_taken_as_it_comes_and_only_of_the_size_that_is_expected():
+    outgoing, incoming = ends(0)
+    content = torch.arange(2 * CHUNK_BYTES // 8).view(torch.uint8)
+    for size in (0, 9, 2 * CHUNK_BYTES):
+        send([outgoing], [content[:size]])
+        pieces = list(incoming.receive(size, is_exact=True))
+        assert torch.equal(torch.cat([content[:0], *pieces]), content[:size])
+        assert all(piece.numel() <= CHUNK_BYTES for piece in pieces)
+    send([outgoing], [content[:9]])
+    with pytest.raises(FrameError, match="with 9 bytes; 8 are expected"):
+        list(incoming.receive(8, is_exact=True))
+
+
+def test_a_message_of_many_small_pieces_is_refused_and_nobody_sends_one():
+    outgoing, incoming = ends(10**9)
+    for sizes in ([1] * 5000, [TOGETHER_BYTES + 1, 1] * 5, [CHUNK_BYTES + 1, 1] * 3, [0, 7, 0]):
+        content = [torch.full((size,), size % 251, dtype=torch.uint8) for size in sizes]
+        outgoing.put(2, 0, content)
+        found = None
+        while found is None:
+            outgoing.pump()
+            found = next((message for message in incoming.pump() if message), None)
+        assert found.octets() == torch.cat(content).numpy().tobytes()
+    outgoing.put(2, 0, [torch.zeros(9, dtype=torch.uint8)])
+    octets = next(outgoing._queue[0])
+    outgoing._queue[0] = iter(octets.split(24 + 1))  # what is small comes at once, or not at all
+    with pytest.raises(FrameError, match="a message of 9 bytes in more pieces"):
+        for _ in range(2):
+            outgoing.pump()
+            list(incoming.pump())
+
+
+@pytest.mark.parametrize("number", [None, -1, "4", True])
+def test_a_part_without_a_number_is_refused(number: Any):
+    part = made_part()[0]
+    values = {**part.values, "number": number}
+    octets = SnapshotShard(values, part.memory, part.slots).pieces()
+    with pytest.raises(FrameError, match="worker 3's part has no number"):
+        SnapshotShard.read(octets, what="worker 3's part")
+
+
+def test_a_snapshot_on_disk_of_another_version_is_refused_with_both_numbers():
+    text = text_of(3, {"lines": []})
+    assert parse(text, what="it") == {"lines": []}
+    with pytest.raises(CheckpointError, match=r"snapshot of version 1; .* reads version 2"):
+        parse(text.replace('"version":2', '"version":1'), what="it")
+
+
 def offer(own: tuple[int, ...] = (), held: tuple[int, ...] = (), **more: Any) -> Offer:
-    return Offer.read(Offer(False, own, held, can_start=False, **more).text())
+    told = records.to_text(Offer(False, own, held, can_start=False, **more))
+    return read_record(Offer, told, what="an offer")
 
 
 FRESH = Offer(is_fresh=True)
@@ -142,7 +202,7 @@ def test_nothing_left_to_go_on_from_names_the_neighbours():
 @pytest.mark.parametrize("text", ["[]", "{}", '{"is_fresh": true}', '{"own": ["x"]}'])
 def test_an_offer_that_is_none_is_refused(text: str):
     with pytest.raises(FrameError):
-        Offer.read(text)
+        read_record(Offer, text, what="an offer")
 
 
 def test_results_come_back_with_their_bits():

@@ -20,7 +20,7 @@ from graphsplit.root_cause import FailureCause
 
 
 def cause_of(error: BaseException, rank: int) -> FailureCause:
-    cause = failure_of(error, rank=rank, host="h", pid=10 + rank, position="before step 0")
+    cause = failure_of(error, rank=rank, host="h", pid=10 + rank, position="before the first step")
     assert cause is not None
     return cause
 
@@ -31,7 +31,9 @@ def told(
     """What worker 1 prints and reports, where the job has ended because of ``first``."""
     reported: list[FailureCause] = []
     member = SimpleNamespace(
-        failure_of=lambda found: cause_of(found, 1), report_failure=reported.append
+        failure_of=lambda e: None if isinstance(e, JobFailedError) else cause_of(e, 1),
+        report_failure=reported.append,
+        await_verdict=lambda timeout_s: None,
     )
     job: Any = SimpleNamespace(
         rank=1,
@@ -76,6 +78,28 @@ def test_its_own_error_that_ended_the_job_is_told_whole(
 ) -> None:
     text, _ = told(ValueError("bad"), cause_of(ValueError("bad"), 1), capsys)
     assert "Traceback (most recent call last)" in text
+
+
+def test_who_stood_still_shows_where(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    still = FailureCause("timeout", "it made no progress for 300 s", rank=1)
+    text, reported = told(JobFailedError("the job has ended", cause=still), still, capsys)
+    assert "test_last_words.py" in text and text.count("Traceback (most recent call last)") == 1
+    assert reported == []
+    other = FailureCause("timeout", "it made no progress for 300 s", rank=0)
+    text, _ = told(JobFailedError("the job has ended", cause=other), other, capsys)
+    assert "Traceback" not in text
+
+
+def test_an_error_in_a_process_of_a_loader_is_told_in_its_own_words() -> None:
+    raised = ValueError(
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+        'last):\n  File "x.py", line 6, in __getitem__\n    raise ValueError("sample 4 is broken")'
+        "\nValueError: sample 4 is broken\n"
+    )
+    message = cause_of(raised, 0).message
+    assert message == "ValueError: sample 4 is broken (in a process of the DataLoader)"
 
 
 def test_the_end_of_the_job_that_comes_while_a_finalizer_runs_is_raised_after_it(

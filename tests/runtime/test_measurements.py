@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from pass_helpers import Op, placed_graph
 
+from graphsplit.encoding.records import to_node, to_text
 from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.partition.edges import partition
 from graphsplit.profiling.estimate import estimate
 from graphsplit.profiling.measurements import (
+    Estimate,
     Measurements,
-    costs_from_text,
-    costs_to_text,
-    timeline_from_text,
-    timeline_to_text,
+    read_estimate,
+    read_measurements,
 )
 from graphsplit.profiling.pings import clock_offset_ns, link_of
 from graphsplit.profiling.recorder import Run
-from graphsplit.program.instruction import Opcode
+from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import lower
 from graphsplit.schedule.costs import Costs, Host, Link
 from graphsplit.schedule.named import gpipe
@@ -39,83 +39,102 @@ ONE = Measurements(0, "clock", "host", 2, 1, 5, (Run(3, -1, 0, 10, 1, (11, 12), 
 
 
 def test_measurements_read_back_from_their_text() -> None:
-    assert Measurements.from_text(ONE.to_text(), worker=0, num_instructions=2) == ONE
+    assert read_measurements(to_text(ONE), worker=0, num_instructions=2) == ONE
 
 
 def changed(**fields: Any) -> str:
-    return json.dumps({**json.loads(ONE.to_text()), **fields})
+    return json.dumps({**to_node(ONE), **fields})
 
 
-HEAD = [3, -1, 0, 10, 1]
+def with_run(**fields: Any) -> str:
+    return changed(runs=[{**to_node(ONE.runs[0]), **fields}])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "what worker 0 measured is no JSON"),
-        ("[]", "it should be an object, and is \\[\\]"),
+        ("[]", r"what worker 0 measured is \[\], no object"),
         ("[" * 100_000, "what worker 0 measured is no JSON"),
-        (changed(worker=1), "worker should be a number from 0 to 0, and is 1"),
-        (changed(cores=0), "cores should be a number from 1"),
-        (changed(cores=True), "cores should be a number"),
-        (changed(host="x" * 300), "host should be a text of at most 256 characters"),
-        (changed(more=1), "'more' is not expected"),
-        (changed(pings=[[1, float("nan"), 1.0]]), "pings should be a number"),
-        (changed(pings=[[1, 0.1]]), "pings should be lists of 3 values"),
-        (changed(activations=[[0, -5]]), "activations should be a number"),
-        (changed(runs=[[HEAD, [11], [2]]]), "runs should be times of 2 instructions"),
-        (changed(runs=[[HEAD, [11, 10], [2, 2]]]), "runs should be a number from 11"),
-        (changed(runs=[[HEAD, [11, "12"], [2, 2]]]), "runs should be a number"),
-        (changed(runs=[[[1], [], []]]), "runs should be a run of three lists"),
-        (changed(runs={}), "runs should be a list"),
+        (changed(worker=1), "what worker 0 measured: worker is 1"),
+        (changed(cores=0), "cores is 0, not 1 to"),
+        (changed(cores=True), "cores is True, no int"),
+        (changed(cores=[1]), r"cores is \[1\], no int"),
+        (changed(host="x" * 300), "host has 300 characters, more than 256"),
+        (changed(host=3), "host is 3, no str"),
+        (changed(more=1), "more is not expected"),
+        (changed(pings=[[1, {"latency_s": float("nan"), "bytes_per_s": 1}]]), "latency_s is nan"),
+        (changed(pings=[[1, {"latency_s": 1, "bytes_per_s": 0}]]), "bytes_per_s is 0"),
+        (changed(pings=[[1, 0.1, 2]]), "pings is .*, no list of 2 values"),
+        (changed(pings=3), "pings is 3, no mapping"),
+        (changed(activations=[[0, -5]]), "activations is -5, not 0 to"),
+        (changed(activations=[["0", 5]]), "activations is '0', no int"),
+        (with_run(ends_ns=[11]), "a run ends 1 of 2 times"),
+        (with_run(ends_ns=[11, 10]), "a run goes back in time"),
+        (with_run(ends_cpu_ns=[0, 2]), "a run goes back in time"),
+        (with_run(ends_ns=[11, "12"]), "an entry of what worker 0 measured: an entry of|ends_ns"),
+        (with_run(step=None), "step is None, no int"),
+        (changed(runs={}), "runs is {}, no list"),
     ],
 )
 def test_a_malformed_text_is_refused_and_the_field_is_named(text: str, message: str) -> None:
     with pytest.raises(FrameError, match=message):
-        Measurements.from_text(text, worker=0, num_instructions=2)
+        read_measurements(text, worker=0, num_instructions=2)
 
 
 def test_a_missing_field_is_named() -> None:
-    fields = json.loads(ONE.to_text())
+    fields = to_node(ONE)
     del fields["clock"]
     with pytest.raises(FrameError, match="what worker 0 measured: clock is missing"):
-        Measurements.from_text(json.dumps(fields), worker=0, num_instructions=2)
+        read_measurements(json.dumps(fields), worker=0, num_instructions=2)
 
 
 COSTS = Costs(
     {0: 0.5}, {0: 1.0}, {0: 0.25}, {0: 9}, {(0, 1): Link(1e-5, float("inf"))}, {1: 0.1}, {2: 0.3},
     {2: 0.4}, {(0, Opcode.CLIP, -1): 0.7}, {0: 0.8}, (Host((0, 1), 2),), 4, "by hand",
 )  # fmt: skip
+TIMELINE = simulate(PLAN, PROGRAMS, replace(COSTS, hosts=()), num_steps=2, leader=0)
+ESTIMATE = Estimate(COSTS, TIMELINE, (5, 6))
 
 
-def test_costs_and_timelines_read_back_from_their_texts() -> None:
-    assert costs_from_text(costs_to_text(COSTS)) == COSTS
-    timeline = simulate(PLAN, PROGRAMS, replace(COSTS, hosts=()), num_steps=2, leader=0)
-    text = timeline_to_text(timeline, PROGRAMS)
-    assert timeline_from_text(text, PROGRAMS) == timeline
+def test_an_estimate_reads_back_from_its_text() -> None:
+    assert read_estimate(to_text(ESTIMATE), PROGRAMS) == ESTIMATE
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("others", [[0, "JUMP", -1, 0.5]], "others should be an opcode, and is 'JUMP'"),
-        ("links", [[0, 1, -1.0, 1.0]], "links should be a number from 0"),
-        ("hosts", [[[0], 0]], "hosts should be a number from 1"),
-        ("hosts", [[0, 1]], "hosts should be workers and cores"),
-        ("forward", [[0, "1"]], "forward should be a number"),
+        ("others", [[[0, "JUMP", -1], 0.5]], "the Opcode 'JUMP' is not known"),
+        ("others", [[[0, [], -1], 0.5]], r"the Opcode \[\] is not known"),
+        ("links", [[[0, 1], {"latency_s": -1.0, "bytes_per_s": 1}]], "latency_s is -1"),
+        ("hosts", [{"workers": [0], "cores": 0}], "cores is 0, not 1 to"),
+        ("hosts", [{"workers": 0, "cores": 1}], "workers is 0, no list"),
+        ("forward", [[0, "1"]], "forward is '1', no float"),
     ],
 )
 def test_malformed_costs_are_refused(name: str, value: object, message: str) -> None:
-    fields = {**json.loads(costs_to_text(COSTS)), name: value}
+    node = to_node(ESTIMATE)
+    node["costs"][name] = value
     with pytest.raises(FrameError, match=message):
-        costs_from_text(json.dumps(fields))
+        read_estimate(json.dumps(node), PROGRAMS)
 
 
-@pytest.mark.parametrize("span", [[99, 0, 0, 1], [0, 1, 0, 2], [0, 0, 1]])
-def test_a_timeline_with_spans_that_cannot_be_is_refused(span: list[float]) -> None:
-    text = json.dumps({"workers": [[span], []], "step_s": 1.0, "peak_bytes": []})
-    with pytest.raises(FrameError, match="workers should be"):
-        timeline_from_text(text, PROGRAMS)
+@pytest.mark.parametrize(
+    "span",
+    [
+        Span(Instruction(Opcode.FORWARD, 99), 0, 0, 1),
+        Span(PROGRAMS[0].instructions[0], 1, 0, 2),
+        Span(None, 0, float("-inf"), 1),
+    ],
+)
+def test_a_timeline_with_spans_that_cannot_be_is_refused(span: Span) -> None:
+    wrong = replace(ESTIMATE, timeline=replace(TIMELINE, workers=((span,), ())))
+    with pytest.raises(FrameError, match="the timeline has the span"):
+        read_estimate(to_text(wrong), PROGRAMS)
+    with pytest.raises(FrameError, match="1 workers are in the timeline"):
+        read_estimate(
+            to_text(replace(ESTIMATE, timeline=replace(TIMELINE, workers=((),)))), PROGRAMS
+        )
 
 
 def test_the_clocks_difference_is_that_of_the_fastest_round_trip() -> None:

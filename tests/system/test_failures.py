@@ -47,7 +47,7 @@ def test_an_error_in_a_callback_ends_all_workers_within_two_seconds():
 def test_an_error_in_an_operation_names_step_module_operation_and_line():
     job = run_job("failing.py", "bad index", workers=3)
     assert_named_everywhere(
-        job, "IndexError", "train step 20, FORWARD", "operation embedding", "module table",
+        job, "IndexError", "train step 21, FORWARD", "operation embedding", "module table",
         r"failing\.py:\d+",
     )  # fmt: skip
     assert_told_whole_once(job, 0, "its operands: float32", "StepFailedError: IndexError")
@@ -64,26 +64,6 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
 
 
-def test_a_worker_that_leaves_early_ends_the_job():
-    job = run_job("failing.py", "leaves", workers=3)
-    assert job.status != 0
-    assert "SystemExit" in job.output
-
-
-@pytest.mark.parametrize(
-    ("what", "others"),
-    [
-        ("asks alone", r"workers 0, 2 are in train\(\) at \S*failing.py:\d+, in main"),
-        ("asks afterwards", "workers 0, 2 are at the end of the script"),
-    ],
-)
-def test_a_call_that_one_worker_makes_alone_ends_the_job_at_once(what: str, others: str):
-    job = run_job("failing.py", what, workers=3)
-    assert_named_everywhere(job, r"worker 1 is in state_dict\(\) at \S*failing.py:\d+, in ", others)
-    assert "call state_dict() on every worker" in job.output
-    assert max(times(job, "ends")) - times(job, "trouble")[0] < 4
-
-
 def test_a_child_that_the_script_forks_ends_as_any_other_process():
     job = run_job("failing.py", "forks", workers=3)
     assert job.status == 0 and "child: -15" in job.lines_of("worker 1"), job.output
@@ -91,7 +71,7 @@ def test_a_child_that_the_script_forks_ends_as_any_other_process():
 
 def test_loaders_that_disagree_are_named_with_the_step():
     job = run_job("failing.py", "loaders", workers=3)
-    assert_named_everywhere(job, "disagree at train step 20")
+    assert_named_everywhere(job, "disagree at train step 21")
     assert_told_whole_once(job, 2, "its batch has other values", "Fix: ")
 
 

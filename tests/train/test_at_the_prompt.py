@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from recovery_features.parts import Last, adam, batches, plain_net
@@ -9,8 +12,11 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import PlacementError
+from graphsplit.batches.batch import Signature
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import ConfigurationError, PlacementError
 from graphsplit.marks.annotations import module_annotation
+from graphsplit.planning.many_sizes import SizesSeen
 
 assert threads_as_workers
 
@@ -28,6 +34,8 @@ def test_the_role_may_be_left_out():
     for wrong in (("MS_WORKER",), (True,), (-1,)):
         with pytest.raises(PlacementError):
             short.place(*wrong)  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"^Module\.place\(\) missing .* 'role'"):
+        short.place()  # type: ignore[operator]
 
 
 def monitored() -> list[float]:
@@ -65,3 +73,59 @@ def test_a_model_shows_itself_in_four_lines():
     assert repr(model) == expected
     assert model._repr_html_() == f"<pre>{expected}</pre>"
     assert "network's own" in repr(gs.Model(net))
+
+
+def test_a_batch_is_no_loader():
+    net = plain_net(place=False)
+    metrics = {"A": gs.metrics.Accuracy()}
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), metrics)
+    batch = batches().dataset[0]
+    for loader in (batch, list(batch), batch[0], {"input": batch[0]}):
+        with pytest.raises(ConfigurationError, match=r"train\(...\): .* did you pass a batch"):
+            model.train(1, loader)
+        with pytest.raises(ConfigurationError, match=r"eval\(...\): .* did you pass a batch"):
+            model.eval(loader)
+
+
+def test_a_finished_run_says_that_nothing_is_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def script() -> int:
+        net, last = plain_net(place=True), Last()
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+        model.train(1, batches(), [gs.callbacks.Checkpoint(tmp_path / "run", keep=1)])
+        model.load(tmp_path / "run")
+        model.train(1, batches(), [last])
+        return len(last.losses)
+
+    assert script() == 0
+    assert "nothing is trained: the loaded run has done all of 1 epoch(s)" in caplog.text
+
+
+def test_the_fifth_size_of_batches_tells_of_dynamic_dims():
+    seen, told = SizesSeen({}), SizesSeen({0: 9})
+    sizes = [Signature.of(((torch.zeros(n, 3), torch.zeros(2)), {})) for n in range(1, 8)]
+    for signature in (*sizes[:4], *sizes[:4]):
+        seen.note(Mode.PREDICT, signature)
+    with pytest.warns(UserWarning, match=r"5 plans for predict (.|\n)*dynamic_dims=\{0: 10\}"):
+        seen.note(Mode.PREDICT, sizes[4])
+    for signature in sizes:  # told once; and what was said to change is no news
+        seen.note(Mode.PREDICT, signature)
+        told.note(Mode.PREDICT, signature)
+
+
+def test_explain_gives_seconds_and_the_worker_that_bounds_the_step():
+    net = plain_net(place=True, width=64)
+    before = [tensor.clone() for tensor in net.state_dict().values()]
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=2)
+    batch = torch.randn(64, 4), torch.zeros(64, dtype=torch.long)
+    state = torch.get_rng_state()
+    text = model.explain(*batch)
+    assert re.search(
+        r"Compute, per step\n  worker +forward +backward +both +share\n +0 +[\d.]+ ms", text
+    )
+    assert re.search(r"Step time\n  predicted [\d.]+ ms; computing measured on this batch", text)
+    assert re.search(r"worker \d bounds it: it is busy for [\d.]+ ms, \d+% of the step", text)
+    assert all(map(torch.equal, before, net.state_dict().values()))
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert torch.equal(state, torch.get_rng_state())

@@ -32,7 +32,12 @@ def test_a_mapping_becomes_keyword_arguments():
 
 @pytest.mark.parametrize(
     ("batch", "message"),
-    [({"x": X}, "has no target"), (X, r"tuple of 1"), ((X,), "tuple of 1"), (3, "int")],
+    [
+        ({"x": X}, "a mapping with x; the Model"),
+        (X, r"tuple of 1"),
+        ((X,), "tuple of 1"),
+        (3, "int"),
+    ],
 )
 def test_a_batch_that_does_not_fit_is_refused(batch, message):
     with pytest.raises(ConfigurationError, match=message):

@@ -12,10 +12,10 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.checkpoint.by_worker import saver_of
-from graphsplit.checkpoint.group import Group
 from graphsplit.checkpoint.position import NoRun
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import StateError
+from graphsplit.job.group import Group
 
 
 class Means(gs.callbacks.Callback):

@@ -20,10 +20,9 @@ from graphsplit.checkpoint.layout import (
     FileInfo,
     FileLayout,
     meta_from_json,
-    octets_of,
-    plain_meta,
 )
 from graphsplit.errors import CheckpointError
+from graphsplit.tensor_meta import octets_of, plain_meta
 from graphsplit.testing.compare import difference
 
 COMMON = {

@@ -6,6 +6,8 @@ import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from enum import Flag, IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +17,7 @@ import torch
 from hypothesis import given, settings
 
 from graphsplit.checkpoint.generators import process_generators, set_process_generators
-from graphsplit.checkpoint.values import (
+from graphsplit.encoding.values import (
     Encoder,
     Fixed,
     decode,
@@ -26,6 +28,19 @@ from graphsplit.checkpoint.values import (
 )
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.testing.compare import difference
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+class Style(Flag):
+    BOLD = 1
+    WIDE = 2
+
+
+class Names(set[str]):
+    pass
 
 
 def there_and_back(value: Any) -> Any:
@@ -83,7 +98,7 @@ def test_an_encoder_notices_what_was_changed_in_place_and_types_that_compare_equ
 def test_an_encoder_tells_values_apart_that_have_the_same_bytes() -> None:
     encoder = Encoder()
     assert encoder([np.float64(0.0)], {}, path="x") == [0.0]
-    for other in (np.int64(0), np.zeros(1), bytes(8)):
+    for other in (np.int64(0), np.zeros(1), bytearray(8)):
         with pytest.raises(StateError, match="x/0 is a"):
             encoder([other], {}, path="x")
 
@@ -161,13 +176,24 @@ def test_counters_stay_counters_and_ordered_dictionaries_keep_their_order() -> N
     assert list(found["o"]) == ["b", "a"]
 
 
+def test_plain_values_that_json_has_no_word_for_come_back() -> None:
+    values = [
+        {1, "a"}, frozenset({2.5}), b"\0\xff", complex(float("inf"), -0.0), torch.float16,
+        torch.device("cpu"), SimpleNamespace(a=(1,), b=None), Color.RED, {Color.RED: {Color.RED}},
+        Style.WIDE,
+    ]  # fmt: skip
+    assert repr(there_and_back(values)) == repr(values)
+    assert there_and_back(Names("a")) == {"a"}
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ({"scheduler": {"fn": math.sqrt}}, r"extra/scheduler/fn is a builtins\.builtin_function"),
-        ({"seen": [1, {2, 3}]}, r"extra/seen/1 is a builtins\.set"),
+        ({"seen": [1, {range(3)}]}, r"extra/seen/1 is a builtins\.range"),
         ({"w": torch.ones(2).to_sparse()}, r"extra/w is a torch\.sparse_coo tensor"),
-        (b"bytes", r"extra is a builtins\.bytes"),
+        (bytearray(b"bytes"), r"extra is a builtins\.bytearray"),
+        ([Style.BOLD | Style.WIDE], r"extra/0 is a .*Style and cannot be saved"),
     ],
 )
 def test_what_cannot_be_written_is_named(value: Any, message: str) -> None:
@@ -191,6 +217,13 @@ def test_a_value_that_contains_itself_is_refused() -> None:
         {"$map": [[1, 2, 3]]},
         {"$map": [[{"$map": []}, 2]]},
         {"$tuple": "ab"},
+        {"$set": [[1]]},
+        {"$bytes": "0x"},
+        {"$complex": [1]},
+        {"$dtype": "load"},
+        {"$device": "the moon"},
+        {"$namespace": {"$map": [[1, 2]]}},
+        {"$enum": ["os:system", "true"]},
         {"$tensor": "t", "strides": [1]},
         {"$tensor": "t", "strides": [1, 1 << 40]},
         {"$tensor": "t", "strides": [-3, 1]},

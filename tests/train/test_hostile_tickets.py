@@ -15,21 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.batches import records
 from graphsplit.batches.batch import Signature
 from graphsplit.batches.signature_text import check_signature_text
 from graphsplit.errors import ConfigurationError, FrameError
-from graphsplit.feeding.tickets import Ticket, Tickets, message_of
+from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
 from graphsplit.job.process_generators import STATE_BYTES
 
 MADE: list[object] = []
 
 
 def ticket(text: str) -> bytes:
-    signature = Signature.read(text)
-    made = StepTicket(signature_digest=signature.digest, signature_text=text)
-    return message_of(made)
+    return ticket_of(0, News(Described(Signature.read(text).digest, text)))
 
 
 def receive(data: bytes) -> Ticket:
@@ -89,7 +86,7 @@ def test_a_ticket_that_lies_is_refused_naming_its_sender(text: str, problem: str
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("field", ["python_generator", "numpy_generator"])
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(
     "state",
     [
@@ -100,12 +97,12 @@ def test_a_ticket_that_lies_is_refused_naming_its_sender(text: str, problem: str
         bytes(4 * 625) + b"\2" + bytes(8),
     ],
 )
-def test_what_is_no_state_of_a_generator_is_refused(field: str, state: bytes) -> None:
+def test_what_is_no_state_of_a_generator_is_refused(which: int, state: bytes) -> None:
     signature = Signature.of(((torch.zeros(2),), {}))
-    made = StepTicket(signature_digest=signature.digest, signature_text=signature.text)
-    setattr(made, field, state)
+    process = (b"", state) if which else (state, b"")
+    news = News(Described(signature.digest, signature.text), process=process)
     with pytest.raises(FrameError, match="worker 3 sent no state of Python's or NumPy's generator"):
-        receive(message_of(made))
+        receive(ticket_of(0, news))
 
 
 def test_a_deep_ticket_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +54,26 @@ def test_a_second_step_is_an_error_on_workers() -> None:
         (JobFailedError, OwnershipError), match=r"SGD.step\(\) was called by the script"
     ):
         ThreadCluster(lambda _: step_twice(), 2).run()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_backward_of_what_a_step_returned_is_an_error(tmp_path: Path) -> None:
+    def script() -> torch.Tensor:
+        loss = model_and_optimizer()[0].train_step(X, Y)
+        with pytest.raises(
+            OwnershipError, match=r"backward\(\) was called on what train_step(.|\n)*Fix"
+        ):
+            loss.backward()
+        return loss
+
+    alone = script()
+    for loss in (*ThreadCluster(lambda _: script(), 2).run(), copy.deepcopy(alone)):
+        assert torch.equal(loss, alone)
+    torch.save({"loss": alone}, tmp_path / "loss.pt")
+    assert torch.equal(torch.load(tmp_path / "loss.pt")["loss"], alone)
+    own = alone.clone().requires_grad_()
+    (own * 2).backward()
+    assert own.grad == 2
 
 
 @pytest.mark.usefixtures("threads_as_workers")

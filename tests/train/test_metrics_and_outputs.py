@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError, JobFailedError
 from graphsplit.testing.compare import difference
+from graphsplit.train import arguments
 
 assert threads_as_workers
 NUM_WORKERS = 3
@@ -123,3 +124,119 @@ def test_a_function_that_gives_no_number_is_an_error():
         model.eval(ordered())
     with pytest.raises(ConfigurationError, match="metric 'A' is the class Accuracy"):
         model_of(metrics={"A": gs.metrics.Accuracy})
+
+
+def two_parts(outputs: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A loss with its parts."""
+    entropy = nn.functional.cross_entropy(outputs, target)
+    size = outputs.pow(2).mean()
+    return {"loss": entropy + 0.1 * size, "entropy": entropy, "size": size, "each": outputs}
+
+
+def one_loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return two_parts(outputs, target)["loss"]
+
+
+def parts_of_a_plain_loop(num_microbatches: int) -> list[tuple[Any, ...]]:
+    """Of each step the loss, its parts, and the outputs."""
+    net = plain_net(place=False)
+    optimizer, found = adam(net), []
+    seed, is_split = torch.initial_seed(), num_microbatches > 1
+    for step, batch in enumerate(ordered()):
+        optimizer.zero_grad()
+        before, made, each = torch.get_rng_state(), [], []
+        pieces = gs.split_microbatches(batch, num_microbatches)
+        for index, ((inputs, target), weight) in enumerate(pieces):
+            if is_split:
+                torch.set_rng_state(gs.microbatch_rng_state(seed, step, index))
+            outputs = net(inputs)
+            parts = two_parts(outputs, target)
+            (parts["loss"] * weight if is_split else parts["loss"]).backward()
+            made.append((parts, weight))
+            each.append(outputs.detach().clone())
+        if is_split:
+            torch.set_rng_state(before)
+        optimizer.step()
+        loss, *others = (
+            sum(parts[n].detach() * weight for parts, weight in made)
+            if is_split
+            else made[0][0][n].detach()
+            for n in ("loss", "entropy", "size")
+        )
+        parts = dict(zip(("entropy", "size"), others, strict=True))
+        found.append((loss, parts, each if is_split else each[0]))
+    return found
+
+
+class Seen(gs.callbacks.Callback):
+    """Keeps what a step gave."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.steps.append((context.loss, dict(context.losses), context.outputs))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_parts_of_a_loss_and_outputs_reach_train_step_and_callbacks(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+):
+    options = {"microbatches": microbatches, "keep_outputs": True}
+    with pytest.raises((ConfigurationError, JobFailedError), match="keep_outputs=True in a job th"):
+        ThreadCluster(lambda _: model_of(keep_outputs=True), NUM_WORKERS).run()  # it recovers
+    monkeypatch.setattr(arguments, "FAIL_FAST", "wait_rejoin")
+
+    def script() -> Any:
+        net, seen = plain_net(place=True), Seen()
+        model = gs.Model(net, two_parts, adam(net), **options)  # type: ignore[arg-type]
+        assert (model.last_losses, model.last_outputs) == ({}, None)
+        model.train(1, ordered(), [seen])
+        assert difference(seen.steps[-1][1:], (model.last_losses, model.last_outputs)) is None
+        return seen.steps
+
+    everywhere(script, parts_of_a_plain_loop(microbatches))
+
+
+def test_parts_without_outputs_and_as_metrics():
+    def script() -> Any:
+        net = plain_net(place=True)
+        metrics = {"whole": gs.metrics.Loss(), "size": gs.metrics.Loss("size")}
+        model = gs.Model(net, two_parts, adam(net), metrics)
+        found = []
+        for inputs, target in ordered():
+            loss = model.train_step(inputs, target)
+            found.append((loss, model.last_losses, model.last_outputs))
+        return found, model.eval(ordered())
+
+    steps = [(loss, parts, None) for loss, parts, _ in parts_of_a_plain_loop(1)]
+    found, means = script()
+    assert difference(steps, found) is None and 0.0 < means["size"] != means["whole"]
+    everywhere(script, (steps, means))
+    net = plain_net(place=False)
+    model = gs.Model(net, two_parts, adam(net), {"L": gs.metrics.Loss("no")})
+    with pytest.raises(ConfigurationError, match=r"no scalar.*; there is entropy, size"):
+        model.eval(ordered())
+
+
+def as_targets(name: str) -> list[dict[str, torch.Tensor]]:
+    return [{"input": inputs, name: target} for inputs, target in ordered()]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_mapping_with_a_loss_fn(microbatches: int):
+    def script(batches: Any) -> Any:
+        net, seen = plain_net(place=True), Seen()
+        metrics = {"A": gs.metrics.Accuracy()}
+        model = gs.Model(net, one_loss, adam(net), metrics, microbatches=microbatches)
+        model.train(1, batches(), [seen])
+        return (
+            [loss for loss, *_ in seen.steps],
+            model.eval(batches()),
+            model.predict(DataLoader(list(pairs(4)), batch_size=2)),
+        )
+
+    expected = script(ordered)
+    everywhere(lambda: script(lambda: as_targets("labels")), expected)
+    with pytest.raises(ConfigurationError, match=r"a mapping with input, y; the Model has a loss"):
+        script(lambda: as_targets("y"))

@@ -10,13 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from graphsplit._proto.step_pb2 import StepTicket
 from graphsplit.batches.batch import Signature
 from graphsplit.batches.microbatches import BatchDescription, Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
-from graphsplit.feeding.tickets import Ticket, Tickets, message_of
+from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.planning.announced import NOTHING_READ
@@ -62,7 +61,7 @@ def test_a_batch_like_the_one_before_is_announced_without_a_word_about_its_looks
     leader.send(shape(10), generator=None)
     first = follower.receive(0)
     leader.send(shape(10), generator=None, checksum=7, previous_checksum=8)
-    assert len(wire.messages[0].rstrip(b"\0")) < 20
+    assert len(wire.messages[0].rstrip(b"\0")) < 40
     assert follower.receive(0) == Ticket(1, first.shape, checksum=7, previous_checksum=8)
 
 
@@ -118,7 +117,20 @@ def test_an_announcement_of_another_step_is_not_believed() -> None:
         follower.receive(0)
 
 
-@pytest.mark.parametrize("data", [b"", bytes(3), bytes(12), struct.pack("<I", 9) + b"12345678"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        bytes(12),
+        ticket_of(0, News())[:60],
+        struct.pack("<qqqIIII", -1, 0, 16, 0, 0, 0, 2**32 - 1),
+        struct.pack("<qqqIIII", -1, 0, -1, 0, 0, 0, 0),
+        struct.pack("<qqqIIII", 1, 0, 16, 0, 0, 0, 0),
+        struct.pack("<qqqIIII", -1, 0, 18, 0, 0, 0, 0) + b"[]",
+        struct.pack("<qqqIIII", -1, 0, 17, 0, 0, 0, 0) + b"\xff",
+        ticket_of(0, None)[:20],
+    ],
+)
 def test_a_ticket_that_is_cut_off_is_malformed(data: bytes) -> None:
     wire = Wire()
     wire.messages.append(data)
@@ -152,29 +164,31 @@ def test_a_batch_that_is_not_split_announces_no_microbatches() -> None:
 
 def ticket(counts: Sequence[int], weights: Sequence[float]) -> bytes:
     signature = Signature.of(((torch.zeros(2),), {}))
-    made = StepTicket(signature_digest=signature.digest, signature_text=signature.text)
-    for count in counts:
-        made.microbatches.add(signature_digest=signature.digest, count=count)
-    made.loss_weights.extend(weights)
-    return message_of(made)
+    whole = Described(signature.digest, signature.text)
+    parts = tuple(Described(signature.digest, count=count) for count in counts)
+    return ticket_of(0, News(whole, parts, tuple(weights)))
 
 
 @pytest.mark.parametrize(
     ("counts", "weights"),
-    [([2], [0.5]), ([], [1.0]), ([0, 1], [1.0]), ([1], [float("nan")]), ([2], [1.0, float("inf")])],
+    [
+        ([2], [0.5]),
+        ([], [1.0]),
+        ([2, 1], [1.0]),
+        ([1], [float("inf")]),
+        ([2], [1.0, float("-inf")]),
+    ],
 )
 def test_microbatches_without_a_finite_weight_each_are_not_believed(counts, weights) -> None:
     wire = Wire()
     wire.messages.append(ticket(counts, weights))
-    with pytest.raises(FrameError, match=r"worker 3 announces .* a finite weight for each"):
+    with pytest.raises(FrameError, match=r"worker 3.*(finite weight for each|is 0, not 1|is nan)"):
         Tickets(job(wire, 1)).receive(3)
 
 
 def test_the_signature_of_a_microbatch_must_be_the_announced_one() -> None:
-    made = StepTicket(loss_weights=[1.0])
-    made.microbatches.add(signature_digest="0" * 16, signature_text="[]", count=1)
     wire = Wire()
-    wire.messages.append(message_of(made))
+    wire.messages.append(ticket_of(0, News(parts=(Described("0" * 16, "[]"),), weights=(1.0,))))
     with pytest.raises(FrameError, match="worker 0 sent a signature that is not the announced one"):
         Tickets(job(wire, 1)).receive(0)
 
@@ -213,7 +227,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))
     text = str(caught.value)
-    assert "the loaders of workers 0 and 1 disagree at train step 0 of the epoch" in text
+    assert "the loaders of workers 0 and 1 disagree at train step 1 of the epoch" in text
     assert "worker 1: its batch gives microbatches 2 of {" in text
     assert "with weights [0.75, 0.25]" in text and "with weights [0.5, 0.5]" in text
     assert "split and loss_weight must give the same on every worker" in text

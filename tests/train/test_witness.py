@@ -12,7 +12,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.check.compare import compare
-from graphsplit.check.record import UNTOUCHED, Kind, Record, What, read_operations, read_records
+from graphsplit.check.record import UNTOUCHED, Kind, Operation, Record, What, read_lines
 from graphsplit.check.request import VARIABLE, Request, operations_file, write_request
 from graphsplit.errors import EnoughSteps
 from graphsplit.witness.values import Generators, digest_of, plain_value, tensor_value
@@ -89,7 +89,7 @@ class Noted:
         return self.records()
 
     def records(self) -> tuple[Record, ...]:
-        return read_records(self.file.read_text().splitlines(keepends=True))
+        return read_lines(Record, self.file.read_text().splitlines(keepends=True))
 
 
 def test_a_model_in_one_process_notes_everything_it_holds(
@@ -128,7 +128,7 @@ def test_the_operations_of_one_step_are_noted_with_module_and_line(
     with pytest.raises(EnoughSteps):
         noted.train(3)
     lines = operations_file(noted.file).read_text().splitlines(keepends=True)
-    operations = read_operations(lines)
+    operations = read_lines(Operation, lines)
     assert [op.module for op in operations if op.name == "aten.addmm.default"] == ["0", "3"] * 2
     assert not any("empty" in op.name for op in operations)
     assert any(op.module is None for op in operations)  # backward

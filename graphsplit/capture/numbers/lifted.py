@@ -15,20 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Computed
 from graphsplit.guards.places import Place
 from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, active_fake_mode
-from graphsplit.torch_ext.private_symbolic import ConstantSource
 
 
 class NotLiftedError(CaptureError):
@@ -88,6 +85,10 @@ def lifted_in_place(places: Sequence[Place]) -> Iterator[Lifted]:
 
 
 def _symbol(index: int, value: Any, lifted: Lifted, environment: Any, tracer: Any) -> Any:
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    from graphsplit.torch_ext.private_symbolic import ConstantSource
+
     source = ConstantSource(f"graphsplit_lifted_{index}")
     symbol = environment.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
     lifted.symbols.append(symbol)
@@ -104,6 +105,8 @@ def _symbol(index: int, value: Any, lifted: Lifted, environment: Any, tracer: An
 
 def _take_conditions(lifted: Lifted, environment: Any) -> None:
     """Take conditions on lifted numbers away from torch, which knows of no input behind them."""
+    import sympy  # type: ignore[import-untyped]
+
     own, rest = set(lifted.symbols), []
     for guard in environment.guards:
         found = guard.expr.free_symbols
@@ -120,6 +123,8 @@ def _take_conditions(lifted: Lifted, environment: Any) -> None:
 
 def _is_rounded(expression: Any) -> bool:
     """Whether sympy may write it in another way, which gives another float: a + b - a as b."""
+    import sympy
+
     return isinstance(expression, (sympy.Add, sympy.Mul, sympy.Pow)) and any(
         not symbol.is_integer for symbol in expression.free_symbols
     )

@@ -16,7 +16,6 @@ import torch
 from torch.fx.node import map_aggregate
 
 from graphsplit.torch_ext.private import pytree
-from graphsplit.torch_ext.private_symbolic import PythonReferenceAnalysis, sympy_interp
 
 Symbols = dict[Any, Any]
 
@@ -27,6 +26,8 @@ def evaluate(expression: Any, symbols: Symbols) -> Any:
         return int(expression)
     if getattr(expression, "is_Boolean", False) and not expression.free_symbols:
         return bool(expression)
+    from graphsplit.torch_ext.private_symbolic import PythonReferenceAnalysis, sympy_interp
+
     return sympy_interp(PythonReferenceAnalysis, symbols, expression)
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.export import Dim, ExportedProgram
 from torch.fx import Node as FxNode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from graphsplit.capture.numbers.lifted import NUMBER, Lifted
 from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.torch_ext.private import pytree
 from graphsplit.users_line import users_line_of_trace
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -38,6 +39,8 @@ def check_known(node: FxNode) -> None:
     Raises:
         CaptureError: Names the user's line.
     """
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     value = node.meta.get("val")
     if isinstance(value, (*_SYMBOLIC, torch.Tensor)) and free_unbacked_symbols(value):
         what = "has a shape that depends" if isinstance(value, torch.Tensor) else "depends"
@@ -59,6 +62,7 @@ def dynamic_shapes(arguments: Any, largest: Mapping[int, int]) -> Any:
     Raises:
         ConfigurationError: The example is larger than that.
     """
+    from torch.export import Dim
 
     def of(leaf: Any) -> dict[int, Any] | None:
         if not isinstance(leaf, torch.Tensor):

@@ -11,14 +11,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphsplit.capture.observe import Observer, TooManyQuestionsError
 from graphsplit.errors import CaptureError, GraphsplitError
 from graphsplit.torch_ext.private import DataDependentOutputException, pytree
 
 R = TypeVar("R", bound=Any)
-_ASKED_FOR_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException)
+
+
+def _asked_for_values(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode, DataDependentOutputException, *others
 
 
 def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str) -> R:
@@ -34,7 +38,7 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
     """
     try:
         return attempt(None)
-    except _ASKED_FOR_VALUES:
+    except _asked_for_values():
         pass
     except GraphsplitError:
         raise
@@ -45,7 +49,7 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
     for answer in (0, 1):
         try:
             runs.append(attempt(answer))
-        except (*_ASKED_FOR_VALUES, TooManyQuestionsError) as error:
+        except _asked_for_values(TooManyQuestionsError) as error:
             reason = str(error)
         except GraphsplitError:
             raise

@@ -18,7 +18,14 @@ from torch import nn
 
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.errors import CaptureError
-from graphsplit.torch_ext.private import TRANSFORMS, ScriptFunction, ScriptMethod, eager_transforms
+from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOKS
+from graphsplit.torch_ext.private import (
+    TRANSFORMS,
+    VJP,
+    ScriptFunction,
+    ScriptMethod,
+    eager_transforms,
+)
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now
 
@@ -53,8 +60,8 @@ def _recorded(
 
 
 def _vjp_refused(recorder: Recorder) -> Any:
-    owner: Any = eager_transforms()
-    original = owner._vjp_with_argnums
+    owner = eager_transforms()
+    original = getattr(owner, VJP)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
@@ -65,7 +72,7 @@ def _vjp_refused(recorder: Recorder) -> Any:
             f"  Fix: keep the function around it whole, with gs.opaque."
         )
 
-    return replaced(owner, "_vjp_with_argnums", refuse)
+    return replaced(owner, VJP, refuse)
 
 
 @contextmanager
@@ -96,13 +103,12 @@ def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks on a module wait for its backward."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return any(getattr(module, name) for name in BACKWARD_HOOKS)
 
 
 def refuse_global_backward_hooks() -> None:
     """Refuse hooks on every module: there would be nothing left to place."""
-    modules: Any = torch.nn.modules.module
-    if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+    if any(GLOBAL_BACKWARD_HOOKS):
         raise CaptureError(
             "a backward hook is registered for all modules (register_module_full_backward_hook); "
             "the captured graph would lose it\n"

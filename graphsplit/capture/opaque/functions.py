@@ -116,6 +116,8 @@ def _refuse_random_backward(label: str, given: list[torch.Tensor], results: Any)
                 retain_graph=True,
                 allow_unused=True,
             )
+    except (AttributeError, ImportError, NameError):  # no lack of values: a mistake, or torch moved
+        raise
     except Exception:  # what cannot run on fake tensors cannot be looked at; it runs as it is
         return
     if observer.is_random:

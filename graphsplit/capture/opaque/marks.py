@@ -16,6 +16,7 @@ from graphsplit.capture.opaque.automatic import has_backward_hooks, refuse_globa
 from graphsplit.capture.opaque.record import Recorder, Whole
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import module_annotation
+from graphsplit.torch_ext.attributes import CALL
 
 _MODULE_ATTRIBUTE = "_graphsplit_opaque"
 _recorder: ContextVar[Recorder | None] = ContextVar("graphsplit_recorder", default=None)
@@ -150,7 +151,7 @@ def _mark_and_reason(
 @contextmanager
 def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) -> Iterator[None]:
     """Let calls of one module, with its hooks, be recorded."""
-    original: Callable[..., Any] = module._call_impl
+    original: Callable[..., Any] = getattr(module, CALL)
     top, _, inner = path.partition(".")
     name = inner or ("loss" if top == "loss_fn" else "network")
     label = f"{type(module).__name__.lstrip('_')} ({name})"
@@ -160,11 +161,11 @@ def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) ->
             return original(*args, **kwargs)
         return recorder.record(_whole(original, label, (module,), mark), args, kwargs)
 
-    module.__dict__["_call_impl"] = call
+    module.__dict__[CALL] = call
     try:
         yield
     finally:
-        del module.__dict__["_call_impl"]
+        del module.__dict__[CALL]
 
 
 def _refuse_placements_inside(path: str, module: nn.Module, reason: str) -> None:

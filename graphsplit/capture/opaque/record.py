@@ -15,20 +15,14 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 
-from graphsplit.capture.observe import (
-    Observer,
-    alias_of,
-    like,
-    reachable_values,
-    storage_of,
-    unrecorded,
-)
+from graphsplit.capture.observe import Observer, alias_of, like, reachable_values, unrecorded
 from graphsplit.capture.opaque.answers import run_with_answers
 from graphsplit.capture.opaque.run import Arguments, Place, Runnable
 from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, Pair, Traits
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import pytree
 from graphsplit.users_line import users_line_now
@@ -253,7 +247,7 @@ class Recorder:
         return tuple(
             Place(module, kind, name)
             for module in self._root.modules()
-            for kind in ("_parameters", "_buffers")
+            for kind in (PARAMETERS, BUFFERS)
             for name, held in getattr(module, kind).items()
             if held is tensor
         )

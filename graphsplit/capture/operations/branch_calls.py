@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.operations.memory_calls import MemoryCall, Outside, copy_of
+from graphsplit.torch_ext.attributes import schema_of
 
 
 class Guarded(MemoryCall):
@@ -75,8 +76,8 @@ class Guarded(MemoryCall):
 
     def aliased(self, args: Sequence[Any]) -> Sequence[Any]:
         """What a view may be one of: any operand; fake tensors tell which."""
-        schema = getattr(self.target, "_schema", None)
-        arguments = schema.arguments if isinstance(schema, torch.FunctionSchema) else ()
+        schema = schema_of(self.target)
+        arguments = schema.arguments if schema is not None else ()
         may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(self.target, "tags", ())
         if may_alias or any(argument.alias_info is not None for argument in arguments):
             return tuple(args[1])

@@ -20,7 +20,7 @@ from graphsplit.capture.observe import reachable_values
 from graphsplit.errors import CaptureError
 from graphsplit.frames import short_path
 from graphsplit.guards.classes import own_dictionary
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 100

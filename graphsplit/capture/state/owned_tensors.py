@@ -13,18 +13,20 @@ attribute of a module (a global, an item of a list) cannot be registered, and is
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from graphsplit.capture.observe import storage_of
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.state.attributes import Key
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_of
 from graphsplit.users_line import users_line_of_trace
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 
 def make_buffers(modules: Mapping[str, nn.Module], keys: Collection[Key]) -> None:
@@ -64,6 +66,8 @@ def written_attributes(program: ExportedProgram, root: nn.Module) -> list[Key]:
 
 
 def _writes_to_constants(program: ExportedProgram) -> Iterator[tuple[Node, torch.Tensor]]:
+    from torch.export.graph_signature import InputKind
+
     constants = {
         spec.arg.name: program.constants[str(spec.target)]
         for spec in program.graph_signature.input_specs
@@ -85,7 +89,7 @@ def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
     return [
         (path, name)
         for path, module in root.named_modules()
-        for held_by in (vars(module), module._parameters, module._buffers)
+        for held_by in (vars(module), parameters_of(module), buffers_of(module))
         for name, held in held_by.items()
         if isinstance(held, torch.Tensor) and storage_of(held) == storage
     ]

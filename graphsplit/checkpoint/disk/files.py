@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,11 +21,11 @@ from graphsplit.checkpoint.layout import (
     FileInfo,
     FileLayout,
     dtype_of_code,
-    octets_of,
     read_info,
 )
+from graphsplit.encoding.fields import integer
 from graphsplit.errors import CheckpointError, InvariantError
-from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides, octets_of
 
 PART = ".part"  # ends the name of a file that is being written
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -46,7 +46,7 @@ class FileRecord:
     """
 
     name: str
-    size_bytes: int
+    size_bytes: Annotated[int, integer(0, 1 << 62)]
     header_sha256: str
 
 

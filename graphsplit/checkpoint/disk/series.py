@@ -10,9 +10,9 @@ from pathlib import Path
 
 from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.checkpoint.disk.manifest import MANIFEST, is_file_of_a_save
-from graphsplit.checkpoint.group import Alone, ControlGroup, Group
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.job import joined
+from graphsplit.job.group import Group
 from graphsplit.job.job import Job
 from graphsplit.job.script import Call
 
@@ -97,20 +97,15 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """
     job = joined.current()
     if job is None:
-        return latest_of(Path(folder), Alone())
+        return latest_of(Path(folder), Group())
     call = Call("latest_checkpoint", _latest_on_all, (Path(folder), job))
     found: Path | None = job.script.collective(call)
     return found
 
 
 def _latest_on_all(folder: Path, job: Job) -> Path | None:
-    position = job.member.position
-
-    def tick() -> None:
-        position.progress += 1
-
     with job.reporting():
-        return latest_of(folder, ControlGroup(job.control, tick))
+        return latest_of(folder, job.control)
 
 
 def latest_of(folder: Path, group: Group) -> Path | None:

@@ -23,10 +23,9 @@ import torch
 from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.checkpoint.disk.files import TensorFile
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest
-from graphsplit.checkpoint.group import Group, read_message
-from graphsplit.checkpoint.layout import meta_from_json, meta_to_json
-from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.encoding.values import from_text, meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, TransportError
+from graphsplit.job.group import Group, read_message
 from graphsplit.tensor_meta import TensorMeta
 
 
@@ -93,7 +92,7 @@ class Source:
             text = folders.read_manifest_text(folder)
         except CheckpointError as error:
             problem = str(error)
-        text = _first_seen(text, problem, group)
+        text = group.share_first(text, problem, what=str(folder))
         manifest = Manifest.read(text, what=str(folder / MANIFEST))
         files, problems = folders.open_whole(folder, manifest)
         source = cls(group, files)
@@ -121,7 +120,7 @@ class Source:
             problem = f"{path} cannot be read: {error.strerror}"
         # Who sees another file than the first who sees any, such as an older one, sees none.
         record = vars(files[path.name].record) if files else None
-        first = _first_seen(to_text(record) if record else "", problem, group)
+        first = group.share_first(to_text(record) if record else "", problem, what=str(path))
         if record is not None and to_text(record) != first:
             files.pop(path.name).close()
         source = cls(group, files)
@@ -221,9 +220,8 @@ class Source:
             tensor: torch.Tensor | None = None
             if self._reads(request, stored):
                 tensor = self._read_again(request.name, stored.file)
-                if self._group.rank == seers[0]:
-                    for peer in blind:
-                        self._group.send(tensor, destination=peer)
+                if self._group.rank == seers[0] and blind:
+                    self._group.send(tensor, to=blind)
             elif self._group.rank in blind:
                 tensor = self._group.receive_tensor(stored.meta, source=seers[0])
             if self._group.rank in request.receivers:
@@ -246,18 +244,6 @@ class Source:
 
         self.deliver(requests, take)
         return found
-
-
-def _first_seen(text: str, problem: str, group: Group) -> str:
-    """The text of the lowest worker that has one, on all.
-
-    Raises:
-        CheckpointError: Nobody has one; tells what worker 0 found.
-    """
-    seen = group.exchange("1" if text else "")
-    if not any(seen):
-        raise CheckpointError(group.share(problem))
-    return group.share(text, source=seen.index("1"))
 
 
 def _dict(node: Any, name: str) -> dict[str, Any]:

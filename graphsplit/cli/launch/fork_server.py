@@ -11,6 +11,7 @@ them later; where the script's own text speaks of its environment, nothing is fo
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import ctypes
@@ -26,12 +27,26 @@ import threading
 import time
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _REPARENTED_WITHIN_S = 10.0
 _MOST_BYTES = 1 << 20
 _READ_AT_IMPORT = ("OMP_", "MKL_", "GOMP_", "ATEN_", "DNNL_", "ONEDNN_")
 _OWN_STATUS = 70  # EX_SOFTWARE
+_NEEDED = (
+    "torch",
+    "torch.export",
+    "graphsplit.api",
+    "graphsplit.train.model",
+    "graphsplit.recovery.install",
+    "graphsplit.capture.export",
+    "graphsplit.torch_ext.private_symbolic",
+    "graphsplit.transport.grpc.transport",
+    "grpc",
+)
+# Importing them starts no thread, opens nothing, and looks at no variable of a job's.
+_STAND_A_FORK = frozenset(("numpy", "pandas", "scipy", "sklearn", "torch", "torchvision", "PIL"))
 
 
 def main() -> None:
@@ -39,7 +54,13 @@ def main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     launcher, script = int(sys.argv[2]), sys.argv[3]
     sys.path[0] = (script and os.path.dirname(os.path.realpath(script))) or os.getcwd()
-    _import_all()
+    import_all()
+    _import_known(script)
+    serve(line, launcher)
+
+
+def serve(line: socket.socket, launcher: int) -> None:
+    """Fork for the launcher whenever it asks, until it has closed the line."""
     threads = len(os.listdir("/proc/self/task"))
     line.send(b"ready" if threads == 1 else f"importing it starts {threads - 1} threads".encode())
     gc.freeze()  # what is shared with the children is not touched by their collections
@@ -58,11 +79,33 @@ def main() -> None:
             os.close(number)
 
 
-def _import_all() -> None:
+def import_all() -> None:
+    """Import what every worker needs sooner or later, and let torch set itself up for captures."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    # By name: the launcher's own modules import neither.
-    for name in ("torch", "graphsplit.api", "grpc"):
+    # By name: the launcher's own modules import none of them.
+    for name in _NEEDED:
         importlib.import_module(name)
+    torch = sys.modules["torch"]
+    torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),), strict=False)
+
+
+def _import_known(script: str) -> None:
+    """Import what the script will import first, of packages that are known to stand a fork."""
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for name in known_imports(Path(script).read_text()):
+            with contextlib.suppress(Exception):  # the script will meet it, and say so
+                importlib.import_module(name)
+
+
+def known_imports(text: str) -> list[str]:
+    """The modules of known packages that a script's first level imports, in order."""
+    found: dict[str, None] = {}
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Import):
+            found |= dict.fromkeys(alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and not statement.level and statement.module:
+            found[statement.module] = None
+    return [name for name in found if name.partition(".")[0] in _STAND_A_FORK]
 
 
 def _become(

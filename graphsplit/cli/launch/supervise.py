@@ -81,17 +81,15 @@ def supervise(
     restarts: Restarts = NO_RESTARTS,
     limit_s: float = math.inf,
     start: StartChild = start_child,
-    expects_init: bool = False,
 ) -> int:
     """Start ``command`` once for each of ``specs`` and return the job's exit status.
 
-    ``expects_init``: a worker that ends without ``gs.init()`` has failed.
+    A worker that ends without ``gs.init()`` has failed.
     """
     for tries_left in range(restarts.jobs, -1, -1):
         with contextlib.ExitStack() as stack:
             wakeup, received = stack.enter_context(_catching_signals())
             job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
-            job.expects_init = expects_init
             job.ending.restarts = restarts.processes
             job.ending.restarts_scheduler = restarts.with_scheduler
             stack.callback(job.kill_all)
@@ -120,7 +118,6 @@ class _Job:
         start: StartChild,
     ) -> None:
         self._start_child = start
-        self.expects_init = False
         self.ending = JobEnding({spec.name for spec in specs})
         self._specs = specs
         self._command = command
@@ -222,7 +219,7 @@ class _Job:
 
     def _is_stray(self, name: str) -> bool:
         """Whether a worker took no part in the job: it did all the work, as each of the others."""
-        return self.expects_init and name != SCHEDULER and not has_begun(self._reports[name])
+        return name.startswith("worker ") and not has_begun(self._reports[name])
 
     def _tell_end(self, name: str, how: str) -> None:
         """The scheduler may never have heard of that process."""

@@ -40,19 +40,15 @@ class ForkedChild:
         return self.returncode
 
 
-def uses_graphsplit(script: Path) -> bool:
-    """Whether a script itself imports graphsplit."""
-    return bool(_USES_GRAPHSPLIT.search(_text_of(script)))
-
-
 def may_fork(script: Path) -> bool:
     """Whether a script's processes may be forked, and its scheduler do without the script.
 
     They may where it imports graphsplit, and its text does not speak of environment variables:
     those must be set before torch is imported, or are the scheduler's settings.
     """
-    speaks = _SPEAKS_OF_ENVIRONMENT.search(_text_of(script))
-    return sys.platform == "linux" and uses_graphsplit(script) and not speaks
+    text = _text_of(script)
+    uses, speaks = _USES_GRAPHSPLIT.search(text), _SPEAKS_OF_ENVIRONMENT.search(text)
+    return sys.platform == "linux" and uses is not None and speaks is None
 
 
 def _text_of(script: Path) -> str:
@@ -93,20 +89,23 @@ class WarmStart:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            number = theirs.fileno()
-            module = "graphsplit.cli.launch.fork_server"
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", module, str(number), str(os.getpid()), str(self._script)],
-                env=dict(spec.variables),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(number,),
-                preexec_fn=make_setup(),
-            )
+            self._server = self._new_server(spec, theirs)
         ours.settimeout(_IMPORT_WITHIN_S)
         self._line = ours
         self._expect(b"ready")
+
+    def _new_server(self, spec: ChildSpec, line: socket.socket) -> subprocess.Popen[bytes]:
+        number = line.fileno()
+        module = "graphsplit.cli.launch.fork_server"
+        return subprocess.Popen(
+            [sys.executable, "-m", module, str(number), str(os.getpid()), str(self._script)],
+            env=dict(spec.variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(number,),
+            preexec_fn=make_setup(),
+        )
 
     def _expect(self, answer: bytes) -> None:
         told = self._receive()

@@ -7,15 +7,18 @@ call that only some workers make is found when it stops the job, not when a dead
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import Any, TypeVar, cast
 
 from graphsplit.cluster.text import cut_end, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
-from graphsplit.frames import is_own, line_at
+from graphsplit.frames import OWN, line_at
 
 _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]
+T = TypeVar("T")
 
 
 class CallHistory:
@@ -32,6 +35,10 @@ class CallHistory:
         self.is_kept = True
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
+
+    def around(self, calls: T) -> T:
+        """The same methods, each of which is noted under its name as a call of all workers."""
+        return cast(T, _Noted(self, calls))
 
     def begin(self, name: str) -> None:
         """A call begins, made by the nearest frame that is not graphsplit's."""
@@ -59,8 +66,29 @@ class CallHistory:
         return CallsMade(num, milestones, told, _told(*within[-1]) if within else None)
 
 
+class _Noted:
+    """Has the methods of some calls; each notes when it begins and ends."""
+
+    def __init__(self, history: CallHistory, calls: Any) -> None:
+        self._history = history
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        history, method = self._history, getattr(self._calls, name)
+
+        def noted(*arguments: Any) -> Any:
+            history.begin(name)
+            try:
+                return method(*arguments)
+            finally:
+                history.end()
+
+        setattr(self, name, noted)  # the next one is found at once
+        return noted
+
+
 def _caller(frame: FrameType | None) -> _Where:
-    while frame is not None and is_own(frame.f_code.co_filename):
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lineno)
 

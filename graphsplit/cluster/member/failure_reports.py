@@ -67,18 +67,18 @@ class FailureReports:
         if cause is not None:
             self.report(cause)
 
-    def await_verdict(self) -> None:
+    def await_verdict(self, timeout_s: float | None = None) -> None:
         """Wait until the scheduler has said what a failure that was reported means for the job.
 
         While it is away, and may be back, nobody can know: this worker may be the one that is cut
         off, and the job may go on without it.
         """
-        membership = self._membership
+        membership, limit_s = self._membership, _VERDICT_S if timeout_s is None else timeout_s
         with membership.changed:
-            deadline = time.monotonic() + _VERDICT_S
+            deadline = time.monotonic() + limit_s
             while membership.abort.cause is None and not membership.has_left:
                 if self._connection.is_reconnecting:
-                    deadline = time.monotonic() + _VERDICT_S
+                    deadline = time.monotonic() + limit_s
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import traceback
@@ -183,7 +184,17 @@ def failure_message(error: BaseException) -> str:
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     if isinstance(error, GraphsplitError):
         return summary.removeprefix(f"{GraphsplitError.__module__}.")
-    return _first_line(summary) or "an error"
+    return _inner_message(summary) or _first_line(summary) or "an error"
+
+
+def _inner_message(summary: str) -> str:
+    """Of an error that a loader's process has raised its own message; torch puts it last."""
+    if not re.match(r"\S+: Caught \S+ in DataLoader worker process \d+", summary):
+        return ""
+    lines = summary.splitlines()
+    last_frame = max((at for at, line in enumerate(lines) if line.startswith("  ")), default=0)
+    inner = _first_line("\n".join(lines[last_frame + 1 :]))
+    return inner and f"{inner} (in a process of the DataLoader)"
 
 
 def _first_line(text: str) -> str:

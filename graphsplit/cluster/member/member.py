@@ -291,9 +291,9 @@ class Member:
         """Tell the scheduler that this worker failed: see :meth:`FailureReports.report`."""
         self._failures.report(cause)
 
-    def await_verdict(self) -> None:
+    def await_verdict(self, timeout_s: float | None = None) -> None:
         """Wait until the scheduler has said what a failure that was reported means for the job."""
-        self._failures.await_verdict()
+        self._failures.await_verdict(timeout_s)
 
     def is_own(self, cause: FailureCause) -> bool:
         """Whether this is what this worker itself has reported."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from graphsplit.cluster.wire.codec import encode_fence, encode_worker, open_scheduler
 from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import heartbeat_interval_s
 from graphsplit.cluster.wire.messages import (
     Fence,
@@ -27,6 +26,7 @@ from graphsplit.cluster.wire.messages import (
     WorkerMessage,
 )
 from graphsplit.cluster.wire.rpc import METHOD, PURPOSE, SERVICE, channel_options, format_address
+from graphsplit.encoding.fields import MessageError
 from graphsplit.security.grpc_ports import first_metadata, is_refused_by_tls, open_channel
 from graphsplit.security.handshake import PROOF_KEY, Dialer, entry_of
 from graphsplit.security.names import SCHEDULER, CertifiedName

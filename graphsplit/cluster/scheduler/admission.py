@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 
 from graphsplit.cluster.scheduler.limiter import AdmissionLimiter, address_of
 from graphsplit.cluster.status.job_status import StatusRequest
-from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, layout_of, open_worker
-from graphsplit.cluster.wire.fields import MessageError
+from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Fence, Refused, Register
 from graphsplit.cluster.wire.rpc import PURPOSE
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
 from graphsplit.logs import Say
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import Listener
@@ -126,7 +127,7 @@ class Admission:
             raise NotAdmitted(f"its certificate does not name one role of {DOMAIN}")
         await self._shake_hands(requests, context)
         try:
-            layout_of(StatusRequest).decode(await _next(requests))
+            records.from_text(StatusRequest, await _next(requests), what="the request")
         except MessageError as error:
             raise NotAdmitted(f"sent a malformed message: {error}") from None
         return True

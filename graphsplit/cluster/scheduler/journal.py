@@ -27,8 +27,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphsplit.cluster.scheduler.job.image import ImageError, JobImage, from_json, to_json
+from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
 from graphsplit.cluster.scheduler.job.rules import JobRules
+from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import JournalError
 
 HEADER = b"GSJRNL" + struct.pack("<H", 1)
@@ -209,9 +210,9 @@ def _image(payload: bytes) -> JobImage:
     try:
         found = json.loads(payload)
         if not isinstance(found, dict):
-            raise ImageError("it is not an object")
+            raise MessageError("it is not an object")
         return from_json(found)
-    except (ImageError, ValueError) as error:
+    except ValueError as error:
         raise JournalError(f"the last record: {error}") from None
 
 

@@ -34,11 +34,12 @@ from graphsplit.cluster.scheduler.launcher import Launcher
 from graphsplit.cluster.scheduler.outbox import Outbox, Outboxes
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.status.job_status import JobStatus
-from graphsplit.cluster.wire.codec import layout_of, open_worker
+from graphsplit.cluster.wire.codec import open_worker
 from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.limits import TICK_INTERVAL_S
 from graphsplit.cluster.wire.messages import Abort, Fence, Refused, Register, SchedulerMessage
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
 from graphsplit.failure import FailureCause
 from graphsplit.logs import CONTEXT, Say
 from graphsplit.reports import write_report
@@ -117,7 +118,7 @@ class Sessions:
     async def tell_status(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Answer somebody who asks what is going on."""
         if await self._admission.admit_visitor(requests, context):
-            await context.write(layout_of(JobStatus).encode(self.status()))
+            await context.write(records.to_text(self.status()).encode())
 
     def status(self) -> JobStatus:
         """The status of the job at this moment."""

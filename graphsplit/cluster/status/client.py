@@ -7,8 +7,6 @@ import queue
 from typing import Any
 
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest
-from graphsplit.cluster.wire.codec import layout_of
-from graphsplit.cluster.wire.fields import MessageError
 from graphsplit.cluster.wire.rpc import (
     PURPOSE,
     SERVICE,
@@ -16,6 +14,8 @@ from graphsplit.cluster.wire.rpc import (
     channel_options,
     format_address,
 )
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import ClusterError
 from graphsplit.security.grpc_ports import first_metadata, open_channel, tls_hint
 from graphsplit.security.handshake import Dialer
@@ -43,8 +43,8 @@ def fetch_status(host: str, port: int, protection: Protection, *, timeout_s: flo
     options = channel_options(silence_s=timeout_s)
     channel = open_channel(address, protection, expected=expected, options=options)
     try:
-        status: JobStatus = layout_of(JobStatus).decode(_ask(channel, protection, timeout_s))
-        return status
+        answer = _ask(channel, protection, timeout_s)
+        return records.from_text(JobStatus, answer, what="the status")
     except grpc.RpcError as error:
         detail = f"{error.code().name}: {error.details() or ''}"
         hint = tls_hint(detail, protection)
@@ -71,7 +71,7 @@ def _ask(channel: Any, protection: Protection, timeout_s: float) -> bytes:
                 requests.put(answer)
             elif call.is_active():
                 raise MessageError("it does not know the job's token")
-        requests.put(layout_of(StatusRequest).encode(StatusRequest()))
+        requests.put(records.to_text(StatusRequest()).encode())
         for data in call:
             return bytes(data)
         raise MessageError("it said nothing")

@@ -7,19 +7,21 @@ from typing import Annotated
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.fields import (
-    AtMost,
+    Cause,
+    Count,
     Host,
     Name,
     NeededName,
     NodeId,
+    PidOrNone,
+    Place,
     PlaceText,
     PositionText,
     Rank,
     Seconds,
-    choice,
-    integer,
 )
-from graphsplit.root_cause import NOWHERE, FailureCause, Location
+from graphsplit.encoding.fields import AtMost, choice, integer
+from graphsplit.root_cause import NOWHERE
 
 RUNNING, AWAY, FINISHED, LOST = STATES = ("running", "away", "finished", "lost")
 
@@ -51,11 +53,11 @@ class WorkerStatus:
     rank: Rank
     node_id: NodeId
     host: Host
-    pid: int
+    pid: PidOrNone
     state: Annotated[str, choice(STATES, "state of a worker")] = RUNNING
-    progress: int = 0
+    progress: Count = 0
     position: PositionText = ""
-    location: Location = NOWHERE
+    location: Place = NOWHERE
     meets_at: PlaceText = ""
     heard_s: Seconds = 0.0
     still_s: Seconds = 0.0
@@ -80,13 +82,13 @@ class JobStatus:
 
     job: NeededName
     phase: NeededName
-    generation: int
+    generation: Count
     num_workers: Annotated[int, integer(0, limits.MAX_WORKERS)]
     seconds: Seconds = 0.0
     workers: Annotated[tuple[WorkerStatus, ...], AtMost(limits.MAX_WORKERS)] = ()
-    cause: FailureCause | None = None
-    num_refused: int = 0
-    num_recoveries: int = 0
+    cause: Cause | None = None
+    num_refused: Count = 0
+    num_recoveries: Count = 0
     recovery: Name = "fail_fast"
 
     @property

@@ -46,8 +46,8 @@ def status_metrics(status: JobStatus) -> Iterator[Metric]:
     yield _each(
         status,
         "worker_step",
-        "The step that a worker is in; -1 before the first.",
-        lambda worker: -1.0 if worker.location.step is None else float(worker.location.step),
+        "The step that a worker is in; 0 before the first.",
+        lambda worker: 0.0 if worker.location.step is None else float(worker.location.step),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphsplit.cluster.status.job_status import FINISHED, JobStatus, WorkerStatus
+from graphsplit.cluster.status.job_status import FINISHED, RUNNING, JobStatus, WorkerStatus
 from graphsplit.cluster.text import join_numbers
 
 _MOST_CHAINS = 8
@@ -86,6 +86,20 @@ def _chain(
         if (is_known and len(passed) > 1) or len(passed) == _MOST_LINKS:
             return [*lines, "as told above" if is_known else "and so on"]
         rank, subject = waits_for[0], "which"
+
+
+def standing_still(status: JobStatus, rank: int) -> int | None:
+    """The worker at the end of the chain of waits that begins at one, if it waits for nobody."""
+    by_rank = {worker.rank: worker for worker in status.workers}
+    passed: list[int] = []
+    while rank not in passed and rank in by_rank:
+        passed.append(rank)
+        waits_for = status.waits_for(by_rank[rank])
+        if not waits_for:
+            is_at_work = len(passed) > 1 and by_rank[rank].state == RUNNING
+            return rank if is_at_work else None
+        rank = waits_for[0]
+    return None
 
 
 def _wait(worker: WorkerStatus, waits_for: tuple[int, ...]) -> str:

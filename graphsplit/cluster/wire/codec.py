@@ -1,37 +1,21 @@
 """Messages to bytes and back. Everything that arrives is checked here, before any state sees it.
 
 A message is refused, with a reason, when it is not one, lacks a field, has a field this version
-does not know, or breaks a bound: those that its type hints name, see ``fields``. Nothing is
-unpickled. Messages travel as the protobuf messages of the same name, see cluster.proto.
+does not know, or breaks a bound: those that its type hints name. Nothing is unpickled.
+
+A message is one JSON object, in one or more lines of which each has some of its entries::
+
+    {"kind":"Ready","message":{"generation":2}}
+    {"fence":{"job":"5f","generation":2,"incarnation":"c1","number":7}}
+
+So a message to many is encoded once, and followed by the fence of each.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, get_args
 
-from google.protobuf.message import DecodeError, Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from graphsplit._proto import cluster_pb2 as pb
-from graphsplit.cluster.wire.fields import (
-    ANY,
-    Field,
-    Host,
-    Lines,
-    MessageError,
-    PidOrNone,
-    PlaceText,
-    PositionText,
-    Rank,
-    RankOrNone,
-    Traceback,
-    choice,
-    optional,
-)
 from graphsplit.cluster.wire.messages import (
     DIGEST_CHARS,
     Arrive,
@@ -42,36 +26,13 @@ from graphsplit.cluster.wire.messages import (
     SchedulerMessage,
     WorkerMessage,
 )
-from graphsplit.root_cause import FailureCause, Location
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError, choice
 
-_Value = TypeVar("_Value")
-_Parsed = TypeVar("_Parsed", bound=Message)
 _Sent = TypeVar("_Sent")
-
-# The bounds of values that are not the cluster's own.
-_FAILURE_KIND = choice(
-    ("exception", "lost", "refused", "disagreement", "interrupted", "scheduler_lost", "timeout"),
-    "kind of failure",
-)
-_HINTS: Mapping[type, Mapping[str, Any]] = {
-    Location: {
-        "instruction": PlaceText,
-        "operation": PlaceText,
-        "module": PlaceText,
-        "source": PlaceText,
-        "waits_for": Rank | None,
-        "waits_what": PlaceText,
-    },
-    FailureCause: {
-        "kind": Annotated[str, _FAILURE_KIND],
-        "message": Lines,
-        "rank": RankOrNone,
-        "host": Host,
-        "pid": PidOrNone,
-        "position": PositionText,
-        "traceback": Traceback,
-    },
-}
+_ENTRIES = {"kind", "message", "peers", "fence"}
+_MOST_LINES = 3
+_NO_MESSAGE = "the bytes are not a message of this protocol"
 
 
 def _check_arrival(arrival: Arrive) -> None:
@@ -92,160 +53,20 @@ def _check_plan(formed: Formed) -> None:
 _CHECKS: Mapping[type, Callable[[Any], None]] = {Arrive: _check_arrival, Formed: _check_plan}
 
 
-class Layout(Generic[_Value]):
-    """A frozen dataclass as a protobuf message, field by field. Get it from ``layout_of``.
-
-    Args:
-        value_type: The dataclass.
-        message_type: The protobuf message, whose fields have the same names.
-
-    Raises:
-        TypeError: The names of the fields differ, or a field has no bound.
-    """
-
-    def __init__(self, value_type: type[_Value], message_type: Any) -> None:
-        self._value_type = value_type
-        self._message_type = message_type
-        self._check = _CHECKS.get(value_type, lambda _: None)
-        hints = {**get_type_hints(value_type, include_extras=True), **_HINTS.get(value_type, {})}
-        if set(hints) != set(message_type.DESCRIPTOR.fields_by_name):
-            raise TypeError(f"{value_type.__name__} and its message have different fields")
-        self._fields = {
-            name: _field_of(hint, getattr(value_type, name, dataclasses.MISSING))
-            for name, hint in hints.items()
-        }
-
-    def write(self, value: _Value) -> Any:
-        """A value of our own, which is trusted, as a message."""
-        return self._message_type(
-            **{name: field.write(getattr(value, name)) for name, field in self._fields.items()}
-        )
-
-    def read(self, raw: Any) -> _Value:
-        """The value of a message that arrived.
-
-        Raises:
-            MessageError: It breaks a bound.
-        """
-        value = self._value_type(
-            **{
-                name: field.absent
-                if field.may_lack and not raw.HasField(name)
-                else field.read(getattr(raw, name), name)
-                for name, field in self._fields.items()
-            }
-        )
-        self._check(value)
-        return value
-
-    def encode(self, value: _Value) -> bytes:
-        """The bytes of a value."""
-        return bytes(self.write(value).SerializeToString())
-
-    def decode(self, data: bytes) -> _Value:
-        """A value from bytes that may come from anybody.
-
-        Raises:
-            MessageError: They are not a valid one.
-        """
-        return self.read(_parse(self._message_type(), data))
-
-
-@cache
-def layout_of(value_type: type[_Value]) -> Layout[_Value]:
-    """How values of a dataclass travel: as the protobuf message of the same name."""
-    name = "Cause" if value_type is FailureCause else value_type.__name__
-    return Layout(value_type, getattr(pb, name))
-
-
-def _field_of(hint: Any, default: Any) -> Field:
-    """The kind of field that a type hint names."""
-    if get_origin(hint) is Annotated:
-        base, kind = get_args(hint)
-        if isinstance(kind, Field):
-            return kind
-        items = [_field_of(one, dataclasses.MISSING) for one in get_args(base) if one is not ...]
-        is_tuple = get_origin(base) is tuple
-        made: Field = kind.of_tuple(*items) if is_tuple else kind.of_mapping(*items)
-        return made
-    if type(None) in get_args(hint):
-        (given,) = (one for one in get_args(hint) if one is not type(None))
-        return optional(_field_of(given, dataclasses.MISSING))
-    if hint in (int, bool):
-        return ANY
-    if not dataclasses.is_dataclass(hint):
-        raise TypeError(f"a field of type {hint} has no bound")
-    layout = layout_of(cast(Any, hint))
-    nested = Field(lambda raw, _: layout.read(raw), layout.write)
-    return nested if default is dataclasses.MISSING else optional(nested, default)
-
-
-def _parse(message: _Parsed, data: bytes) -> _Parsed:
-    """Fill an empty message from bytes that may come from anybody.
-
-    Raises:
-        MessageError: They are no message, or have a field that this version does not know.
-    """
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise MessageError("the bytes are not a message of this protocol") from error
-    _refuse_unknown_fields(message)
-    return message
-
-
-def _refuse_unknown_fields(message: Message) -> None:
-    """Refuse a message from another version, at any depth."""
-    if len(UnknownFieldSet(message)):
-        name = message.DESCRIPTOR.name
-        raise MessageError(f"{name} has a field that this version of graphsplit does not know")
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        for part in value if field.is_repeated else (value,):
-            _refuse_unknown_fields(part)
-
-
-class _CauseAlone:
-    """The layout of a message of nothing but a cause: it travels as the cause itself."""
-
-    def __init__(self, value_type: Any) -> None:
-        self._value_type = value_type
-
-    def write(self, message: Any) -> Any:
-        return layout_of(FailureCause).write(message.cause)
-
-    def read(self, raw: Any) -> Any:
-        return self._value_type(layout_of(FailureCause).read(raw))
-
-
 class _Direction(Generic[_Sent]):
-    """All messages of one side; the kind that protobuf notes says which of them one is.
+    """All messages of one side.
 
     Args:
-        message_type: The protobuf message, with a field for each kind: ``text_wanted`` for
-            ``TextWanted``. One of nothing but a cause travels as the cause itself.
         kinds: The dataclasses.
     """
 
-    def __init__(self, message_type: Any, kinds: Sequence[type]) -> None:
-        self._message_type = message_type
-        self._kind_of = {
-            one: re.sub(r"(?<!^)(?=[A-Z])", "_", one.__name__).lower() for one in kinds
-        }
-        in_proto = message_type.DESCRIPTOR.fields_by_name
-        self._layouts: dict[str, Any] = {
-            kind: _CauseAlone(one)
-            if in_proto[kind].message_type.name == "Cause"
-            else layout_of(one)
-            for one, kind in self._kind_of.items()
-        }
+    def __init__(self, kinds: Sequence[type]) -> None:
+        self._kind = choice(kinds, "kind of message", lambda kind: kind.__name__)
 
     def encode(self, message: _Sent) -> bytes:
         """The bytes of a message, to be followed by those of its fence."""
-        kind = self._kind_of[type(message)]
-        raw = self._message_type(**{kind: self._layouts[kind].write(message)})
-        return bytes(raw.SerializeToString())
+        kind = type(message)
+        return _line({"kind": self._kind.write(kind), "message": records.to_node(message)})
 
     def open(self, data: bytes) -> tuple[Fence, _Sent]:
         """The fence of a message, and the message.
@@ -253,29 +74,48 @@ class _Direction(Generic[_Sent]):
         Raises:
             MessageError: The bytes are not a valid message.
         """
-        raw = _parse(self._message_type(), data)
-        kind = raw.WhichOneof("kind")
-        if kind is None:
-            raise MessageError("the message is empty")
-        return layout_of(Fence).read(raw.fence), self._layouts[kind].read(getattr(raw, kind))
+        entries = _entries(data)
+        kind = self._kind.read(entries.get("kind"), "kind")
+        node = entries.get("message")
+        if isinstance(node, dict) and "peers" in entries:
+            node["peers"] = entries["peers"]
+        message = records.from_node(kind, node, what=kind.__name__)
+        _CHECKS.get(kind, lambda _: None)(message)
+        if "fence" not in entries:
+            return Fence(), message
+        return records.from_node(Fence, entries["fence"], what="fence"), message
 
 
-_WORKER = _Direction[WorkerMessage](pb.WorkerMessage, get_args(WorkerMessage))
-_SCHEDULER = _Direction[SchedulerMessage](pb.SchedulerMessage, get_args(SchedulerMessage))
+def _line(entries: Mapping[str, Any]) -> bytes:
+    return f"{records.dumps(entries)}\n".encode()
+
+
+def _entries(data: bytes) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    *lines, rest = data.split(b"\n", _MOST_LINES)
+    if rest or not lines:
+        raise MessageError(_NO_MESSAGE if data else "the message is empty")
+    for line in lines:
+        part = records.loads(line, what="the message")
+        if not isinstance(part, dict):
+            raise MessageError(_NO_MESSAGE)
+        entries.update(part)
+    for name in entries.keys() - _ENTRIES:
+        raise MessageError(f"the message: {name[:80]} is not expected")
+    return entries
+
+
+_WORKER = _Direction[WorkerMessage](get_args(WorkerMessage))
+_SCHEDULER = _Direction[SchedulerMessage](get_args(SchedulerMessage))
 encode_worker, open_worker = _WORKER.encode, _WORKER.open
 encode_scheduler, open_scheduler = _SCHEDULER.encode, _SCHEDULER.open
 
 
 def encode_fence(fence: Fence) -> bytes:
-    """The fence of a message of either side, to be put behind the bytes of the message.
-
-    A message of bytes that stand one behind the other is all of their fields together. So a
-    message to many is encoded once.
-    """
-    return pb.SchedulerMessage(fence=layout_of(Fence).write(fence)).SerializeToString()
+    """The fence of a message of either side, to be put behind the bytes of the message."""
+    return _line({"fence": records.to_node(fence)})
 
 
 def encode_plan(peers: Sequence[Peer]) -> bytes:
     """The part of ``Formed`` that is the same for all workers, to be put behind the rest."""
-    plan = pb.Formed(peers=[layout_of(Peer).write(peer) for peer in peers])
-    return pb.SchedulerMessage(formed=plan).SerializeToString()
+    return _line({"peers": [records.to_node(peer) for peer in peers]})

@@ -1,7 +1,31 @@
 """The messages between a worker and the scheduler, as frozen values.
 
 The state machines speak only these; ``codec`` turns them into bytes and back. The type hints name
-the kind of each field, and so its bound.
+the kind of each field, and so its bound. There is one stream per worker, from its registration to
+its release; in which states which messages may come: docs/explanation/membership.md::
+
+    worker                                  scheduler
+    Register            ------------------>             identity, wished rank, endpoints
+                        <------------------  Accepted   (or Refused, and the stream ends)
+                        <------------------  Formed     rank, peers, job, seed: all have arrived
+    Ready               ------------------>             every earlier generation is given up
+                        <------------------  Started    all are ready
+    Heartbeat ...       ------------------>             progress and position, once a second
+                        <------------------  Progress   of the ranks that it asks for
+    Arrive              ------------------>             at an agreement, a barrier or the finish
+                        <------------------  Departed   all workers have arrived there
+                        <------------------  TextWanted (digests differ: show your text)
+    Text ...            ------------------>             in chunks
+    Failed              ------------------>             this worker raised
+                        <------------------  FailureNoted
+                        <------------------  Recovering a worker was lost: leave the generation
+    Rejoin              ------------------>             left it; endpoints for the next one
+                        <------------------  StopSoon   all are to end at the end of a step
+                        <------------------  Abort      the root cause, to everyone
+    Leave               ------------------>             the last message of an orderly end
+
+A stream that breaks is a lost worker (seen by the scheduler) or a lost scheduler (seen by a
+worker), at once; where the job recovers, the worker opens a new one and resumes.
 """
 
 from __future__ import annotations
@@ -13,7 +37,8 @@ from typing import Annotated
 
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.fields import (
-    AtMost,
+    Cause,
+    Count,
     Endpoints,
     FromOne,
     Incarnation,
@@ -24,17 +49,15 @@ from graphsplit.cluster.wire.fields import (
     NeededName,
     NeededNodeId,
     Pid,
+    Place,
     PlaceText,
     PositionText,
     Rank,
     RecoveryPolicy,
     Versions,
-    choice,
-    chunk,
-    integer,
-    string,
 )
-from graphsplit.root_cause import NOWHERE, FailureCause, Location
+from graphsplit.encoding.fields import AtMost, chunk, integer, string
+from graphsplit.root_cause import NOWHERE
 
 DIGEST_CHARS = 64
 """How long a SHA-256 digest is in hexadecimal."""
@@ -49,11 +72,6 @@ class MeetingKind(Enum):
     BARRIER = "barrier"
     AGREEMENT = "agreement"
     FINISH = "finish"
-
-
-# As in cluster.proto.
-_NUMBERS = {MeetingKind.BARRIER: 1, MeetingKind.AGREEMENT: 2, MeetingKind.FINISH: 3}
-KindOfMeeting = Annotated[MeetingKind, choice(MeetingKind, "kind of meeting", _NUMBERS.__getitem__)]
 
 
 @dataclass(frozen=True)
@@ -80,9 +98,9 @@ class Fence:
     """
 
     job: Name = ""
-    generation: int = 0
+    generation: Count = 0
     incarnation: Incarnation = ""
-    number: int = 0
+    number: Count = 0
 
 
 # Worker to scheduler.
@@ -102,7 +120,7 @@ class Resume:
     job: NeededName
     generation: FromOne
     rank: Rank
-    num_departed: int = 0
+    num_departed: Count = 0
 
 
 @dataclass(frozen=True)
@@ -118,15 +136,15 @@ class Register:
     incarnation: NeededIncarnation
     role: NeededName
     num_workers: Annotated[int, integer(1, limits.MAX_WORKERS)]
-    wished_rank: int | None
+    wished_rank: Annotated[int, integer(-(1 << 31), (1 << 31) - 1)] | None
     host: NeededHost
     pid: Pid
     endpoints: Endpoints = field(default_factory=dict)
     versions: Versions = field(default_factory=dict)
     script_digest: Name = ""
-    num_threads: int = 0
+    num_threads: Count = 0
     cpu_capability: Name = ""
-    seed: int | None = None
+    seed: Count | None = None
     recovery: RecoveryPolicy = "fail_fast"
     resume: Resume | None = None
     attempt: FromOne = 1
@@ -154,7 +172,7 @@ class CallMade:
 
     name: Name
     source: PlaceText = ""
-    milestones: int = 0
+    milestones: Count = 0
 
 
 END_OF_SCRIPT = "the end of the script"
@@ -172,8 +190,8 @@ class CallsMade:
         within: The innermost call that it is in, if any.
     """
 
-    num: int = 0
-    milestones: int = 0
+    num: Count = 0
+    milestones: Count = 0
     latest: Annotated[tuple[CallMade, ...], AtMost(limits.MAX_CALLS)] = ()
     within: CallMade | None = None
 
@@ -190,10 +208,10 @@ class Heartbeat:
     ``wants_stop``: it was asked to end, and wants all to, when their step is done.
     """
 
-    progress: int
+    progress: Count
     position: PositionText = ""
     watched: Annotated[tuple[Rank, ...], AtMost(limits.MAX_WATCHED)] = ()
-    location: Location = NOWHERE
+    location: Place = NOWHERE
     wants_stop: bool = False
     calls: CallsMade = NO_CALLS
 
@@ -205,7 +223,7 @@ class Arrive:
     ``number`` counts the meetings of this generation, from 1.
     """
 
-    kind: KindOfMeeting
+    kind: MeetingKind
     name: Name = ""
     digest: Annotated[str, string(DIGEST_CHARS)] = ""
     number: FromOne = 1
@@ -231,7 +249,7 @@ class Text:
 class Failed:
     """The worker raised; this is the root cause as far as it knows."""
 
-    cause: FailureCause
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -289,7 +307,7 @@ class Formed:
     rank: Rank
     job: NeededName
     generation: FromOne
-    seed: int
+    seed: Count
     peers: Annotated[tuple[Peer, ...], AtMost(limits.MAX_WORKERS)]
     warnings: Annotated[tuple[Lines, ...], AtMost(limits.MAX_WARNINGS)] = ()
 
@@ -311,21 +329,21 @@ class Recovering:
     """A worker was lost. All leave their generation; ``generation`` is to be formed next."""
 
     generation: FromOne
-    cause: FailureCause
+    cause: Cause
 
 
 @dataclass(frozen=True)
 class Progress:
     """The progress numbers of some ranks: of those that the worker's heartbeat asked for."""
 
-    values: Annotated[Mapping[int, int], AtMost(limits.MAX_WATCHED)]
+    values: Annotated[Mapping[Rank, Count], AtMost(limits.MAX_WATCHED)]
 
 
 @dataclass(frozen=True)
 class Departed:
     """All workers have arrived at this meeting, and go on. From the finish: they are released."""
 
-    kind: KindOfMeeting
+    kind: MeetingKind
     name: Name = ""
     number: FromOne = 1
 
@@ -346,7 +364,7 @@ class FailureNoted:
 class Abort:
     """The job ended, for this cause."""
 
-    cause: FailureCause
+    cause: Cause
 
 
 SchedulerMessage = (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.errors import InvariantError, PlacementError
@@ -13,9 +12,14 @@ from graphsplit.partition.plan import EdgeKind, PartitionPlan
 from graphsplit.partition.tally import check_tally
 from graphsplit.placement.resolve import EVERYWHERE
 
+if TYPE_CHECKING:
+    import networkx as nx
+
 
 def segment_graph(plan: PartitionPlan) -> nx.DiGraph:
     """The graph of segments: an edge for every pair of which one waits for the other."""
+    import networkx as nx  # only once something is wrong, or drawn: importing it takes a while
+
     graph = nx.DiGraph()
     for segment in plan.segments:
         graph.add_node(segment.index, worker=segment.worker, level=segment.level)
@@ -70,6 +74,8 @@ def _check_segments(plan: PartitionPlan) -> None:
     levels = [segment.level for segment in plan.segments]
     for first, second in _waits(plan):
         if levels[first] >= levels[second]:
+            import networkx as nx
+
             graph = segment_graph(plan)
             if not nx.is_directed_acyclic_graph(graph):
                 raise InvariantError(f"cycle: {nx.find_cycle(graph)}")

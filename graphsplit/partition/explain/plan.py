@@ -31,6 +31,7 @@ def explain_plan(
     detail: Detail = "modules",
     optimizer_copies: float | None = None,
     routes: Mapping[tuple[int, int], tuple[str, str]] | None = None,
+    compute: Sequence[str] = (),
     step_times: Sequence[str] = (),
 ) -> str:
     """Describe a plan to a person, in lines of at most 120 characters.
@@ -46,6 +47,7 @@ def explain_plan(
             on, and what network and loss leave of them.
         optimizer_copies: How many numbers the optimizer keeps for each number that it trains.
         routes: How each pair of workers is connected, and why; of a running job only.
+        compute: What is known of the seconds that each worker computes.
         step_times: What is known of the time that a step takes.
     """
     per = _unit(plan)
@@ -69,6 +71,7 @@ def explain_plan(
     sections += [
         ("How workers are connected", route_lines(routes or {})),
         ("Longest chain of workers that wait for each other", _longest_chain(plan)),
+        ("Compute, per step", list(compute)),
         ("Step time", list(step_times)),
         ("Notes", [line for note in plan.placed.notes for line in note.splitlines()]),
     ]

@@ -9,7 +9,7 @@ from graphsplit.partition.plan import PartitionPlan
 def state_sections(plan: PartitionPlan) -> list[tuple[str, list[str]]]:
     """What was read, what is an operand, what is left."""
     state = plan.placed.graph.state
-    tables = [w for w in state.guards.watched if w.is_structure]
+    tables = [w for w in state.guards.watched if w.is_structure and str(w.place.key)[:1] == "_"]
     read = [
         f"{w.place.label} = {shown(w.value)}{_where(w.place.source)}"
         for w in state.guards.watched

@@ -26,18 +26,16 @@ from typing import Any
 
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import Contents
-from graphsplit.checkpoint.disk.files import FileRecord, write_file, write_text
-from graphsplit.checkpoint.disk.manifest import file_name
-from graphsplit.checkpoint.group import read_message
-from graphsplit.checkpoint.layout import FileInfo, FileLayout, plain_meta
-from graphsplit.checkpoint.save import write_manifest
-from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.checkpoint.disk.files import write_text
+from graphsplit.checkpoint.save import write_manifest, write_shard
+from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
-from graphsplit.recovery.snapshot.part import SnapshotShard
+from graphsplit.job.group import read_message
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
-VERSION = 1
+VERSION = 2
 WHOLE = "whole "  # and a rank: what modules kept whole remember there
 MAX_BYTES = 1 << 30
 KEEP = 2
@@ -130,8 +128,14 @@ def parse(text: str, *, what: str) -> dict[str, Any]:
     """
     found = from_text(text, what=what)
     digest = found.pop("sha256", None)
-    if found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise CheckpointError(f"{what} is no snapshot of this graphsplit")
+    if found.get("format") != FORMAT:
+        raise CheckpointError(f"{what} is no snapshot of graphsplit")
+    if found.get("version") != VERSION:
+        raise CheckpointError(
+            f"{what} is a snapshot of version {str(found.get('version'))[:40]}; this graphsplit "
+            f"reads version {VERSION}\n"
+            f"  Fix: end the job with the graphsplit that wrote it, or remove its folder."
+        )
     if digest != hashlib.sha256(to_text(found).encode()).hexdigest():
         raise CheckpointError(
             f"{what} is damaged: its checksum differs\n  Fix: remove its folder; the snapshot "
@@ -233,11 +237,7 @@ class DiskWriter:
             folder = model_folder(self._folder.path(part.number), index)
             folder.mkdir(parents=True, exist_ok=True)
             contents = contents_of(part, node)
-            info = FileInfo(aliases=contents.aliases)
-            files = [
-                self._write_file(folder, "weights", contents.weights, info),
-                self._write_file(folder, "training", contents.tensors, FileInfo()),
-            ]
+            files = write_shard(folder, contents, 0, self._rank, self._num_workers)
             models[str(index)] = {
                 "files": [vars(file) for file in files],
                 "sections": {
@@ -256,13 +256,6 @@ class DiskWriter:
         if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
             return True  # every worker has its own
         return self._rank == (loader_rank if section == "loader" else 0)
-
-    def _write_file(
-        self, folder: Path, holds: str, tensors: dict[str, Any], info: FileInfo
-    ) -> FileRecord:
-        name = file_name(holds, slot=0, shard=self._rank, num_shards=self._num_workers)
-        layout = FileLayout.of({n: plain_meta(t) for n, t in tensors.items()}, info)
-        return write_file(folder / name, tensors, layout)
 
     def _commit(self, number: int, told: list[str]) -> None:
         reports = [read_message(text) for text in told]

@@ -16,9 +16,8 @@ from torch import nn
 from graphsplit.capture.opaque.marks import marked_ones
 from graphsplit.capture.state.attributes import is_of_user
 from graphsplit.checkpoint.generators import is_same
-from graphsplit.checkpoint.values import encode
+from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
-from graphsplit.planning.kept_values import from_kept, to_kept
 
 _MISSING = object()
 
@@ -51,7 +50,7 @@ class WholeModules:
         for path, module in self._modules.items():
             now, first = _attributes(module), self._first[path]
             changed = {
-                name: to_kept(value)
+                name: value
                 for name, value in now.items()
                 if not _is_same(value, first.get(name, _MISSING))
             }
@@ -72,7 +71,7 @@ class WholeModules:
                 if name not in changed and not _is_same(held.get(name, _MISSING), value):
                     held[name] = _copied(value)
             for name, value in changed.items():
-                held[name] = _copied(from_kept(value))
+                held[name] = _copied(value)
 
 
 def _inside_marked(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

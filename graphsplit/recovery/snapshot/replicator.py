@@ -26,9 +26,9 @@ import torch
 
 from graphsplit.errors import FrameError, GraphsplitError
 from graphsplit.job.job import Job
+from graphsplit.job.stream import SNAPSHOTS, Incoming, Message, Outgoing, channel_spec
 from graphsplit.recovery.snapshot.disk import WRITTEN, DiskWriter
-from graphsplit.recovery.snapshot.part import SnapshotShard
-from graphsplit.recovery.stream import Incoming, Message, Outgoing, stream_spec
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.transport.session import TICK_S
 
 PART, HELD, COMMITTED, STORED, ON_DISK, LOG, LOG_BEGINS = range(1, 8)
@@ -130,7 +130,7 @@ class Replicator:
                 successor = self._outgoing[(self._rank + 1) % self._num_workers]
                 if is_first or lines:
                     successor.put(LOG_BEGINS if is_first else LOG, part.number, lines)
-                successor.put(PART, part.number, part.pieces)
+                successor.put(PART, part.number, part.padded)
             else:
                 self._note_held(self._rank, part.number)
             self._changed.notify_all()
@@ -195,10 +195,10 @@ class Replicator:
         others = {peer for peer in range(n) if peer != me}
         notes = others if me == _COORDINATOR else {_COORDINATOR}
         for peer in sorted({(me + 1) % n} | notes):
-            sender = self._job.transport.open_sender(stream_spec(me, peer, n))
+            sender = self._job.transport.open_sender(channel_spec(SNAPSHOTS, me, peer, n))
             self._outgoing[peer] = Outgoing(sender)
         for peer in sorted({(me - 1) % n} | notes):
-            receiver = self._job.transport.open_receiver(stream_spec(peer, me, n))
+            receiver = self._job.transport.open_receiver(channel_spec(SNAPSHOTS, peer, me, n))
             limit = max(self._limit_bytes, _MAX_NOTE_BYTES)
             self._incoming[peer] = Incoming(receiver, source=peer, limit_bytes=limit)
 

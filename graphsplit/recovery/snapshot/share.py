@@ -21,7 +21,8 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.states import Resumption, States
-from graphsplit.checkpoint.values import Encoder, Fixed, decode
+from graphsplit.encoding.packed import FlatTensors
+from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -29,7 +30,8 @@ from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
-from graphsplit.recovery.snapshot.part import FlatTensors, SnapshotShard
+from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
@@ -171,7 +173,7 @@ class ModelSnapshot:
         tensors: dict[str, torch.Tensor] = {}
         node = self.collect(tensors)
         flat.copy(tensors)
-        self.start = SnapshotShard(0, {"models": [node]}, flat.memory, flat.slots)
+        self.start = SnapshotShard({"number": START, "models": [node]}, flat.memory, flat.slots)
 
     # Copying.
 
@@ -345,7 +347,7 @@ class ModelSnapshot:
             named = named_state(self.task.network, self.task.loss_fn)
             self._owned = [t for t in {id(t): t for t in named.values()}.values()
                            if not is_elsewhere(t)]  # fmt: skip
-        self._versions = tuple([tensor._version for tensor in self._owned])
+        self._versions = tuple([writes_of(tensor) for tensor in self._owned])
 
     def changed_by_script(self) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the script has written to since ``note_versions``."""
@@ -353,7 +355,7 @@ class ModelSnapshot:
             return {}
         found = {}
         for index, (tensor, version) in enumerate(zip(self._owned, self._versions, strict=True)):
-            if tensor._version != version:
+            if writes_of(tensor) != version:
                 found[index] = tensor.detach().clone()
         return found
 

@@ -70,6 +70,10 @@ class RunContext:
         epoch: Current epoch, from 1.
         step: Step within the epoch, from 1; 0 before the first.
         loss: Loss of the last step, a scalar tensor; None before the first.
+        losses: The scalars that network or loss returned beside the loss, by name: the parts of a
+            sum. With microbatches they are added up as the loss is.
+        outputs: What the network returned in the last step, with ``Model(keep_outputs=True)``; of
+            each microbatch, where there are several.
         has_updated: Whether the optimizer stepped in the last step; not so after every batch if
             the Model accumulates gradients.
         metrics: What ``eval`` gave for ``train(..., validation=loader)`` at the end of the last
@@ -83,6 +87,8 @@ class RunContext:
     epoch: int = 0
     step: int = 0
     loss: torch.Tensor | None = None
+    losses: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    outputs: Any = field(default=None, repr=False)
     has_updated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     on_stop: Callable[[], None] | None = field(default=None, repr=False)  # of the running train
@@ -131,7 +137,7 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """The state that ``Model.save`` must keep of this callback for a run that goes on.
 
-        Tensors, numbers, strings, None, and lists, tuples or mappings of them.
+        Tensors, plain Python values, and lists, tuples, sets or mappings of them.
         """
         return {}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 
-from graphsplit.checkpoint.group import Group
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.group import Group
 from graphsplit.train.callbacks.base import Callback
 
 _INSIDE_EPOCH = ("on_train_begin", "on_epoch_begin", "on_gradients", "on_step_end")

@@ -57,7 +57,7 @@ class LossMonitor(Callback):
 
 
 class TimeMonitor(Callback):
-    """Prints the time of every epoch, and per step, in milliseconds."""
+    """Prints the time of every epoch, and per step, in milliseconds, on worker 0."""
 
     def on_epoch_begin(self, context: RunContext) -> None:
         """Start the clock."""
@@ -68,7 +68,10 @@ class TimeMonitor(Callback):
         spent_ms = (time.perf_counter() - self._start) * 1e3
         num_steps = context.step - self._first_step
         per_step = spent_ms / num_steps if num_steps else 0.0
-        _print(f"epoch: {context.epoch} time: {spent_ms:.3f} ms, per step time: {per_step:.3f} ms")
+        if context.rank == 0:
+            _print(
+                f"epoch: {context.epoch} time: {spent_ms:.3f} ms, per step time: {per_step:.3f} ms"
+            )
 
 
 class LearningRateScheduler(Callback):

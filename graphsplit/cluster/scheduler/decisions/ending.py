@@ -7,6 +7,7 @@ from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.events import Exit, Interrupted, TellLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.status.watchdog import standing_still
 from graphsplit.cluster.text import join_numbers
 from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
 from graphsplit.cluster.wire.messages import STOPPED, Abort, Arrive, StopSoon
@@ -31,6 +32,7 @@ def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> No
     """The job has failed for good: all are told why, and are to leave."""
     if cause.kind == "timeout" and job.phase is Phase.RUNNING:
         view.log_stall(job, level="error")
+        cause = _of_who_stands_still(job, cause)
     ending = job.ending
     if job.phase is Phase.FORMING and cause.kind in ("lost", "exception"):
         # The others are on their way: they are to hear of it, and not to look for nobody.
@@ -39,7 +41,7 @@ def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> No
     job.phase = Phase.FAILED
     ending.leave_deadline = job.now + LEAVE_TIMEOUT_S
     ending.exit = Exit(job.rules.failure_status(cause) if status is None else status, cause)
-    told = cause.describe() if cause.is_told_by_worker else cause.story()
+    told = cause.heard() if cause.is_told_by_worker else cause.story()
     job.log(f"the job failed: {told}", event="failed", level="error")
     durable.persist(job)
     job.broadcast(Abort(cause))
@@ -48,6 +50,15 @@ def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> No
     for worker in job.roster:
         if worker.is_lost and worker.is_connected:  # frozen: it will not leave by itself
             give_up(job, worker, causes.unheard(job.rules.silence_s), is_final=True)
+
+
+def _of_who_stands_still(job: JobState, cause: FailureCause) -> FailureCause:
+    """Who waited in vain is not to blame, but the worker that all wait for, where there is one."""
+    rank = standing_still(view.status(job, job.now), cause.rank)
+    worker = next((one for one in job.roster if one.rank == rank), None)
+    if worker is None:
+        return cause
+    return causes.stands_still(worker, cause, job.rules.receive_timeout_s)
 
 
 def protest(job: JobState, node: int, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphsplit.cluster.scheduler.decisions import ending
 from graphsplit.cluster.scheduler.job import causes
-from graphsplit.cluster.scheduler.job.divergence import describe_divergence
+from graphsplit.cluster.scheduler.job.divergence import call_of_some, describe_divergence
 from graphsplit.cluster.scheduler.job.meetings import Dispute
 from graphsplit.cluster.scheduler.job.roster import Worker
 from graphsplit.cluster.scheduler.job.state import JobState, Phase
@@ -34,7 +34,8 @@ def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) 
     if apart is not None:
         call = worker.calls.within
         if call is not None:
-            apart = describe_divergence(call, {one.rank: one.calls for one in job.roster})
+            calls_of = {one.rank: one.calls for one in job.roster}
+            apart = describe_divergence(call_of_some(call, calls_of), calls_of)
         ending.fail(job, FailureCause("disagreement", apart))
         return
     worker.is_finished = arrival.kind is MeetingKind.FINISH

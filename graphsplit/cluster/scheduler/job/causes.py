@@ -73,6 +73,17 @@ def unrecovered(
     return replace(first, message=message)
 
 
+def stands_still(worker: Worker, waiting: FailureCause, timeout_s: float) -> FailureCause:
+    """A worker does not go on, and others have waited for it too long."""
+    message = (
+        f"it made no progress for {timeout_s:g} s (MS_RECEIVE_MSG_TIMEOUT), and worker "
+        f"{waiting.rank} waits for it\n"
+        f"  Fix: look at what it does there; if it really takes so long, raise "
+        f"MS_RECEIVE_MSG_TIMEOUT"
+    )
+    return worker.cause("timeout", message)
+
+
 def stalled(missing: Sequence[Worker], arrival: Arrive, timeout_s: float) -> FailureCause:
     """Some workers did not come to a meeting, and make no progress either."""
     message = (

@@ -45,6 +45,20 @@ def _count(calls: CallsMade, call: CallMade) -> int:
     return sum((one.name, one.milestones) == (call.name, call.milestones) for one in calls.latest)
 
 
+def call_of_some(found: CallMade, calls_of: Mapping[int, CallsMade]) -> CallMade:
+    """A call that some worker is in and another one has not made; the one that was found, if so.
+
+    Two workers that meet under different names may both be in a call that all have made, and one
+    of them in another call inside it.
+    """
+    inside = [(found, calls) for calls in calls_of.values() if calls.within == found]
+    inside += [(calls.within, calls) for calls in calls_of.values() if calls.within is not None]
+    for call, owner in inside:
+        if any(_lacks(other, call, owner) for other in calls_of.values()):
+            return call
+    return found
+
+
 def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> str:
     """Who is where, the line of each, and what to do.
 
@@ -57,10 +71,11 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
         ranks_at.setdefault(_place(calls), []).append(rank)
     places = sorted(ranks_at.items(), key=lambda place: len(place[1]))[:_MOST_GROUPS]
     told = "; ".join(_group(place, ranks) for place, ranks in places)
-    if call.name == END_OF_SCRIPT:
-        # Whoever has not come there is in a call of its own.
-        found = (calls.within for calls in calls_of.values() if calls.within is not None)
-        call = next((one for one in found if one.name != END_OF_SCRIPT), call)
+    for usual in (END_OF_SCRIPT, "train"):  # where all should be, sooner or later
+        if call.name == usual:  # whoever is not there is in a call of its own
+            found = (calls.within for calls in calls_of.values() if calls.within is not None)
+            others = (one for one in found if one.name not in (usual, END_OF_SCRIPT))
+            call = next(others, call)
     if call.name == END_OF_SCRIPT:
         fix = "let every worker come to the end of the script alike"
     else:

@@ -6,17 +6,15 @@ Endpoints and their tokens are not in it: every worker says them again when it c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graphsplit.cluster.wire.messages import Register
-from graphsplit.root_cause import FailureCause, Location
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
+from graphsplit.root_cause import FailureCause
 
-FORMAT = 1
-
-
-class ImageError(ValueError):
-    """The JSON that was read is no image; the text says why."""
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -46,34 +44,18 @@ class JobImage:
 
 def to_json(image: JobImage) -> dict[str, Any]:
     """The image as plain JSON values."""
-    found = asdict(replace(image, members={}))
-    found["format"] = FORMAT
-    found["members"] = {
-        str(rank): asdict(replace(one, endpoints={}, resume=None))
-        for rank, one in image.members.items()
-    }
-    return found
+    members = {rank: replace(one, endpoints={}, resume=None) for rank, one in image.members.items()}
+    return {"format": FORMAT, **records.to_node(replace(image, members=members))}
 
 
 def from_json(found: Mapping[str, Any]) -> JobImage:
     """The image that ``to_json`` wrote.
 
     Raises:
-        ImageError: It is of another format, or not an image.
+        MessageError: It is of another format, or not an image.
     """
     values = dict(found)
     written = values.pop("format", None)
     if written != FORMAT:
-        raise ImageError(f"it has format {written!r}; this version of graphsplit reads {FORMAT}")
-    try:
-        members = {int(rank): Register(**one) for rank, one in values.pop("members").items()}
-        return JobImage(members=members, cause=_cause(values.pop("cause")), **values)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ImageError(f"it is not the image of a job: {error}") from error
-
-
-def _cause(found: Mapping[str, Any] | None) -> FailureCause | None:
-    if found is None:
-        return None
-    values = dict(found)
-    return FailureCause(location=Location(**values.pop("location")), **values)
+        raise MessageError(f"it has format {written!r}; this version of graphsplit reads {FORMAT}")
+    return records.from_node(JobImage, values, what="the image of a job")

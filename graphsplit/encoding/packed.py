@@ -1,12 +1,11 @@
-"""One worker's part of a snapshot: tensors side by side in one piece of memory, and JSON.
+"""Values as bytes: their tensors side by side in one piece of memory, and JSON.
 
-As it travels, and as the holder keeps it without looking inside::
+As they travel, and as one who holds them for another keeps them without looking inside::
 
-    length of the header (8 bytes, little-endian) | header (JSON), blanks to 1024 | the memory
+    length of the header (8 bytes, little-endian) | header (JSON, blanks) | the memory
 
-The header lists name, dtype, shape, strides and offset of every tensor, and holds all values that
-are no tensors, as ``checkpoint.values`` writes them. A counter that grows by a digit seldom changes
-the size of the whole: channels are fast with sizes that they have seen.
+The header lists dtype, shape, strides and offset of every tensor, and holds all values that are no
+tensors, as ``values`` writes them.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from graphsplit.checkpoint.layout import meta_from_json
-from graphsplit.checkpoint.values import from_text, to_text
+from graphsplit.encoding.values import decode, encode, from_text, meta_from_json, to_text
 from graphsplit.errors import CheckpointError, FrameError
 from graphsplit.tensor_meta import contiguous_strides, span_elements
 from graphsplit.torch_ext.private import foreach_copy_
 
 _ALIGNMENT = 64
-_HEADER_ALIGNMENT = 1024
 _LENGTH_BYTES = 8
+_VALUE = "value"
+_P = TypeVar("_P", bound="Packed")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ class FlatTensors:
             if (key, list(tensors)) != (self._key, list(self.slots)):
                 self._lay_out(dict(zip(tensors, plain, strict=True)))
                 self._key = key
-            foreach_copy_(self._views, plain)
+            if plain:
+                foreach_copy_(self._views, plain)
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.slots, size = Slots(), 0
@@ -116,43 +116,65 @@ class FlatTensors:
 
 
 @dataclass(frozen=True, eq=False)
-class SnapshotShard:
-    """One worker's part of a snapshot.
+class Packed:
+    """Values and the tensors in them.
 
     Attributes:
-        number: Number of the snapshot.
         values: All that is no tensor, encoded.
         memory: The memory of the tensors.
         slots: Where each tensor lies in it.
     """
 
-    number: int
     values: Mapping[str, Any]
     memory: torch.Tensor
     slots: Slots
 
+    @classmethod
+    def of(cls: type[_P], value: Any, *, what: str) -> _P:
+        """One value, with copies of its tensors.
+
+        Raises:
+            StateError: Something in it cannot be written; names it.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        values = {_VALUE: encode(value, tensors, path=what)}
+        flat = FlatTensors()
+        flat.copy(tensors)
+        return cls(values, flat.memory, flat.slots)
+
+    def value(self) -> Any:
+        """The value that ``of`` was given; its tensors share their memory with nobody.
+
+        Raises:
+            CheckpointError: It is none.
+        """
+        return decode(self.values.get(_VALUE), lambda name: self.tensor(name).clone())
+
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, in the part's own memory.
+        """A tensor, in this memory.
 
         Raises:
             CheckpointError: There is none of this name.
         """
         slot = self.slots.get(name)
         if slot is None:
-            raise CheckpointError(f"snapshot {self.number} refers to {name!r}, which it lacks")
+            raise CheckpointError(f"a saved value refers to {name!r}, which is not there")
         return slot.view(self.memory)
 
-    def pieces(self) -> list[torch.Tensor]:
-        """The part as bytes: header, then memory."""
-        values = to_text(self.values)
-        text = f'{{"number":{self.number},"values":{values},"tensors":{self.slots.text}}}'.encode()
-        length = len(text).to_bytes(_LENGTH_BYTES, "little")
-        header = bytearray(length + text)
-        header += b" " * (-len(header) % _HEADER_ALIGNMENT)
+    def pieces(self, *, pad_bytes: int = 1) -> list[torch.Tensor]:
+        """All as bytes: header, then memory.
+
+        Args:
+            pad_bytes: The header's size is a multiple of this: a counter that grows by a digit then
+                seldom changes the size of the whole, and channels are fast with known sizes.
+        """
+        text = f'{{"values":{to_text(self.values)},"tensors":{self.slots.text}}}'.encode()
+        text += b" " * (-(_LENGTH_BYTES + len(text)) % pad_bytes)
+        header = bytearray(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         return [torch.frombuffer(header, dtype=torch.uint8), self.memory]
 
     @classmethod
-    def read(cls, pieces: Sequence[torch.Tensor], *, what: str) -> SnapshotShard:
+    def read(cls: type[_P], pieces: Sequence[torch.Tensor], *, what: str) -> _P:
         """Read what ``pieces`` gave, cut anywhere, from another worker.
 
         Raises:
@@ -162,18 +184,15 @@ class SnapshotShard:
         length = int.from_bytes(octets[:_LENGTH_BYTES].numpy().tobytes(), "little")
         if octets.numel() < _LENGTH_BYTES or length > octets.numel() - _LENGTH_BYTES:
             raise FrameError(f"{what} has {octets.numel()} bytes and a header of {length}")
-        start = -(-(_LENGTH_BYTES + length) // _HEADER_ALIGNMENT) * _HEADER_ALIGNMENT
+        start = _LENGTH_BYTES + length
         # Memory of its own: views of wider dtypes must be aligned.
         memory = octets[start:].clone()
         try:
-            text = octets[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes().decode()
-            node = from_text(text, what=what)
-            return cls(
-                _number(node.get("number"), what),
-                _mapping(node.get("values"), what),
-                memory,
-                Slots(_slots(_mapping(node.get("tensors"), what), memory.numel(), what)),
-            )
+            text = octets[_LENGTH_BYTES:start].numpy().tobytes().decode()
+            match from_text(text, what=what):
+                case {"values": dict(values), "tensors": dict(tensors)}:
+                    return cls(values, memory, Slots(_slots(tensors, memory.numel(), what)))
+            raise CheckpointError("it lacks an entry")
         except (CheckpointError, UnicodeDecodeError) as error:
             raise FrameError(f"{what} cannot be read: {error}") from None
 
@@ -193,15 +212,3 @@ def _slots(node: Mapping[str, Any], size: int, what: str) -> Iterator[tuple[str,
                     yield name, slot
                     continue
         raise CheckpointError(f"a tensor in {what} is described as {str(described)[:100]}")
-
-
-def _number(node: Any, what: str) -> int:
-    if type(node) is not int or node < 0:
-        raise CheckpointError(f"{what} has no number")
-    return node
-
-
-def _mapping(node: Any, what: str) -> dict[str, Any]:
-    if not isinstance(node, dict):
-        raise CheckpointError(f"{what} lacks an entry")
-    return node

@@ -8,8 +8,14 @@ written as JSON has them. The rest is tagged, by a dictionary with one key that 
     inf, -inf, nan     {"$float": "inf"}
     other keys         {"$map": [[key, value], ...]}
     Counter            {"$counter": [[key, count], ...]}
+    set, frozenset     {"$set": [...]}
+    bytes, complex     {"$bytes": "00ff"}, {"$complex": [real, imaginary]}
+    dtype, device      {"$dtype": "float32"}, {"$device": "cpu"}
+    SimpleNamespace    {"$namespace": {...}}
+    member of an Enum  {"$enum": ["module:Class", "NAME"]}
 
-A tensor is named by the way to it, so that a person who opens the file knows what it is.
+A tensor is named by the way to it, so that a person who opens the file knows what it is. The class
+of an enumeration is found among those that the process has loaded, never imported.
 """
 
 from __future__ import annotations
@@ -19,12 +25,14 @@ import marshal
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.tensor_meta import contiguous_strides
+from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
 _PAIRS = ("$map", "$counter")
@@ -112,6 +120,8 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
         return value.encode(tensors, path)
     if kind is dict or isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path)
+    if isinstance(value, Enum) and value.name in kind.__members__:  # no flags put together
+        return {"$enum": [f"{kind.__module__}:{kind.__qualname__}", value.name]}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (list, tuple)):
@@ -121,9 +131,21 @@ def _encode(value: Any, tensors: MutableMapping[str, torch.Tensor], path: str) -
         return value
     if isinstance(value, int):
         return int(value)
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+    if isinstance(value, (set, frozenset)):
+        tag = "$set" if isinstance(value, set) else "$frozenset"
+        return {tag: [_encode(item, tensors, path) for item in value]}
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"$complex": _encode([value.real, value.imag], tensors, path)}
+    if isinstance(value, SimpleNamespace):
+        return {"$namespace": _encode_mapping(vars(value), tensors, path)}
     raise StateError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__} and cannot be saved; "
-        f"expected tensors, numbers, strings, None, and lists, tuples or mappings of them\n"
+        f"expected tensors, numbers, strings, bytes, None, dtypes, devices, members of "
+        f"enumerations, and lists, tuples, sets or mappings of them\n"
         f"  Fix: leave it out of the state, or turn it into one of these."
     )
 
@@ -189,13 +211,52 @@ def decode(node: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return float(content)
     if tag == "$tuple" and isinstance(content, list):
         return tuple(decode(item, tensor) for item in content)
-    if tag in _PAIRS and isinstance(content, list):
+    if tag in _PAIRS:
         return _decode_pairs(tag, content, tensor)
+    try:
+        return _decode_rare(tag, decode(content, tensor))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"a saved value is marked {tag!r}, but is none: {error}") from None
+
+
+def _decode_rare(tag: str, content: Any) -> Any:
+    match tag, content:
+        case "$set", list(items):
+            return set(items)
+        case "$frozenset", list(items):
+            return frozenset(items)
+        case "$bytes", str(text):
+            return bytes.fromhex(text)
+        case "$complex", [float() | int() as real, float() | int() as imaginary]:
+            return complex(real, imaginary)
+        case "$dtype", str(name) if name in DTYPES:
+            return DTYPES[name]
+        case "$device", str(name):
+            return torch.device(name)
+        case "$namespace", dict(values):
+            return SimpleNamespace(**values)
+        case "$enum", [str(where), str(name)]:
+            return _member(where, name)
     raise CheckpointError(f"a saved value is marked {tag!r}, which nobody writes")
 
 
-def _decode_pairs(tag: str, content: list[Any], tensor: Callable[[str], torch.Tensor]) -> Any:
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+def _member(where: str, name: str) -> Enum:
+    waiting: list[type[Enum]] = [Enum]
+    while waiting:
+        known = waiting.pop()
+        if f"{known.__module__}:{known.__qualname__}" == where and name in known.__members__:
+            return known[name]
+        waiting += known.__subclasses__()
+    raise CheckpointError(
+        f"{where.replace(':', '.')}.{name} was saved, and this process knows no such enumeration\n"
+        f"  Fix: define it where the script is loaded."
+    )
+
+
+def _decode_pairs(tag: str, content: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    if not isinstance(content, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in content
+    ):
         raise CheckpointError(f"a saved value is marked {tag!r}, but is no list of pairs")
     try:
         found = {decode(key, tensor): decode(item, tensor) for key, item in content}
@@ -258,3 +319,21 @@ def from_text(text: str, *, what: str) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def meta_to_json(meta: TensorMeta) -> list[Any]:
+    """For example ``["float32", [3, 4]]``."""
+    return [str(meta.dtype).removeprefix("torch."), list(meta.shape)]
+
+
+def meta_from_json(node: Any, *, what: str) -> TensorMeta:
+    """Read what ``meta_to_json`` wrote, from a file or from another worker.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    match node:
+        case [str(name), list(shape)] if all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+            if name in DTYPES:
+                return TensorMeta(DTYPES[name], tuple(shape), contiguous_strides(shape))
+    raise CheckpointError(f"{what} is described as {str(node)[:100]}; expected [dtype, shape]")

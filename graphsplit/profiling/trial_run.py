@@ -1,0 +1,180 @@
+"""What a plan's segments cost, tried in this process on one batch before anything is trained.
+
+Each segment runs forward and backward as its worker would run it, one after the other, on copies of
+what it modifies. What messages take is assumed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.partition.checks.one_state import opaque_calls
+from graphsplit.partition.explain.folding import align
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.runtime.segments.code import build_code
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
+from graphsplit.schedule.simulation.timeline import Timeline
+from graphsplit.viz.report import seconds_in_words
+
+_MAX_RUNS = 4  # the first one warms up
+_ENOUGH_S = 2.0
+
+
+class NotTriedError(Exception):
+    """A plan cannot be tried in this process; says why."""
+
+
+def tried_costs(
+    plan: PartitionPlan, state: Mapping[str, torch.Tensor], inputs: Sequence[Any]
+) -> Costs:
+    """Costs of computing, measured here; those of moving as they are assumed everywhere.
+
+    Leaves nothing behind: no gradients, no other parameters, buffers and random numbers.
+
+    Args:
+        plan: The plan.
+        state: Parameters and buffers by name.
+        inputs: The flattened inputs.
+
+    Raises:
+        NotTriedError: Something that the plan needs is not here, or would leave a trace.
+    """
+    whole = [call.label for _, call in opaque_calls(plan)]
+    if whole:
+        raise NotTriedError(f"{whole[0]} is kept whole, and may leave something behind")
+    with torch.random.fork_rng(devices=()):
+        trial = _Trial(plan, _values(plan, state, inputs))
+        began = time.perf_counter()
+        for run in range(_MAX_RUNS):
+            trial.run(is_timed=run > 0 or time.perf_counter() - began > _ENOUGH_S)
+            if run and time.perf_counter() - began > _ENOUGH_S:
+                break
+    assumed = estimated_costs(plan)
+    found = Costs(
+        forward=trial.forward,
+        backward_input=trial.backward,
+        backward_weight={},
+        activations=assumed.activations,
+        links=assumed.links,
+        source="measured on this batch",
+    )
+    return with_weights_apart(plan, found)
+
+
+def _values(
+    plan: PartitionPlan, state: Mapping[str, torch.Tensor], inputs: Sequence[Any]
+) -> dict[int, Any]:
+    """What is there before the first segment runs, by node."""
+    graph, found = plan.placed.graph, dict[int, Any]()
+    numbers: Mapping[str, Any] = {}
+    if graph.sizes is not None:
+        symbols = graph.sizes.bind(inputs)
+        numbers = {} if symbols is None else graph.sizes.compute(symbols)
+    for position, node in enumerate(graph.nodes):
+        if node.is_state:
+            tensor = state[node.target]
+            if is_elsewhere(tensor) or tensor.is_meta:
+                raise NotTriedError("this process does not hold the whole network")
+            own = tensor.detach().clone() if position in graph.modified else tensor.detach()
+            found[position] = own.requires_grad_(node.asks_grad)
+        elif node.kind is NodeKind.INPUT:
+            given = inputs[int(node.target)]
+            is_written = position in graph.modified
+            found[position] = given.clone() if is_written else given
+        elif node.kind is NodeKind.CONSTANT:
+            found[position] = graph.constants[node.name]
+        elif node.kind is NodeKind.NUMBER:
+            if node.name not in numbers:
+                raise NotTriedError("the step computes with numbers that only a job knows")
+            found[position] = numbers[node.name]
+    return found
+
+
+class _Trial:
+    """Runs all segments of a plan, and keeps the shortest times."""
+
+    def __init__(self, plan: PartitionPlan, given: Mapping[int, Any]) -> None:
+        self._plan, self._given = plan, given
+        self._code = [build_code(plan, s.index).run for s in plan.segments]
+        self.forward: dict[int, float] = {}
+        self.backward: dict[int, float] = {}
+
+    def run(self, *, is_timed: bool) -> None:
+        is_training = self._plan.placed.graph.mode is Mode.TRAIN
+        values = dict(self._given)
+        with torch.set_grad_enabled(is_training):
+            for segment in self._plan.segments:
+                index = segment.index
+                seconds = self._segment(index, values, has_backward=is_training)
+                for kept, taken in zip((self.forward, self.backward), seconds, strict=True):
+                    if is_timed:
+                        kept[index] = min(taken, kept.get(index, taken))
+
+    def _segment(
+        self, index: int, values: dict[int, Any], *, has_backward: bool
+    ) -> tuple[float, float]:
+        io, nodes = self._plan.io[index], self._plan.placed.graph.nodes
+        read = [_asking(values[v], nodes[v].asks_grad and not nodes[v].is_state) for v in io.values]
+        leaves = [_asking(values[self._plan.contributions[leaf].value]) for leaf in io.leaves]
+        forward_s, results = _timed(lambda: self._code[index](*read, *leaves))
+        made = dict(zip(io.outputs, results, strict=True))
+        values |= {
+            position: result.detach() if isinstance(result, torch.Tensor) else result
+            for position, result in made.items()
+        }
+        roots = [made[r] for r in io.roots if made[r] is not None and made[r].requires_grad]
+        wanted = [t for t in leaves if t is not None] + [values[p] for p in io.parameters]
+        if not has_backward or not roots or not wanted:
+            return forward_s, 0.0
+        ones = [torch.ones_like(root) for root in roots]
+        backward_s, _ = _timed(lambda: torch.autograd.grad(roots, wanted, ones, allow_unused=True))
+        return forward_s, backward_s
+
+
+def _asking(value: Any, is_asked: bool = True) -> Any:
+    return value.detach().requires_grad_(True) if is_asked and value is not None else value
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    found = run()
+    return time.perf_counter() - began, found
+
+
+def compute_lines(plan: PartitionPlan, costs: Costs, num_microbatches: int) -> list[str]:
+    """Seconds of compute on each worker in a step, as a table."""
+    rows = [["worker", "forward", "backward", "both", "share"]]
+    times = []
+    for worker in range(plan.num_workers):
+        segments = [s.index for s in plan.segments_of(worker)]
+        forward = num_microbatches * sum(costs.forward.get(s, 0.0) for s in segments)
+        both = forward + num_microbatches * sum(
+            costs.backward_whole.get(
+                s, costs.backward_input.get(s, 0.0) + costs.backward_weight.get(s, 0.0)
+            )
+            for s in segments
+        )
+        times.append((forward, both))
+    total = sum(both for _, both in times) or 1.0
+    for worker, (forward, both) in enumerate(times):
+        words = map(seconds_in_words, (forward, both - forward, both))
+        rows.append([str(worker), *words, f"{both / total:.0%}"])
+    return align(rows, right=frozenset(range(len(rows[0]))))
+
+
+def bounding_line(timeline: Timeline) -> str:
+    """The worker that is busy longest, which a step can take no less than."""
+    busy = [timeline.busy_s(worker) for worker in range(len(timeline.workers))]
+    worker = busy.index(max(busy))
+    share = busy[worker] / timeline.step_s if timeline.step_s else 0.0
+    return (
+        f"worker {worker} bounds it: it is busy for {seconds_in_words(busy[worker])}, {share:.0%} "
+        f"of the step"
+    )

@@ -1,0 +1,35 @@
+"""One worker's part of a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from graphsplit.encoding.packed import Packed
+from graphsplit.errors import FrameError
+
+_PAD_BYTES = 1024
+
+
+class SnapshotShard(Packed):
+    """One worker's part of a snapshot. It is kept, and travels, as packed values."""
+
+    @property
+    def number(self) -> int:
+        """Number of the snapshot."""
+        number: int = self.values["number"]
+        return number
+
+    @classmethod
+    def read(cls, pieces: Sequence[torch.Tensor], *, what: str) -> SnapshotShard:
+        """See ``Packed.read``."""
+        found = super().read(pieces, what=what)
+        number = found.values.get("number")
+        if type(number) is not int or number < 0:
+            raise FrameError(f"{what} has no number")
+        return found
+
+    def padded(self) -> list[torch.Tensor]:
+        """As bytes, of which most parts have the same number."""
+        return self.pieces(pad_bytes=_PAD_BYTES)

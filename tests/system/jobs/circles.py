@@ -1,0 +1,85 @@
+"""Run under the launcher: worker 1 of two does not do what the other does, as its argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import graphsplit as gs
+
+WHAT = sys.argv[1]
+BATCH = (torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+MORE_THAN_A_QUEUE = 1 << 22
+
+
+def is_due(what: str) -> bool:
+    """Whether this is the worker, and the case, that goes another way; says when it does."""
+    found = what == WHAT and gs.get_rank() == 1
+    if found and what != "a loss":  # a clock is not captured
+        print(f"trouble at {time.time()}", flush=True)
+    return found
+
+
+class Callback(gs.callbacks.Callback):
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        if context.step != 3:
+            return
+        if is_due("a callback") or is_due("a full queue"):
+            context.model.state_dict()
+        if is_due("sys.exit"):
+            sys.exit(0)
+        if is_due("os._exit"):
+            os._exit(0)
+        if is_due("an exception"):
+            raise RuntimeError("a user's bug")
+        if is_due("Ctrl-C"):
+            os.kill(os.getpid(), signal.SIGINT)
+        if is_due("a fork") and os.fork() == 0:
+            sys.exit(0)
+
+
+def metric(outputs: torch.Tensor, target: torch.Tensor) -> float:
+    if is_due("a metric"):
+        gs.barrier()
+    return 0.0
+
+
+def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if is_due("a loss"):
+        gs.barrier()
+    return nn.functional.cross_entropy(outputs, target)
+
+
+def main() -> None:
+    gs.init()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    net[0].place(0)
+    net[1].place(1)
+    if WHAT == "a full queue":
+        net[1].table = nn.Parameter(torch.zeros(MORE_THAN_A_QUEUE, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = gs.Model(net, loss_fn, optimizer, metrics={"zero": metric})
+    if is_due("before the first step"):
+        os._exit(0)
+    if WHAT == "a loss":
+        print(f"trouble at {time.time()}", flush=True)
+    model.train(1, [BATCH] * 40, [Callback()])
+    model.eval([BATCH] * 40)
+    model.state_dict()
+    if is_due("after training"):
+        model.predict(BATCH[0])
+    if is_due("one state_dict more"):
+        model.state_dict()
+    model.train(1, [BATCH] * 40)
+    if is_due("before the end"):
+        model.save("never")
+
+
+if __name__ == "__main__":
+    main()

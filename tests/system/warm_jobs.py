@@ -1,0 +1,188 @@
+"""Starts launchers by fork from one process that has imported everything, for all tests of a run.
+
+A job then begins at once. Launcher, scheduler and workers are processes as always; the process that
+forks workers is itself forked, from one that has no thread, instead of importing torch each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+from graphsplit.cli.launch import fork_server
+from graphsplit.cli.launch.children import make_setup
+from graphsplit.cli.launch.environment import ChildSpec, lone_child
+from graphsplit.cli.launch.warm import WarmStart
+
+_MOST_BYTES = 1 << 20
+_ENDS_WITHIN_S = 20.0
+_READ_AT_START = ("OMP_", "MKL_", "MALLOC_", "PYTHON", "LD_")
+
+
+@dataclass
+class _ForkedServer:
+    """What ``WarmStart`` uses of ``subprocess.Popen``."""
+
+    pid: int
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+
+class _ForkedStart(WarmStart):
+    """The launcher's process that forks was itself forked: before the launcher had begun.
+
+    So it has none of the launcher's files, handlers and finalizers.
+    """
+
+    server: ClassVar[_ForkedServer]
+    to_server: ClassVar[socket.socket]
+
+    def _new_server(self, spec: ChildSpec, line: socket.socket) -> Any:
+        socket.send_fds(self.to_server, [b"line"], [line.fileno()])
+        return self.server
+
+
+def _prepare_server() -> None:
+    """Fork what will fork this launcher's workers, once it is sent the line to the launcher."""
+    launcher, setup = os.getpid(), make_setup()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if pid := os.fork():
+        theirs.close()
+        _ForkedStart.server, _ForkedStart.to_server = _ForkedServer(pid), ours
+        return
+    ours.close()
+    try:
+        setup()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _, numbers, _, _ = socket.recv_fds(theirs, 64, 1)
+        if numbers:
+            theirs.close()
+            fork_server.serve(socket.socket(fileno=numbers[0]), launcher)
+    finally:
+        os._exit(0)
+
+
+def _serve() -> None:
+    """Fork a launcher for each request; answer with its status when it has ended."""
+    line = socket.socket(fileno=int(sys.argv[1]))
+    fork_server.import_all()
+    from graphsplit.cli import job
+    from graphsplit.cli.main import main
+
+    job.WarmStart = _ForkedStart  # type: ignore[misc]
+    line.send(b"ready")
+    while True:
+        data, numbers, _, _ = socket.recv_fds(line, _MOST_BYTES, 1)
+        if not data:
+            return
+        pid = os.fork()
+        if pid == 0:
+            line.close()
+            _be_launcher(json.loads(data), numbers[0], main)
+        os.close(numbers[0])
+        line.send(str(pid).encode())
+        line.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+def _be_launcher(wanted: Mapping[str, Any], output: int, main: Callable[..., None]) -> NoReturn:
+    status = 1
+    try:
+        for target in (1, 2):
+            os.dup2(output, target)
+        os.close(output)
+        os.chdir(wanted["folder"])
+        os.environ.clear()
+        os.environ.update(wanted["environ"])
+        sys.argv = ["graphsplit", *wanted["arguments"]]
+        _prepare_server()
+        main(prog_name="graphsplit")
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    finally:
+        os._exit(status)
+
+
+class WarmLauncher:
+    """The process that forks launchers, one after the other."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._environ = environ
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(command, env=dict(environ), pass_fds=[theirs.fileno()])
+        assert self._line.recv(64) == b"ready"
+
+    def serves(self, environ: Mapping[str, str]) -> bool:
+        """Whether a job of this environment may begin here: what is read at the start is equal."""
+        return _fixed(environ) == _fixed(self._environ)
+
+    def run(
+        self, arguments: Sequence[str], environ: Mapping[str, str], output: int, timeout_s: float
+    ) -> int:
+        """Run ``graphsplit ARGUMENTS`` to its end; its status."""
+        wanted = {"arguments": list(arguments), "environ": dict(environ), "folder": os.getcwd()}
+        self._line.settimeout(timeout_s)
+        socket.send_fds(self._line, [json.dumps(wanted).encode()], [output])
+        pid = int(self._line.recv(64))
+        try:
+            return int(self._line.recv(64))
+        except BaseException:  # too late, or broken off: no later test may take its answer
+            os.kill(pid, signal.SIGKILL)
+            self._line.settimeout(_ENDS_WITHIN_S)
+            self._line.recv(64)
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The number of the process; it stays until the tests are over."""
+        return self._process.pid
+
+    def close(self) -> None:
+        self._line.close()
+        self._process.wait()
+
+
+def _fixed(environ: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environ.items() if key.startswith(_READ_AT_START)}
+
+
+def with_defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment with what a job's processes have where nothing else is set."""
+    return dict(lone_child(environ, "launcher").variables)
+
+
+_running: list[WarmLauncher] = []
+
+
+def warm_launcher() -> WarmLauncher:
+    """The one of this run of tests."""
+    if not _running:
+        _running.append(WarmLauncher(with_defaults({**os.environ, "OMP_NUM_THREADS": "1"})))
+    return _running[0]
+
+
+def running() -> set[int]:
+    """The numbers of processes that stay until the tests are over."""
+    return {one.pid for one in _running}
+
+
+def stop() -> None:
+    """The tests are over."""
+    while _running:
+        _running.pop().close()
+
+
+if __name__ == "__main__":
+    _serve()
