@@ -17,6 +17,7 @@ from torch import fx
 
 from graphsplit.capture.graph import Node
 from graphsplit.partition.plan import PartitionPlan, Segment
+from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload
 
@@ -96,7 +97,7 @@ class _Forward:
                 if node is not None and node.requires_grad:
                     value.requires_grad_()
                 if node is not None and node.is_state:
-                    self._state.add(_memory_of(value))
+                    self._state.add(storage_of(value))
             self._values[operand] = value
         return self._values[operand]
 
@@ -111,9 +112,5 @@ class _Forward:
 
     def _note(self, value: Any) -> None:
         is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        if is_plain and _memory_of(value) not in self._state:
-            self._saved[_memory_of(value)] = value.untyped_storage()
-
-
-def _memory_of(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+        if is_plain and storage_of(value) not in self._state:
+            self._saved[storage_of(value)] = value.untyped_storage()

@@ -29,8 +29,8 @@ class Block(nn.Module):
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
         h = self.drop(F.gelu(self.outer(h))) * self.scale + x
         with torch.no_grad():
-            h = h + h.mean().exp()
-        return h.sum((1, 2))
+            factor = h.mean().exp()
+        return (h * factor).sum((1, 2))
 
 
 def saved_by_eager(network: nn.Module, run: Callable[[], torch.Tensor]) -> int:
