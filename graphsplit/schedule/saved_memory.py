@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from graphsplit.capture.graph import Node
-from graphsplit.partition.plan import PartitionPlan, Segment
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.segments import Segment
 from graphsplit.torch_ext.attributes import storage_of
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload
