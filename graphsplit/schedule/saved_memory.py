@@ -86,7 +86,7 @@ class _Forward:
             self._values[operation] = made
 
     def _value(self, operand: fx.Node) -> Any:
-        """What stands for an operand: a leaf where it is made elsewhere."""
+        """The value that stands for an operand: a leaf where it is made elsewhere."""
         if operand not in self._values:
             value = value_of(operand)
             node = self._by_name.get(operand.name)

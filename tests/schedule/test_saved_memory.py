@@ -1,4 +1,4 @@
-"""What segments keep for backward, as estimated before anything was measured."""
+"""The memory that segments keep for backward, as estimated before anything was measured."""
 
 from __future__ import annotations
 
