@@ -5,7 +5,7 @@
     SEND mb0 edge5      frees mb0 v9     seg2 made v9, and this was its last receiver
 
 What autograd holds is freed by the backward of its segment, and gradients are taken out where they
-are folded or sent; so this is about the values of nodes alone. Without it they would be kept for
+are summed or sent; so this is about the values of nodes alone. Without it they would be kept for
 every microbatch until the end of the step.
 """
 
@@ -35,16 +35,6 @@ def last_uses(plan: PartitionPlan, program: WorkerProgram) -> dict[int, tuple[He
     for held, position in latest.items():
         found.setdefault(position, []).append(held)
     return {position: tuple(held) for position, held in found.items()}
-
-
-def describe_liveness(plan: PartitionPlan, program: WorkerProgram) -> str:
-    """A program as text, with what is freed after each instruction."""
-    freed = last_uses(plan, program)
-    lines = program.describe().splitlines()
-    for position, held in freed.items():
-        names = (f"mb{m} {'generator' if v == GENERATOR else f'v{v}'}" for m, v in held)
-        lines[position + 1] += f"    frees {', '.join(names)}"
-    return "\n".join(lines)
 
 
 class _Uses:
