@@ -1,0 +1,1 @@
+"""What scripts exchange between steps: numbers, tensors and plain values, in the order of ranks."""
