@@ -1,1 +1,1 @@
-"""What scripts exchange between steps: numbers, tensors and plain values, in the order of ranks."""
+"""Exchanges of scripts between steps: of numbers, tensors and plain values, in order of ranks."""

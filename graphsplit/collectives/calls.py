@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from graphsplit.collectives.exchange import Part
+from graphsplit.collectives.exchange import PartOfJob
 from graphsplit.collectives.making import Making, check_value, pass_value
 from graphsplit.collectives.reductions import Reduction, described, tensor_of
 from graphsplit.errors import ConfigurationError
@@ -178,7 +178,7 @@ def scatter(
                 f"dimension 0\n  Fix: pass a tensor whose first size is a multiple of {num}."
             )
 
-    def move(part: Part, tensor: Any) -> Any:
+    def move(part: PartOfJob, tensor: Any) -> Any:
         parts = tensor.detach().tensor_split(part.num_workers) if making.is_root else ()
         mine = part.deal(parts.__getitem__, root=making.root)
         return mine.clone() if making.is_root else mine
@@ -230,7 +230,7 @@ def _reduced(name: str, value: Any, op: str, dst: int | None, ranks: Iterable[in
     check_value(name, value)
     reduction = Reduction.of(name, op, value)
 
-    def move(part: Part, argument: Any) -> Any:
+    def move(part: PartOfJob, argument: Any) -> Any:
         values = part.collect(tensor_of(argument), root=making.root)
         result = reduction.of_all(values) if values else None
         if dst is None:
@@ -250,7 +250,7 @@ def _gathered(name: str, value: Any, dst: int | None, ranks: Iterable[int] | Non
     rows = tensor_of(value)
     rows = rows.reshape(1) if rows.dim() == 0 else rows
 
-    def move(part: Part, rows: Any) -> Any:
+    def move(part: PartOfJob, rows: Any) -> Any:
         values = part.collect(rows, root=making.root)
         result = torch.cat([one.to(rows.device) for one in values]) if values else None
         if dst is None:

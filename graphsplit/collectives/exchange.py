@@ -16,7 +16,7 @@ import torch
 
 from graphsplit.encoding.packed import Packed
 from graphsplit.errors import CollectiveMismatchError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CallOfMany:
         return f"{self.text}\n{self.line}"
 
 
-class Part(Group):
+class PartOfJob(WorkerGroup):
     """Some workers of a job, numbered from 0 in the order of their ranks.
 
     Args:
@@ -52,24 +52,24 @@ class Part(Group):
         ranks: The ranks of some, in order; this worker's is among them.
     """
 
-    def __init__(self, workers: Group, ranks: Sequence[int]) -> None:
+    def __init__(self, workers: WorkerGroup, ranks: Sequence[int]) -> None:
         self._workers = workers
         self._ranks = ranks
         self.rank = ranks.index(workers.rank)
         self.num_workers = len(ranks)
 
     def name(self, rank: int) -> str:
-        """See ``Group.name``."""
+        """See ``WorkerGroup.name``."""
         return self._workers.name(self._ranks[rank])
 
     def send(self, *pieces: torch.Tensor, to: Iterable[int]) -> None:
-        """See ``Group.send``."""
+        """See ``WorkerGroup.send``."""
         self._workers.send(*pieces, to=[self._ranks[index] for index in to])
 
     def receive(
         self, size_bytes: int, *, source: int, is_exact: bool = True
     ) -> Iterator[torch.Tensor]:
-        """See ``Group.receive``."""
+        """See ``WorkerGroup.receive``."""
         return self._workers.receive(size_bytes, source=self._ranks[source], is_exact=is_exact)
 
     def collect(self, value: Any, *, root: int) -> list[Any]:
@@ -106,7 +106,7 @@ def _pieces(value: Any) -> list[torch.Tensor]:
     return Packed.of(value, what="value").pieces()
 
 
-def agree(part: Part, call: CallOfMany) -> None:
+def agree(part: PartOfJob, call: CallOfMany) -> None:
     """See that all make the same call.
 
     Raises:
@@ -118,7 +118,7 @@ def agree(part: Part, call: CallOfMany) -> None:
         raise CollectiveMismatchError(verdict)
 
 
-def _difference(part: Part, told: Sequence[str]) -> str:
+def _difference(part: PartOfJob, told: Sequence[str]) -> str:
     """Why calls do not fit; empty if they do. Lines may differ."""
     calls = [text.partition("\n") for text in told]
     for index, (call, _, line) in enumerate(calls):
@@ -139,7 +139,7 @@ def mismatch(one: str, other: str) -> str:
     )
 
 
-def pass_on(part: Part, values: Sequence[Any]) -> Any:
+def pass_on(part: PartOfJob, values: Sequence[Any]) -> Any:
     """Let the first of two workers give the second a value.
 
     Args:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from graphsplit.collectives.exchange import CallOfMany, Part, agree, pass_on
+from graphsplit.collectives.exchange import CallOfMany, PartOfJob, agree, pass_on
 from graphsplit.collectives.reductions import described, is_number
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.frames import line_now
 from graphsplit.job import joined
 from graphsplit.job.job import Job
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Making:
         """Whether values come from here, or go here."""
         return self.job is None or self.members[self.root] == self.job.rank
 
-    def make(self, argument: Any, alike: str, move: Callable[[Part, Any], Any]) -> Any:
+    def make(self, argument: Any, alike: str, move: Callable[[PartOfJob, Any], Any]) -> Any:
         """Make the call, where this process takes part in it.
 
         Args:
@@ -96,12 +96,12 @@ class Making:
                     job.member.agree(f"collective {job.num_barriers}", call.text)
                 if job.rank not in self.members:
                     return argument
-                part = Part(job.control, self.members)
+                part = PartOfJob(job.control, self.members)
                 agree(part, call)
                 return move(part, argument)
 
         if is_of_all or job.script.gives_again:
-            return job.script.collective(Call(self.name, run, (argument,)))
+            return job.script.collective(ModelCall(self.name, run, (argument,)))
         return run(argument)  # the others need not make it
 
 
@@ -125,7 +125,7 @@ def pass_value(name: str, peer: int, values: Sequence[Any]) -> Any:
         )
     with job.reporting(), _naming(CallOfMany(name, "", line)):
         ends = (job.rank, peer) if values else (peer, job.rank)
-        return pass_on(Part(job.sent, ends), values)
+        return pass_on(PartOfJob(job.sent, ends), values)
 
 
 def _check_rank(name: str, rank: Any, job: Job) -> None:

@@ -108,7 +108,7 @@ class Job:
 
     @cached_property
     def sent(self) -> ControlChannels:
-        """What scripts send each other, and take at any later time; not in a job that recovers."""
+        """The channels of ``gs.send``, whose values are taken at any later time; without recovery."""
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=SENT)
 
     def _channels(self) -> ControlChannels:

@@ -65,7 +65,7 @@ def two_models_of_the_same_modules(place: bool = True) -> Any:
 
 @feature
 def values_exchanged_between(place: bool = True) -> Any:
-    """What all workers pass alike, so that one process knows what comes of it."""
+    """All workers pass the same values: one process knows what comes of them."""
     net = plain_net(place=place)
     model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""What scripts exchange between steps: in the order of ranks, by some workers, and once more."""
+"""Exchanges of scripts between steps: in the order of ranks, by some workers, and once more."""
 
 from __future__ import annotations
 
