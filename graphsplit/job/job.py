@@ -108,7 +108,7 @@ class Job:
 
     @cached_property
     def sent(self) -> ControlChannels:
-        """The channels of ``gs.send``, whose values are taken at any later time; without recovery."""
+        """The channels of ``gs.send``, whose values are taken at any later time."""
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=SENT)
 
     def _channels(self) -> ControlChannels:
