@@ -14,7 +14,7 @@ import torch
 
 from graphsplit.collectives.exchange import PartOfJob
 from graphsplit.collectives.making import Making, check_value, pass_value
-from graphsplit.collectives.reductions import Reduction, described, tensor_of
+from graphsplit.collectives.reductions import RankReduction, described, tensor_of
 from graphsplit.errors import ConfigurationError
 
 Value = TypeVar("Value", torch.Tensor, int, float, bool, complex)
@@ -228,7 +228,7 @@ def _deliver(making: Making) -> Any:
 def _reduced(name: str, value: Any, op: str, dst: int | None, ranks: Iterable[int] | None) -> Any:
     making = Making.of(name, ranks, dst)
     check_value(name, value)
-    reduction = Reduction.of(name, op, value)
+    reduction = RankReduction.of(name, op, value)
 
     def move(part: PartOfJob, argument: Any) -> Any:
         values = part.collect(tensor_of(argument), root=making.root)

@@ -49,7 +49,7 @@ def described(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class RankReduction:
     """An operation over the values of several workers.
 
     Attributes:
@@ -59,7 +59,7 @@ class Reduction:
     op: str
 
     @classmethod
-    def of(cls, name: str, op: str, value: Any) -> Reduction:
+    def of(cls, name: str, op: str, value: Any) -> RankReduction:
         """The operation, if there is such a one for a value.
 
         Raises:
