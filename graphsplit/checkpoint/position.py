@@ -275,7 +275,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """A ``train`` that runs: how far it is, and what a save in its middle needs."""
 
     @property
@@ -297,7 +297,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class NoRun:
-    """As a ``Run``: no ``train`` runs; the loss is that of the last step so far."""
+    """As a ``TrainingRun``: no ``train`` runs; the loss is that of the last step so far."""
 
     loss: torch.Tensor | None = None
     position: tuple[int, int] = (0, 0)

@@ -47,7 +47,7 @@ from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.tensor_meta import TensorMeta
 
 _FIX = (
@@ -112,7 +112,7 @@ class Feed:
         readers: LoaderReaders,
         note: Note = str,
         start: EpochStart = FROM_THE_START,
-        progress: Progress | None = None,
+        progress: TrainingProgress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job = job

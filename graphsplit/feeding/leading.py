@@ -14,7 +14,7 @@ from graphsplit.feeding.feed import Feed, likely_first_reader
 from graphsplit.feeding.tickets import Tickets
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
 
 
@@ -28,7 +28,7 @@ class Leading:
         progress: How far training is.
     """
 
-    def __init__(self, task: Task, job: Job, planner: Planner, progress: Progress) -> None:
+    def __init__(self, task: Task, job: Job, planner: Planner, progress: TrainingProgress) -> None:
         self._task = task
         self._job = job
         self._planner = planner

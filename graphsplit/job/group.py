@@ -24,7 +24,7 @@ _MAX_VALUE_BYTES = 1 << 40
 _T = TypeVar("_T")
 
 
-class Group:
+class WorkerGroup:
     """All workers, as one of them sees them. This one is alone: it sends and receives nothing.
 
     Every worker calls the same methods in one order.

@@ -26,7 +26,7 @@ from torch import nn
 
 from graphsplit.guards.values import comparable
 from graphsplit.optimizers import partial_norm
-from graphsplit.optimizers.child_process import Child, ChildError, raised_where
+from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
 from graphsplit.optimizers.own_step import by_the_model, step_hooks
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -101,7 +101,9 @@ class Trial:
         with ExitStack() as stack:
             children = [
                 stack.enter_context(
-                    Child(functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S)
+                    ForkedTrial(
+                        functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S
+                    )
                 )
                 for part in parts
             ]

@@ -167,7 +167,7 @@ class Planner:
         return found
 
     def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
-        """What to tell others of the Python values behind the next step."""
+        """The message to others on the Python values behind the next step."""
         self.begin_step(mode)
         found = self.look(mode, signature)
         if found is None:
@@ -411,7 +411,7 @@ class Planner:
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-        """What every worker computes alike; a simulation of many workers does it once."""
+        """The results that every worker computes alike; a simulation of many does it once."""
         return make_plan(
             graph,
             network=self._task.network,

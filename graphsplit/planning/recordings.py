@@ -172,7 +172,7 @@ class Recordings:
         return None
 
     def changed(self, mode: Mode, signature: Signature) -> list[Failure]:
-        """What has changed since the recording of such a step that was used last."""
+        """The change since the recording of such a step that was used last."""
         before = self._before(mode, signature)
         return before.graph.state.guards.failures() if before is not None else []
 

@@ -32,7 +32,7 @@ from graphsplit.runtime.step_state import Microbatches
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a Model's training is: what the random numbers of its microbatches follow from.
 
     Attributes:
@@ -74,7 +74,7 @@ class Progress:
         return microbatch_rng_state(self.seed, self.num_steps, microbatch)
 
     def agreement(self, divider: Divider) -> str:
-        """What workers must agree on, as a line of text."""
+        """The facts that workers must agree on, as a line of text."""
         ways = [
             f"{name}=fn" for name in ("split", "loss_weight") if getattr(divider, name) is not None
         ]
@@ -83,7 +83,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One plan of a step, with what it works on.
 
     Attributes:
@@ -100,8 +100,8 @@ class Phase:
     weights: Sequence[float]
     mark: Callable[[], None] | None = None
 
-    def microbatches(self, progress: Progress) -> Microbatches:
-        """What its microbatches do not have in common, where the batch is not whole."""
+    def microbatches(self, progress: TrainingProgress) -> Microbatches:
+        """The microbatches' weights, and the random state in which each begins."""
         return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
 
 
@@ -139,7 +139,7 @@ class PlannedStep:
         """Whether the step modifies the batch."""
         return any(plan.written_inputs for plan in self.plans)
 
-    def phases(self, division: Division | None) -> list[Phase]:
+    def phases(self, division: Division | None) -> list[StepPhase]:
         """The plans with what each works on.
 
         Args:
@@ -150,7 +150,7 @@ class PlannedStep:
         for plan, size, mark in zip(self.plans, self.sizes, marks, strict=True):
             part = slice(start, start + size)
             inputs = _inputs(plan, size, division, part)
-            found.append(Phase(plan, start, inputs, self.weights[part], mark))
+            found.append(StepPhase(plan, start, inputs, self.weights[part], mark))
             start += size
         return found
 
@@ -182,7 +182,7 @@ def plan_step(
     shape: BatchDescription,
     *,
     note: Note = str,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
     only_adds: bool = False,
 ) -> PlannedStep:
     """The plans for a batch of a shape; made now where they are new.

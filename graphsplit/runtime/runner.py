@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.graph import Mode, Node, NodeKind
-from graphsplit.cluster.member.identity import Position
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
@@ -76,7 +76,7 @@ class RunnerParts:
     state: Mapping[int, torch.Tensor]
     transport: Transport | None
     updater: Updater
-    position: Position = field(default_factory=Position)
+    position: ReportedPosition = field(default_factory=ReportedPosition)
     compiler: Compiler | None = None
     hook_state: tuple[HookState, ...] = ()
 

@@ -22,7 +22,7 @@ from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import evaluating
-from graphsplit.planning.step_plan import Phase, PlannedStep, Progress
+from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
 from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
@@ -39,7 +39,7 @@ class ClusterEngine(ClusterState):
     def __init__(self, task: Task, job: Job) -> None:
         super().__init__(task, job)
         self._step = 0
-        self.progress = Progress(accumulate=task.accumulate)
+        self.progress = TrainingProgress(accumulate=task.accumulate)
         self._leading = Leading(task, job, self.planner, self.progress)
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
@@ -176,7 +176,7 @@ class ClusterEngine(ClusterState):
         division: Division | None,
         holders: Collection[int],
         meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[Phase, list[Values]]]:
+    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         """Run a step; gives each of its phases and, for each microbatch, the values it left.
 
         Args:
@@ -196,7 +196,7 @@ class ClusterEngine(ClusterState):
         division: Division | None,
         holders: Collection[int],
         meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[Phase, list[Values]]]:
+    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         if self._job.num_workers == 1:

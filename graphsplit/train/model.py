@@ -421,7 +421,7 @@ class Model(Shown, Steps):
 
     @property
     def last_outputs(self) -> Any:
-        """What the network returned in the last training step, on every worker.
+        """The network's results in the last training step, on every worker.
 
         None without ``keep_outputs=True``. With microbatches, a list of what it returned for each.
         """

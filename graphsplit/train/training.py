@@ -28,6 +28,7 @@ from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.callbacks.stop import Stopping
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
+from graphsplit.train.in_words import TrainingInWords
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import Predicting
 
@@ -69,7 +70,7 @@ class Calls:
         """Train over a loader; callbacks see the Model."""
         lengths = [length for length in (length_of(loader), steps) if length is not None]
         context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
-        run = Training(self._engine, self._states, context, callbacks, self._after_step)
+        run = TrainingLoop(self._engine, self._states, context, callbacks, self._after_step)
         run.run(loader, resume=resume, steps=steps)
 
     def _after_step(self) -> None:
@@ -154,7 +155,7 @@ def stop_if_asked(engine: Engine, script: Script) -> None:
         raise StoppedInOrder
 
 
-class Training:
+class TrainingLoop:
     """Trains over a loader, and calls callbacks.
 
     Args:
@@ -191,6 +192,7 @@ class Training:
                 goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
                 compare_loaders(loader, self._engine.group(), with_states=not goes_on)
+                self._engine.show_training(TrainingInWords(context))
                 with run:
                     self._go_through(run, loader, steps)
         except MembershipChangedError:
@@ -203,6 +205,7 @@ class Training:
             raise
         finally:
             self._engine.call_on_gradients(None)
+            self._engine.show_training(str)
             context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:

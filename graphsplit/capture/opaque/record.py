@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, t
 
 from graphsplit.capture.observe import Observer, alias_of, like, reachable_values, unrecorded
 from graphsplit.capture.opaque.answers import run_with_answers
-from graphsplit.capture.opaque.run import Arguments, Place, Runnable
+from graphsplit.capture.opaque.run import Arguments, AttributeSlot, Runnable
 from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, Pair, Traits
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
@@ -57,7 +57,7 @@ class Whole:
 
 @dataclass
 class _Run:
-    """What one run on fake tensors gave.
+    """The findings of one run on fake tensors.
 
     Attributes:
         result: What the call returned.
@@ -74,7 +74,7 @@ class _Run:
     guessed: bool = False
 
 
-class Recorder:
+class OpaqueRecorder:
     """Records calls kept whole while one network is captured.
 
     Attributes:
@@ -243,9 +243,9 @@ class Recorder:
                 )
         return found
 
-    def _places(self, tensor: torch.Tensor) -> tuple[Place, ...]:
+    def _places(self, tensor: torch.Tensor) -> tuple[AttributeSlot, ...]:
         return tuple(
-            Place(module, kind, name)
+            AttributeSlot(module, kind, name)
             for module in self._root.modules()
             for kind in (PARAMETERS, BUFFERS)
             for name, held in getattr(module, kind).items()
@@ -277,7 +277,7 @@ def _proxy_of(operand: Any, tracer: Any) -> Any:
 
 
 def _like_output(asks_grad: bool) -> Callable[[Any], Any]:
-    """What a tensor that the user gave as an example of an output stands for."""
+    """The fake tensor for one that the user gave as an example of an output."""
 
     def output(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
