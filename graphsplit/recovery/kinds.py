@@ -87,16 +87,16 @@ class _TrainStep(CallKind):
         _mark_stepped(share)
 
 
-class _ForwardBackward(Kind):
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+class _ForwardBackward(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         ensure_training(share.task.network)
         share.engine.progress.begin()
         share.engine.progress.num_steps += 1
 
 
-class _Step(Kind):
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+class _Step(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         _mark_stepped(share)
 

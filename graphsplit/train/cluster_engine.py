@@ -102,11 +102,11 @@ class ClusterEngine(ClusterState):
     def step(self) -> None:
         """Clip and step what is here, by the gradients of all."""
         updater = self.planner.updater
-        if updater.needs_tally:
-            group, own = self.group(), updater.tally()
+        if updater.needs_reduction:
+            group, own = self.group(), updater.partial()
             updater.clip(
                 {
-                    rank: group.share_value(own, source=rank, what="a tally of gradients")
+                    rank: group.share_value(own, source=rank, what="part of the gradients' norm")
                     for rank in range(group.num_workers)
                 }
             )
