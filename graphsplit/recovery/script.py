@@ -54,6 +54,8 @@ class RecoveringScript(Script):
         settings: How often snapshots are taken.
     """
 
+    gives_again = True
+
     def __init__(self, job: Job, settings: SnapshotSettings) -> None:
         self._job = job
         self.settings = settings
