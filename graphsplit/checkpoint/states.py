@@ -125,7 +125,7 @@ class States:
     Attributes:
         more: Further objects whose state belongs to the training state, by name. Each is saved by
             worker 0 and loaded on all; one that is missing in a save is an error.
-        num_epochs: Whole epochs so far.
+        num_epochs: Complete epochs so far.
         run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
         resumption: Set by ``load``, for the next ``train``.
