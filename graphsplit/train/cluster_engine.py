@@ -106,7 +106,7 @@ class ClusterEngine(ClusterState):
             group, own = self.group(), updater.partial()
             updater.clip(
                 {
-                    rank: group.share_value(own, source=rank, what="a part of the reduction")
+                    rank: group.share_value(own, source=rank, what="part of the gradients' norm")
                     for rank in range(group.num_workers)
                 }
             )

@@ -11,13 +11,15 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(200)]
 
 
 def test_one_that_may_be_split_gives_the_bits_and_one_that_may_not_ends_the_job():
-    """Split by parameters; in parts of a step; on one worker; one that looks at all, over two."""
-    cases = ("Momentum:0:1", "Momentum:0:1:parts", "Normalized:1:1", "Normalized:0:1")
-    job = run_job("own_optimizers.py", *cases, workers=2)
+    """Split by parameters, whole and in parts; all on one worker; and one that is refused."""
+    job = run_job(
+        "own_optimizers.py",
+        *("Momentum:0:1", "Momentum:0:1:parts", "Normalized:1:1", "Normalized:0:1"),
+        workers=2,
+    )
 
-    in_parts = own_optimizers.plain("Momentum", own_optimizers.SCALES)
-    losses = (own_optimizers.plain("Momentum"), in_parts, own_optimizers.plain("Normalized"))
-    expected = [" ".join(hexadecimal) for hexadecimal in losses]
+    kinds = ("Momentum", "Momentum", "Normalized")
+    expected = [" ".join(own_optimizers.plain(kind)) for kind in kinds]
     for rank in range(2):
         assert job.said_by(f"worker {rank}")[:3] == expected, job.output[-4000:]
     assert job.status == 1

@@ -22,24 +22,20 @@ def start(kind: str) -> tuple[nn.Sequential, torch.optim.Optimizer, list[tuple[t
     return net, getattr(own_optimizers, kind)(net.parameters(), lr=0.05), batches
 
 
-SCALES = (0.25, 0.75)  # of what is added up in one step
-
-
-def plain(kind: str, scales: tuple[float, ...] = (1.0,)) -> list[str]:
-    """The losses of a plain loop, which adds up a batch's gradients once for each scale."""
+def plain(kind: str) -> list[str]:
+    """The losses of a plain loop."""
     net, optimizer, batches = start(kind)
     losses = []
     for inputs, target in batches:
         optimizer.zero_grad()
-        for scale in scales:
-            loss = nn.functional.mse_loss(net(inputs), target)
-            (loss * scale).backward()
+        loss = nn.functional.mse_loss(net(inputs), target)
+        loss.backward()
         optimizer.step()
         losses.append(loss.item().hex())
     return losses
 
 
-def train(kind: str, first: int, second: int, *, in_parts: bool) -> None:
+def train(kind: str, first: int, second: int, in_parts: bool) -> None:
     """Train with the two layers on two workers, or on one."""
     import graphsplit as gs
 
@@ -47,26 +43,27 @@ def train(kind: str, first: int, second: int, *, in_parts: bool) -> None:
     net[0].place("MS_WORKER", first)
     net[2].place("MS_WORKER", second)
     model = gs.Model(net, nn.MSELoss(), optimizer)
-    losses = []
-    for batch in batches:
-        if in_parts:
-            model.zero_grad()
-            loss = [model.forward_backward(*batch, scale=scale) for scale in SCALES][-1]
-            model.step()
-        else:
-            loss = model.train_step(*batch)
-        losses.append(loss.item().hex())
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        if not in_parts:
+            return model.train_step(*batch)
+        model.zero_grad()
+        loss = model.forward_backward(*batch)
+        model.step()
+        return loss
+
+    losses = [step(*batch).item().hex() for batch in batches]
     print(*losses, flush=True)
 
 
 def main(cases: list[str]) -> None:
-    """Train once for each KIND:FIRST:SECOND, or KIND:FIRST:SECOND:parts."""
+    """Train once for each KIND:FIRST:SECOND, with ``:parts`` behind it in the parts of a step."""
     import graphsplit as gs
 
     gs.init()
     for case in cases:
-        kind, first, second, *parts = case.split(":")
-        train(kind, int(first), int(second), in_parts=parts == ["parts"])
+        kind, first, second, *rest = case.split(":")
+        train(kind, int(first), int(second), in_parts=rest == ["parts"])
 
 
 if __name__ == "__main__":
