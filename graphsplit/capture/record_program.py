@@ -24,7 +24,7 @@ from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
-from graphsplit.capture.opaque.record import Recorder
+from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.capture.operations.opaque_call import put_in_place
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
@@ -184,7 +184,7 @@ def _record(
     left: Collection[Key] = (),
 ) -> tuple[Recorded, dict[Key, Any]]:
     attributes = Attributes(root, [*marked_ones(root), *whole])
-    recorder = Recorder(root)
+    recorder = OpaqueRecorder(root)
     export.watch.begin(root, lambda: recorder.is_inside)
     network = getattr(root, "network", root)
     try:
@@ -236,7 +236,9 @@ def _check_nothing_swallowed(signals: Signals, network: nn.Module) -> None:
 
 
 @contextmanager
-def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]) -> Iterator[None]:
+def _recording(
+    recorder: OpaqueRecorder, root: nn.Module, whole: Collection[nn.Module]
+) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(quiet_export())
         stack.enter_context(custom_functions_whole(recorder))

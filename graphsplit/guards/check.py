@@ -31,8 +31,8 @@ from graphsplit.guards.compiled import (
 from graphsplit.guards.places import Place, PlaceKind, entry, inside
 from graphsplit.guards.values import (
     MISSING,
-    Difference,
     Frozen,
+    ValueDifference,
     differences,
     freeze,
     holder_of,
@@ -290,7 +290,7 @@ class Guards:
 
 
 def _switches() -> tuple[Any, ...]:
-    """What PyTorch and ``decimal`` keep for all code, and a graph depends on."""
+    """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
     decimals = decimal.getcontext()  # of this thread
     return (
         torch.get_default_dtype(),
@@ -329,7 +329,7 @@ def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
             yield frozen.container, index, item
 
 
-def _place_of(place: Place, difference: Difference) -> Place:
+def _place_of(place: Place, difference: ValueDifference) -> Place:
     """The innermost place that differs: the watched one, or an entry of what is there."""
     held = difference.container
     if held is None or difference.key is None or isinstance(held, tuple):

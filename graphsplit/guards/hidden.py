@@ -38,7 +38,7 @@ _HOLDING_MODULES = frozenset(
 
 
 def hidden_places(value: Any, label: str) -> Iterator[Place]:
-    """What holds values behind an object of Python's own."""
+    """The holders of values behind an object of Python's own."""
     if isinstance(value, ContextVar):
         yield Place(PlaceKind.CONTEXT, value, value.name, f"the context variable {value.name}")
     elif isinstance(value, _VIEWS):
@@ -64,7 +64,7 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
 
 
 def hidden_values(value: Any) -> Iterator[Any]:
-    """What an object of Python's own leads to without holding it."""
+    """Values that an object of Python's own leads to without holding them."""
     if isinstance(value, weakref.ReferenceType):
         yield value()
     elif type(value) in _PROXIES:
@@ -72,7 +72,7 @@ def hidden_values(value: Any) -> Iterator[Any]:
 
 
 def cached_results(cache: Any, label: str) -> Iterator[Place]:
-    """What a ``functools.lru_cache`` keeps: once it is gone, its function is called again."""
+    """Values in a ``functools.lru_cache``: once they are gone, its function is called again."""
     for held, following in pairwise(gc.get_referents(cache)):
         if following is cache.__wrapped__ and type(held) is dict:
             for key in held:

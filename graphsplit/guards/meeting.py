@@ -75,7 +75,7 @@ class Noted:
     is_written: bool = False
 
 
-class Meeting:
+class ValueVisitor:
     """The values that were met, and the places through which they were.
 
     Args:

@@ -47,8 +47,8 @@ from graphsplit.guards.classes import (
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
 from graphsplit.guards.meeting import (
-    Meeting,
     Noted,
+    ValueVisitor,
     is_torchs,
     is_watchable_module,
     named_place,
@@ -88,7 +88,7 @@ class ReadRecorder:
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
         self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
-        self._meeting = Meeting(root, labels, self._classes)
+        self._meeting = ValueVisitor(root, labels, self._classes)
         self._by_name = AskedByName(self._asked)
         self._trace = _tracing(self._ran, self._imported)
         self._is_off = True
@@ -187,7 +187,7 @@ class ReadRecorder:
         return self._meeting.tensors
 
     def results_kept(self) -> Iterator[Place]:
-        """What the caches of the user's functions hold by now."""
+        """The contents of the caches of the user's functions by now."""
         for one, label in self._meeting.met.values():
             if isinstance(one, functools._lru_cache_wrapper):
                 code = getattr(one.__wrapped__, "__code__", None)
@@ -415,7 +415,7 @@ class ReadRecorder:
         return None
 
     def _note_absence(self, one: Any, held: Any, name: str, label: str, owner: type) -> None:
-        """What would be found before a class's attribute, if it were there."""
+        """The attribute that would hide a class's, if it were there."""
         if held is not None and not hasattr(type(vars(owner)[name]), "__set__"):
             self._meeting.note(entry(held, name, label, *self._where(held)))
         for kind in type(one).__mro__:

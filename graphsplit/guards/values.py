@@ -73,7 +73,7 @@ class Frozen:
 
 
 def reference_of(frozen: Any) -> Any:
-    """What a snapshot was taken of."""
+    """The value that a snapshot was taken of."""
     return frozen.container if isinstance(frozen, Frozen) else frozen
 
 
@@ -94,7 +94,7 @@ def is_mapping(value: Any) -> bool:
 
 
 def holder_of(container: Any) -> Any:
-    """What holds the items of a container: itself, but for a namespace its dictionary."""
+    """The holder of a container's items: itself, but for a namespace its dictionary."""
     return vars(container) if isinstance(container, SimpleNamespace) else container
 
 
@@ -116,7 +116,7 @@ def values_of(value: Any) -> ValuesView[Any]:
 
 
 def items_of(value: Any) -> Iterator[Any]:
-    """What a container holds, whatever its class makes of iterating over it."""
+    """A container's items, whatever its class makes of iterating over it."""
     if is_mapping(value):
         return iter(values_of(value))
     kind = next(kind for kind in (*_SEQUENCES, *_SETS) if isinstance(value, kind))
@@ -244,7 +244,7 @@ def same(frozen: Any, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """Where a value is not the one of its snapshot.
 
     Attributes:
@@ -262,9 +262,9 @@ class Difference:
 
 def differences(
     frozen: Any, value: Any, *, within: Any = None, key: Any = None
-) -> Iterator[Difference]:
+) -> Iterator[ValueDifference]:
     """All places in which a value is not the one of its snapshot, the innermost ones."""
-    whole = Difference(within, key, frozen, value)
+    whole = ValueDifference(within, key, frozen, value)
     if not isinstance(frozen, Frozen):
         if frozen is not value and not _same_bits(frozen, value):
             yield whole

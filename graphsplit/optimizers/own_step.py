@@ -1,4 +1,4 @@
-"""What a script's old loop did with a loss and an optimizer, and what its Model does now.
+"""Calls of a script's old loop on a loss and an optimizer, which its Model does now.
 
 A second step would count twice, and the state of one worker is a part of it all. And what decides
 what a step does, apart from settings: its code, what the user says of it, and the hooks around it.
@@ -43,7 +43,7 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def by_the_model() -> Iterator[None]:
-    """What graphsplit itself asks of an optimizer."""
+    """Let graphsplit itself call an optimizer."""
     before = getattr(_here, "is_models", False)
     _here.is_models = True
     try:

@@ -1,4 +1,4 @@
-"""What is kept whole though nobody asked for it: export would record something else than it does.
+"""Code that is kept whole unasked: export would record something else than it does.
 
 torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
 torch.jit.script functions           run, once warm, with a backward of their own
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOKS
 from graphsplit.torch_ext.private import (
@@ -33,7 +33,7 @@ _ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("c
 
 
 @contextmanager
-def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
+def kept_whole_unasked(recorder: OpaqueRecorder) -> Iterator[None]:
     """Record transforms and scripted functions as one node each."""
     with ExitStack() as stack:
         for module, name, label in TRANSFORMS:
@@ -47,19 +47,19 @@ def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
 
 
 def _recorded(
-    recorder: Recorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
+    recorder: OpaqueRecorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
 ) -> Any:
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
             return original(*args, **kwargs)
-        return recorder.record(Whole(original, label, is_random=is_random), args, kwargs)
+        return recorder.record(OpaqueCode(original, label, is_random=is_random), args, kwargs)
 
     return replaced(owner, name, call)
 
 
-def _vjp_refused(recorder: Recorder) -> Any:
+def _vjp_refused(recorder: OpaqueRecorder) -> Any:
     owner = eager_transforms()
     original = getattr(owner, VJP)
 
@@ -76,7 +76,7 @@ def _vjp_refused(recorder: Recorder) -> Any:
 
 
 @contextmanager
-def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
+def _scripted_recorded(recorder: OpaqueRecorder) -> Iterator[None]:
     kinds: tuple[Any, ...] = (ScriptFunction, ScriptMethod)
     with ExitStack() as stack:
         for kind in kinds:
@@ -84,7 +84,7 @@ def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _scripted(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     unoptimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
             def run(*args: Any, **kwargs: Any) -> Any:
                 return self(*args, **kwargs)
 
-            return recorder.record(Whole(run, f"{self.name} (scripted)"), args, kwargs)
+            return recorder.record(OpaqueCode(run, f"{self.name} (scripted)"), args, kwargs)
 
     return call
 

@@ -446,7 +446,7 @@ def _set_members(value: set[Any], members: frozenset[Any]) -> None:
 
 
 def _position_of(iterator: Any) -> Any:
-    """What changes when an iterator is used, as far as that can be seen."""
+    """The state that changes when an iterator is used, as far as that can be seen."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"
