@@ -62,3 +62,16 @@ def test_on_a_terminal_lines_scroll_above_the_progress_bar_of_one_process() -> N
     assert stream.getvalue() == (
         b"[worker 0] 50%\r\x1b[K[worker 1] loss\n[worker 0] 50%\r\x1b[K[worker 0] 100%\n"
     )
+
+
+def test_what_is_waited_for_turns_a_spinner_on_a_terminal_alone() -> None:
+    console, stream, _ = make_console(is_terminal=True)
+    for text in ("importing torch", "importing torch", ""):
+        console.turn(text)
+    console.show("worker 0", "stdout", Piece(b"x"))
+    shown = stream.getvalue()
+    assert b"[graphsplit] | importing torch" in shown and b"[graphsplit] / importing" in shown
+    assert shown.count(b"importing") == 2
+    console, stream, _ = make_console(is_terminal=False)
+    console.turn("importing torch")
+    assert stream.getvalue() == b""

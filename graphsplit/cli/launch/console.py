@@ -13,6 +13,7 @@ from graphsplit.cli.launch.lines import Piece
 
 UPDATE_INTERVAL_S = 10.0
 COLOURS = (36, 33, 32, 35, 34, 31)
+_LAUNCHER, _SPINNER = "graphsplit", "|/-\\"
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -51,6 +52,7 @@ class Console:
         self._status_owner = ""
         self._status = b""
         self._last_update_s: dict[str, float] = {}
+        self._turns = 0
 
     def show(self, name: str, channel: str, piece: Piece) -> None:
         """Show what process ``name`` wrote to ``channel``, ``"stdout"`` or ``"stderr"``."""
@@ -71,6 +73,13 @@ class Console:
     def say(self, text: str) -> None:
         """Show a line of the launcher itself."""
         self._write_line(self._sinks["stderr"], text.encode())
+
+    def turn(self, text: str) -> None:
+        """Say what is waited for, on a terminal alone, beside a spinner that each call turns."""
+        if self._sinks["stderr"].is_terminal and self._status_owner in ("", _LAUNCHER):
+            sign = _SPINNER[self._turns % len(_SPINNER)] if text else ""
+            self._turns += 1
+            self._set_status(_LAUNCHER if text else "", f"{sign} {text}".strip().encode())
 
     def close(self) -> None:
         """Take the status line away."""
