@@ -125,17 +125,24 @@ def take_turns(
     return found
 
 
-def slowest(reports: Sequence[Report], side: str) -> Samples:
+def slowest(
+    reports: Sequence[Report], side: str, of: Callable[[list[float]], float] = statistics.fmean
+) -> Samples:
     """For each round, the mean of its turns; in each the worker that took longest counts.
 
     A side is done when all its workers are.
+
+    Args:
+        reports: What the workers have reported.
+        side: The side's name.
+        of: What is made of the turns of a round: the median, where they are many and short.
     """
     of_workers = [report["turns"][side] for report in reports]
     turns = of_workers[0]["turns"]
 
     def by_round(what: str) -> list[float]:
         longest = [max(values) for values in zip(*(w[what] for w in of_workers), strict=True)]
-        return [sum(longest[i : i + turns]) / turns for i in range(0, len(longest), turns)]
+        return [of(longest[i : i + turns]) for i in range(0, len(longest), turns)]
 
     return Samples(by_round("seconds"), by_round("faults"))
 

@@ -114,6 +114,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+DTYPES: dict[str, torch.dtype] = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+"""Every dtype by its name, and nothing else that torch has under a name."""
+
+
 def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes in row-major order; its own memory where it lies there like that."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

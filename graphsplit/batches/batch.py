@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.signature_text import DTYPES
 from graphsplit.capture.numbers.known_values import is_all_ones
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import ConfigurationError
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import DTYPES, TensorMeta
 from graphsplit.torch_ext.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -93,17 +92,22 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
     """Something cheap that is equal for equal signatures alone."""
     plain = _plain_tensors(arguments)
     if plain is not None:
-        return tuple([(t.dtype, t.shape, t.stride(), is_all_ones(t)) for t in plain])
+        return tuple([(t.dtype, t.shape, t.stride(), _is_ones(t)) for t in plain])
     found, spec = pytree.tree_flatten(arguments)
     return (
         spec,
         *(
-            (leaf.dtype, leaf.shape, leaf.stride(), is_all_ones(leaf))
+            (leaf.dtype, leaf.shape, leaf.stride(), _is_ones(leaf))
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), repr(*_encode(leaf).values()))
             for leaf in found
         ),
     )
+
+
+def _is_ones(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a mask of nothing but ones; most are no masks at all."""
+    return not tensor.is_floating_point() and tensor.dim() > 1 and is_all_ones(tensor)
 
 
 def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
@@ -115,7 +119,7 @@ def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
 def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
-        kind = "ones" if is_all_ones(value) else "t"
+        kind = "ones" if _is_ones(value) else "t"
         return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"v": value}

@@ -10,14 +10,8 @@ import json
 import os
 from typing import Any, NoReturn
 
-import torch
-
 from graphsplit.errors import FrameError
-
-DTYPES: dict[str, torch.dtype] = {
-    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}
-"""Every dtype by its name, and nothing else that torch has under a name."""
+from graphsplit.tensor_meta import DTYPES, span_elements
 
 _MAX_DEPTH = 64
 _MAX_DIMENSIONS = 64
@@ -105,10 +99,7 @@ class _Checker:
         numbers = [*shape, *strides]
         if not all(type(number) is int and 0 <= number < _MAX_SIZE for number in numbers):
             self.refuse("expected sizes and strides", numbers)
-        span = 0
-        if 0 not in shape:
-            span = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        self.size_bytes += span * dtype.itemsize
+        self.size_bytes += span_elements(shape, strides) * dtype.itemsize
 
 
 def _memory_bytes() -> int:

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch.fx import GraphModule, Node
-from torch.utils import checkpoint
 
 from graphsplit.capture.operations.effects import is_random
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.private import CHECKPOINT
+from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_of_trace
 
 # Under this key the region that an operation stands in travels in ``node.meta["custom"]``:
@@ -68,19 +69,15 @@ def checkpoints_watched(watch: Callable[[], AbstractContextManager[None]]) -> It
 @contextmanager
 def checkpoints_noted() -> Iterator[None]:
     """Note which operations other checkpoints run."""
-    owner: Any = checkpoint
-    original = owner._checkpoint_without_reentrant_generator
+    original = getattr(*CHECKPOINT)
 
     def generator(function: Any, preserve: bool, *args: Any, **kwargs: Any) -> Any:
         noted = (next(_numbers), False, not preserve)
         with torch.fx.traceback.annotate({CHECKPOINT_KEY: noted}), _watch.get(nullcontext)():
             yield from original(function, preserve, *args, **kwargs)
 
-    owner._checkpoint_without_reentrant_generator = generator
-    try:
+    with replaced(*CHECKPOINT, generator):
         yield
-    finally:
-        owner._checkpoint_without_reentrant_generator = original
 
 
 def check_checkpoints(graph_module: GraphModule, parameters: Mapping[str, str]) -> None:

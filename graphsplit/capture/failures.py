@@ -16,6 +16,7 @@ from torch import nn
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import INSIDE_BRANCH
+from graphsplit.torch_ext.attributes import is_module_call
 from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
 from graphsplit.users_line import users_line_of
 
@@ -50,7 +51,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 def explain(network: nn.Module, error: BaseException, own: OwnError | None = None) -> CaptureError:
-    """What to tell the user of an error that came out of ``torch.export``.
+    """The text for the user on an error that came out of ``torch.export``.
 
     Args:
         network: The network.
@@ -97,7 +98,7 @@ def failing_module(error: BaseException) -> nn.Module | None:
         return None
     found: nn.Module | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if is_module_call(frame):
             found = frame.f_locals.get("self")
     return found
 

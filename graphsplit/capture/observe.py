@@ -27,6 +27,7 @@ from graphsplit.capture.operations.effects import HIDDEN_WRITES
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
 from graphsplit.marks.annotations import NODE_KEY
+from graphsplit.torch_ext.attributes import buffers_of, schema_of, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, without_modes
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
@@ -87,8 +88,8 @@ class Observer(TorchDispatchMode):
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and self._is_foreign(leaf):
                 self.foreign.setdefault(id(leaf), leaf)
-        schema = getattr(func, "_schema", None)
-        if isinstance(schema, torch.FunctionSchema):
+        schema = schema_of(func)
+        if schema is not None:
             given = _by_name(schema, args, kwargs)
             self._note_writes(schema, given)
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -123,11 +124,6 @@ class Observer(TorchDispatchMode):
                     self.written.add(storage_of(tensor))
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """What is equal for tensors that share memory."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def is_tracked(tensor: torch.Tensor) -> bool:
     """Whether the tracer knows a tensor as a value of the graph that it records."""
     mode = get_proxy_mode()
@@ -135,7 +131,7 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 
 def reachable_values(function: Any, *, depth: int = 3) -> Iterator[Any]:
-    """What a function can see without being passed it: cells, defaults, and what it is bound to."""
+    """Values that a function sees without being passed them: cells, defaults, its ``self``."""
     if isinstance(function, functools.partial):
         held: list[Any] = [function.func, *function.args, *function.keywords.values()]
     else:
@@ -256,7 +252,7 @@ def _assignments_noted(observer: Observer) -> Iterator[None]:
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def note(module: nn.Module, name: str, value: Any) -> None:
-        held = module._buffers.get(name)
+        held = buffers_of(module).get(name)
         if isinstance(held, torch.Tensor) and value is not held:
             replaced.append((module, name, held))
 
@@ -266,7 +262,7 @@ def _assignments_noted(observer: Observer) -> Iterator[None]:
     finally:
         handle.remove()
         for module, name, held in reversed(replaced):
-            module._buffers[name] = held
+            buffers_of(module)[name] = held
             if observer._is_foreign(held):
                 observer.foreign.setdefault(id(held), held)
             observer.assigned[id(held)] = held

@@ -18,6 +18,7 @@ from torch import nn
 
 from graphsplit.capture.state.attributes import Attributes
 from graphsplit.tensor_meta import TensorMeta
+from graphsplit.torch_ext.attributes import buffers_of, is_module_call
 from graphsplit.torch_ext.private import FakeTensorMode, pytree
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
@@ -40,7 +41,7 @@ class OwnError:
     given: tuple[str, ...]
 
     def __str__(self) -> str:
-        """What is raised, and where."""
+        """The error, and where it is raised."""
         where = {"": "", "network": "the network", "loss_fn": "the loss"}
         at = where.get(self.module, f"module {self.module!r}")
         given = f", given {', '.join(self.given)}" if self.given else ""
@@ -90,7 +91,7 @@ class _LastCall(TorchCalls):
             raise
 
     def again(self, error: Exception) -> Exception | None:
-        """What the function raises for tensors that have values: zeros."""
+        """The function's error for tensors that have values: zeros."""
         if self._call is None or self._error is not error:
             return None
         function, arguments = self._call
@@ -112,7 +113,7 @@ def _where(root: nn.Module, error: Exception) -> tuple[str, tuple[str, ...]]:
     paths = {id(module): path for path, module in root.named_modules()}
     found: tuple[str, tuple[str, ...]] = ("", ())
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if is_module_call(frame):
             held = frame.f_locals
             path = paths.get(id(held["self"]), "")
             tensors = pytree.tree_leaves((held.get("args"), held.get("kwargs")))
@@ -129,7 +130,7 @@ def _first_line(error: Exception) -> str:
 def _everything_kept(root: nn.Module) -> Iterator[None]:
     """Put back what forward assigns, and the generator."""
     attributes = Attributes(root, ())
-    held = [(module._buffers, dict(module._buffers)) for module in root.modules()]
+    held = [(buffers_of(module), dict(buffers_of(module))) for module in root.modules()]
     generator = torch.default_generator.get_state()
     try:
         yield

@@ -16,12 +16,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils import checkpoint
 
 from graphsplit.capture.observe import is_tracked, reachable_values
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
 from graphsplit.errors import CaptureError
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
+from graphsplit.torch_ext.private import CHECKPOINT_HOOK
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now, users_line_of_trace
 
@@ -61,7 +61,7 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
 
 
 @contextmanager
-def unrecordable_effects_refused(recorder: Recorder) -> Iterator[None]:
+def unrecordable_effects_refused(recorder: OpaqueRecorder) -> Iterator[None]:
     """Let the network's code stumble where it would do something that is not recorded."""
     with ExitStack() as stack:
         for owner, name, what, way_out in _REFUSED:
@@ -79,7 +79,7 @@ def unrecordable_effects_refused(recorder: Recorder) -> Iterator[None]:
 
 
 def _refusing(
-    recorder: Recorder, original: Callable[..., Any], what: str, way_out: str
+    recorder: OpaqueRecorder, original: Callable[..., Any], what: str, way_out: str
 ) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
@@ -89,8 +89,8 @@ def _refusing(
     return refuse
 
 
-def _differentiating(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What backward computes is recorded like the rest, but not all of it can be."""
+def _differentiating(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Record backward like the rest; refuse it where that cannot be done."""
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
@@ -108,9 +108,9 @@ def _differentiating(recorder: Recorder, original: Callable[..., Any]) -> Callab
     return grad
 
 
-def _entering(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _entering(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """Tensors saved for backward are not changed by checkpoints, nor by moving them to the CPU."""
-    harmless = (torch.autograd.graph.save_on_cpu, checkpoint._checkpoint_hook)
+    harmless = (torch.autograd.graph.save_on_cpu, CHECKPOINT_HOOK)
 
     def enter(self: Any) -> Any:
         if recorder.is_recording and not isinstance(self, harmless):
@@ -123,7 +123,7 @@ def _entering(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
     return enter
 
 
-def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _hooking(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """Record a hook on a value as an alias that carries it; later uses are the alias's."""
 
     def register_hook(self: torch.Tensor, hook: Any) -> Any:

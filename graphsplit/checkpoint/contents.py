@@ -17,11 +17,10 @@ from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
+from graphsplit.torch_ext.attributes import EXTRA_STATE, STATE_VERSIONS
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"
-METADATA = "_metadata"  # versions of modules, where the network's own code may look at them
-_EXTRA = "_extra_state"  # the key under which PyTorch keeps what `get_extra_state` returns
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class NetworkState:
                 aliases[key] = first[id(value)]
             elif id(value) in known:
                 first[id(value)], tensors[key] = key, value
-            elif key.rpartition(".")[2] == _EXTRA:
+            elif key.rpartition(".")[2] == EXTRA_STATE:
                 values[key] = value
             else:
                 made.append(key)
@@ -79,7 +78,7 @@ class NetworkState:
 
 def module_of_extra(network: nn.Module, key: str) -> nn.Module:
     """The module that an entry of extra state belongs to."""
-    return network.get_submodule(key.removesuffix(_EXTRA).removesuffix("."))
+    return network.get_submodule(key.removesuffix(EXTRA_STATE).removesuffix("."))
 
 
 class Ownership:
@@ -128,7 +127,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @dataclass
-class Contents:
+class CheckpointContents:
     """One worker's part of a save.
 
     Attributes:
@@ -166,7 +165,9 @@ class Contents:
         """
         self._add_values(state)
         if metadata is not None:
-            self.sections["network"][METADATA] = encode(dict(metadata), {}, path=METADATA)
+            self.sections["network"][STATE_VERSIONS] = encode(
+                dict(metadata), {}, path=STATE_VERSIONS
+            )
 
     def _add_values(self, found: Mapping[str, Any]) -> None:
         values: dict[str, Any] = {}

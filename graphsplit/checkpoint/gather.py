@@ -15,10 +15,12 @@ from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.job.job import Job
 from graphsplit.optimizers.own_step import by_the_model
-from graphsplit.optimizers.ownership import plain_classes
+from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.attributes import STATE_VERSIONS, storage_of
 from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.stand_ins import as_ordinary
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
@@ -41,7 +43,7 @@ class StateGatherer:
     def gather_network(self) -> dict[str, Any]:
         """The network's own ``state_dict``: hooks have run, values are copied."""
         network = self._task.network
-        with plain_classes(network), torch.no_grad():
+        with as_ordinary(_tensors(network), Elsewhere), torch.no_grad():
             if own_saving(network, with_extra=True):  # it may look at every value
                 self._bring_values(network)
                 return _copied(network.state_dict())
@@ -56,7 +58,7 @@ class StateGatherer:
 
     def _bring_values(self, network: nn.Module) -> None:
         """Give every stand-in the value it stands for; its memory is there."""
-        for tensor in (*network.parameters(), *network.buffers()):
+        for tensor in _tensors(network):
             if id(tensor) in self._owner_of:
                 tensor.data.copy_(self._gather_tensor(tensor))
 
@@ -78,7 +80,7 @@ class StateGatherer:
         """
         network = self._task.network
         named = named_state(network, None)
-        with plain_classes(network):
+        with as_ordinary(_tensors(network), Elsewhere):
             if own_loading(network, with_extra=True):
                 with torch.no_grad():
                     self._bring_values(network)
@@ -156,7 +158,7 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(tensor, torch.Tensor):
             return tensor
         key = (
-            tensor.untyped_storage()._cdata,
+            storage_of(tensor),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),
@@ -166,6 +168,10 @@ def _copied(value: dict[str, Any]) -> dict[str, Any]:
         return copies[key]
 
     found: Any = pytree.tree_map(copy, value)
-    if hasattr(value, "_metadata"):
-        found._metadata = value._metadata
+    if hasattr(value, STATE_VERSIONS):
+        setattr(found, STATE_VERSIONS, getattr(value, STATE_VERSIONS))
     return cast(dict[str, Any], found)
+
+
+def _tensors(network: nn.Module) -> tuple[torch.Tensor, ...]:
+    return *network.parameters(), *network.buffers()

@@ -86,7 +86,7 @@ def remembered_by(loader: Any, process: Fixed | None = None) -> dict[str, Any]:
         process: What ``process_generators`` gave just now, if the caller knows.
     """
     found: dict[str, Any] = {"": process_generators() if process is None else process}
-    for path, part in _parts_of(loader):
+    for path, part in named_parts(loader):
         for name, value in vars(part).items():
             state = _state_of(path, name, value)
             if state is not None:
@@ -98,14 +98,14 @@ def put_remembered(loader: Any, states: Mapping[str, Any]) -> None:
     """Let a loader remember what ``remembered_by`` gave; what it does not have is left out."""
     if "" in states:
         set_process_generators(states[""])
-    for path, part in _parts_of(loader):
+    for path, part in named_parts(loader):
         for name, value in list(vars(part).items()):
             state = states.get(f"{path}:{name}")
             if state is not None:
                 _put_state(part, name, value, state)
 
 
-def _parts_of(loader: Any) -> Iterator[tuple[str, Any]]:
+def named_parts(loader: Any) -> Iterator[tuple[str, Any]]:
     """The objects that a loader is made of, each by the first way to it."""
     seen: list[Any] = []
     for path in _PARTS:

@@ -14,19 +14,18 @@ from torch import nn
 
 from graphsplit.errors import StateError
 from graphsplit.optimizers.own_step import refuse_partial_state
-
-_SAVING = ("state_dict", "_save_to_state_dict")
-_GET_EXTRA, _SET_EXTRA = "get_extra_state", "set_extra_state"
-_SAVING_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-_LOADING = ("load_state_dict", "_load_from_state_dict")
-_LOADING_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_OPTIMIZERS = ("state_dict", "load_state_dict")
-_OPTIMIZERS_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
+from graphsplit.torch_ext.attributes import (
+    LOAD,
+    LOADING_HOOKS,
+    OPTIMIZER_STATE_HOOKS,
+    SAVE,
+    SAVING_HOOKS,
 )
+
+_SAVING = ("state_dict", SAVE)
+_GET_EXTRA, _SET_EXTRA = "get_extra_state", "set_extra_state"
+_LOADING = ("load_state_dict", LOAD)
+_OPTIMIZERS = ("state_dict", "load_state_dict")
 
 
 def own_saving(network: nn.Module, *, with_extra: bool) -> list[str]:
@@ -37,18 +36,18 @@ def own_saving(network: nn.Module, *, with_extra: bool) -> list[str]:
         with_extra: Whether extra state counts, which is an entry of its own.
     """
     extra = (_GET_EXTRA,) if with_extra else ()
-    return _of_modules(network, (*_SAVING, *extra), _SAVING_HOOKS)
+    return _of_modules(network, (*_SAVING, *extra), SAVING_HOOKS)
 
 
 def own_loading(network: nn.Module, *, with_extra: bool) -> list[str]:
     """The user's code that runs when a state is loaded into the network; see ``own_saving``."""
     extra = (_SET_EXTRA,) if with_extra else ()
-    return _of_modules(network, (*_LOADING, *extra), _LOADING_HOOKS)
+    return _of_modules(network, (*_LOADING, *extra), LOADING_HOOKS)
 
 
 def own_code_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """The user's code that runs when an optimizer's state is saved or loaded, in words."""
-    return list(_own(optimizer, "", _OPTIMIZERS, _OPTIMIZERS_HOOKS))
+    return list(_own(optimizer, "", _OPTIMIZERS, OPTIMIZER_STATE_HOOKS))
 
 
 def refuse_own_code(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -151,6 +151,23 @@ class EpochStart:
         iterator = iter(loader)
         return iterator
 
+    def put_between_epochs(self, loader: Iterable[Any]) -> EpochStart:
+        """Bring generators and loader at once to where they stood, between two epochs.
+
+        Returns:
+            How the epoch starts now: what is changed before it, by a callback or by telling the
+            loader the epoch's number, belongs to it.
+
+        Raises:
+            ConfigurationError: as ``open``.
+        """
+        own = (self.loader or {}).get("own")
+        self._check(loader, own, generators_of(loader))
+        self.go_on(loader)
+        if own is None:
+            return FROM_THE_START
+        return EpochStart(loader={**(self.loader or {}), "remembered": None})
+
     def go_on(self, loader: Iterable[Any]) -> None:
         """Set the generators to the states that training goes on with.
 
@@ -258,7 +275,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """A ``train`` that runs: how far it is, and what a save in its middle needs."""
 
     @property
@@ -280,7 +297,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class NoRun:
-    """As a ``Run``: no ``train`` runs; the loss is that of the last step so far."""
+    """As a ``TrainingRun``: no ``train`` runs; the loss is that of the last step so far."""
 
     loss: torch.Tensor | None = None
     position: tuple[int, int] = (0, 0)

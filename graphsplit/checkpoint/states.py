@@ -13,17 +13,16 @@ import torch
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION
 from graphsplit.checkpoint.contents import (
-    METADATA,
-    Contents,
+    CheckpointContents,
     NetworkState,
     Ownership,
     optimizers_of,
 )
-from graphsplit.checkpoint.disk.source import Request, Source
-from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.disk.source import Source, TensorRequest
+from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import EpochStart, NoRun, Position, Run
+from graphsplit.checkpoint.position import EpochStart, NoRun, Position, TrainingRun
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -36,6 +35,7 @@ from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.planning.task import Task
+from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
 PathLike = str | os.PathLike[str]
 
@@ -131,14 +131,14 @@ class States:
         resumption: Set by ``load``, for the next ``train``.
     """
 
-    def __init__(self, task: Task, holder: Holder) -> None:
+    def __init__(self, task: Task, holder: StateHolder) -> None:
         self._task = task
         self._holder = holder
         self.more: dict[str, Stateful] = {}
         if task.scaler is not None:
             self.more["scaler"] = task.scaler
         self.num_epochs = 0
-        self.run: Run = NoRun()
+        self.run: TrainingRun = NoRun()
         self.others = OtherLoaders()
         self.resumption: Resumption | None = None
 
@@ -160,12 +160,12 @@ class States:
         has_own_code = own_saving(self._task.network, with_extra=False)
         whole: Any = self._holder.state_dict() if has_own_code else None
 
-        def make() -> Contents:
-            contents = Contents()
+        def make() -> CheckpointContents:
+            contents = CheckpointContents()
             if whole is None:
                 contents.add_network(NetworkState.of(self._task), ownership, group.rank)
             elif group.rank == 0:
-                contents.add_whole(whole, getattr(whole, METADATA, None))
+                contents.add_whole(whole, getattr(whole, STATE_VERSIONS, None))
             return contents
 
         save_file(Path(path), make, group, holds="weights")
@@ -176,8 +176,8 @@ class States:
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
-        def make() -> Contents:
-            contents = Contents()
+        def make() -> CheckpointContents:
+            contents = CheckpointContents()
             for name, optimizer in optimizers_of(self._task).items():
                 contents.add_optimizer(name, optimizer, ownership, group.rank)
             return contents
@@ -228,8 +228,8 @@ class States:
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
-        def make() -> Contents:
-            contents, state = Contents(), NetworkState.of(self._task)
+        def make() -> CheckpointContents:
+            contents, state = CheckpointContents(), NetworkState.of(self._task)
             contents.add_network(state, ownership, group.rank)
             contents.add_others(state, ownership, group.rank)
             if self._task.optimizers:
@@ -316,11 +316,11 @@ class States:
         self._take_over(found, values)
         return values
 
-    def _shared_requests(self, source: Source) -> list[Request]:
+    def _shared_requests(self, source: Source) -> list[TensorRequest]:
         """The values that every worker needs beside the network and the optimizers."""
         num_workers = self._holder.group().num_workers
         found = [
-            Request(name, "training", by_worker.takers(section, source.values, num_workers))
+            TensorRequest(name, "training", by_worker.takers(section, source.values, num_workers))
             for section, value in source.values.items()
             if section not in ("optimizers", "network")
             for name in tensor_names(value)
@@ -328,7 +328,7 @@ class States:
         check_present(found, source)
         return found
 
-    def _read_sections(self, source: Source, requests: list[Request]) -> dict[str, Any]:
+    def _read_sections(self, source: Source, requests: list[TensorRequest]) -> dict[str, Any]:
         group, sections = self._holder.group(), source.values
         tensors = source.fetch(requests)
         values = {
@@ -382,7 +382,7 @@ class States:
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
         if self._task.scaler is not None:
-            self._task.scaler._per_optimizer_states.clear()  # of a step that was broken off
+            scaler_findings(self._task.scaler).clear()  # of a step that was broken off
         self._take_over(found, values)
         self.run = NoRun(values.get("loss"))
         if not inside:
@@ -405,7 +405,7 @@ class States:
 
     def _requests(
         self, network: NetworkLoader | None, optimizers: list[OptimizerLoader]
-    ) -> list[Request]:
+    ) -> list[TensorRequest]:
         """The tensors to verify; what nobody owns yet is shared out, so that all is read once."""
         group, ownership = self._holder.group(), self._ownership()
         found = network.requests(ownership, group.num_workers) if network is not None else []
@@ -414,7 +414,7 @@ class States:
         if ownership.is_settled:
             return found
         return [
-            Request(request.name, request.holds, [index % group.num_workers])
+            TensorRequest(request.name, request.holds, [index % group.num_workers])
             for index, request in enumerate(found)
         ]
 

@@ -23,8 +23,8 @@ the line, because that memory is what deferring was to save.
 **Why not meta tensors.** A parameter's ``.data`` cannot go from meta to CPU, initialisers branch
 on the device (``trunc_normal_`` returns at once for meta), and capture refuses mixed devices. A
 parameter built here is a CPU tensor from the start, with true strides and true aliases, that only
-lacks its memory (see ``recording.py``). Expanded scalars (`stand_ins`) take its place where other
-code traces through the network, and where a parameter belongs to another worker for good; they
+lacks its memory (see ``recording.py``). Expanded scalars (`without_memory`) take its
+place where a parameter belongs to another worker for good; they
 will not do during construction, because their strides are not the true ones, and ``contiguous()``
 or ``view`` inside an initialiser would then mean something else.
 """
@@ -43,12 +43,14 @@ from torch.utils.hooks import RemovableHandle
 
 from graphsplit.deferred import guard as deferred_guard
 from graphsplit.deferred.guard import GuardedTensors
-from graphsplit.deferred.recording import Recording, plain_torch
+from graphsplit.deferred.recording import InitRecording
 from graphsplit.deferred.recording_modes import OperationMode, ReadingMode
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.freed_memory import return_now
+from graphsplit.torch_ext.attributes import BUFFERS
+from graphsplit.torch_ext.stand_ins import plain_torch, without_memory
 
-_open: list[Recording] = []
+_open: list[InitRecording] = []
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def deferred_init() -> Iterator[None]:
     if _open:
         yield
         return
-    recording = Recording()
+    recording = InitRecording()
     _open.append(recording)
     try:
         with ReadingMode(recording), OperationMode(recording):
@@ -101,45 +103,9 @@ def materialize(module: torch.nn.Module, owned: Collection[str] | None = None) -
     with plain_torch():
         for tensor in others.values():
             deferred_guard.unguard(tensor)
-            tensor.data = _stand_in(tensor)
+            tensor.data = without_memory(tensor)
         deferred_guard.fill(kept.values())
     return_now()
-
-
-@contextlib.contextmanager
-def stand_ins(module: torch.nn.Module) -> Iterator[None]:
-    """Inside, every parameter and buffer is an ordinary tensor whose memory is never touched.
-
-    For code that looks at shapes only, such as a capture of the network. Afterwards each has what
-    it had before, deferred or real; what was written to it in between is lost.
-    """
-    tensors = {id(tensor): tensor for _, tensor in _named_tensors(module)}.values()
-    before = [(t, deferred_guard.recording_of(t)) for t in tensors]
-    with plain_torch():
-        for tensor in tensors:
-            deferred_guard.unguard(tensor)
-        memories = [tensor.data for tensor in tensors]
-        for tensor in tensors:
-            tensor.data = _untouched(tensor)
-    try:
-        yield
-    finally:
-        with plain_torch():
-            for (tensor, recording), memory in zip(before, memories, strict=True):
-                tensor.data = memory
-                if recording is not None and recording.number_of(tensor) is not None:
-                    deferred_guard.guard(tensor, recording)
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
-def _untouched(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory set aside with the tensor's true strides; it takes no room until it is written to."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
 
 
 def _named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -160,7 +126,7 @@ def _check_names(owned: Collection[str], known: set[str]) -> None:
         )
 
 
-def _finish(recording: Recording) -> None:
+def _finish(recording: InitRecording) -> None:
     """Guards what stays deferred, and fills everything else that is alive."""
     gc.collect()  # Initialisers leave cycles that would keep temporaries alive.
     found, stays = _find_tensors(recording)
@@ -178,7 +144,7 @@ def _finish(recording: Recording) -> None:
         _ForwardHook.watch(recording)
 
 
-def _find_tensors(recording: Recording) -> tuple[list[tuple[torch.Tensor, int]], set[int]]:
+def _find_tensors(recording: InitRecording) -> tuple[list[tuple[torch.Tensor, int]], set[int]]:
     """Returns the tensors on hollow storages, and the storages of parameters and buffers."""
     found: list[tuple[torch.Tensor, int]] = []
     stays: set[int] = set()
@@ -190,7 +156,7 @@ def _find_tensors(recording: Recording) -> tuple[list[tuple[torch.Tensor, int]],
                 if isinstance(candidate, torch.nn.Parameter):
                     stays.add(number)
         else:
-            for buffer in candidate.__dict__.get("_buffers", {}).values():
+            for buffer in candidate.__dict__.get(BUFFERS, {}).values():
                 number = None if buffer is None else recording.number_of(buffer)
                 if number is not None:
                     stays.add(number)
@@ -216,11 +182,11 @@ class _ForwardHook:
     a slower path, of other bits, when they see a parameter of a class of its own.
     """
 
-    _recordings: ClassVar[weakref.WeakSet[Recording]] = weakref.WeakSet()
+    _recordings: ClassVar[weakref.WeakSet[InitRecording]] = weakref.WeakSet()
     _handle: ClassVar[RemovableHandle | None] = None
 
     @classmethod
-    def watch(cls, recording: Recording) -> None:
+    def watch(cls, recording: InitRecording) -> None:
         """Starts to watch all modules, until the recording is gone or used up."""
         cls._recordings.add(recording)
         if cls._handle is None:

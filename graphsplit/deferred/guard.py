@@ -1,104 +1,53 @@
 """Keeps deferred tensors from being read as if they held something.
 
-Between the end of `deferred_init` and `materialize` a deferred tensor is of one of the two
-classes below, by assignment to ``__class__``: the object stays the same. Asking for its shape,
-registering a hook or handing it to an optimizer passes. Anything that needs its value fills it
-first, and the tensor becomes an ordinary one again.
+Between the end of `deferred_init` and `materialize` a deferred tensor is a stand-in
+(``torch_ext/stand_ins.py``). Anything that needs its value fills it first, and the tensor becomes
+an ordinary one again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable
 
 import torch
 
-from graphsplit.deferred.recording import Recording, plain_torch
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
+from graphsplit.deferred.recording import InitRecording
+from graphsplit.torch_ext.stand_ins import SET_DATA, StandIn, plain_torch, take_back
 
 _ATTRIBUTE = "_graphsplit_recording"
-_VALUE_PROPERTIES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_cdata"})
-_SETTABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks", "data")
-_HARMLESS_METHODS = (
-    "size stride dim ndimension numel nelement element_size storage_offset is_contiguous "
-    "is_floating_point is_complex is_signed __hash__ __len__ requires_grad_ "
-    "register_hook register_post_accumulate_grad_hook retain_grad get_device"
-)
 
 
-def _harmless() -> frozenset[Any]:
-    base = TensorBase
-    allowed = {getattr(torch.Tensor, name) for name in _HARMLESS_METHODS.split()}
-    for name in dir(torch.Tensor):
-        attribute: Any = getattr(torch.Tensor, name, None)
-        if type(attribute).__name__ == "getset_descriptor" and name not in _VALUE_PROPERTIES:
-            allowed.add(attribute.__get__)
-    allowed |= {getattr(base, name).__set__ for name in _SETTABLE}
-    allowed |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
-    return frozenset(allowed)
-
-
-_HARMLESS = _harmless()
-
-
-def _torch_function(
-    cls: type, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> Any:
-    kwargs = kwargs or {}
-    if func not in _HARMLESS:
-        guarded = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_guarded(leaf)]
-        with plain_torch():
-            for tensor in guarded:
-                fill([tensor], because=f"{getattr(func, '__name__', func)} needs a value")
-    with DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
-    fill([self], because="deepcopy needs a value")
-    return type(self).__deepcopy__(self, memo)
-
-
-def _reduce_ex(self: torch.Tensor, protocol: Any) -> Any:
-    fill([self], because="pickling needs a value")
-    return type(self).__reduce_ex__(self, protocol)
-
-
-class DeferredParameter(torch.nn.Parameter):
-    """A parameter whose memory and value do not exist yet."""
-
-    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
-    __deepcopy__ = _deepcopy  # These two ask for the class before they ask for a value.
-    __reduce_ex__ = _reduce_ex
-
-
-class DeferredTensor(torch.Tensor):
+class DeferredTensor(StandIn):
     """A buffer, or another tensor on deferred memory, whose value does not exist yet."""
 
-    __torch_function__: ClassVar[Any] = classmethod(_torch_function)
-    __deepcopy__ = _deepcopy  # These two ask for the class before they ask for a value.
-    __reduce_ex__ = _reduce_ex
+    harmless = StandIn.harmless | {SET_DATA}
+
+    def need_value(self, asked: str) -> None:
+        """Fills the tensor, and makes it an ordinary one."""
+        fill([self], because=f"{asked} needs a value")
+
+    @classmethod
+    def is_one_still(cls, tensor: torch.Tensor) -> bool:
+        """Tells whether nothing has filled the tensor."""
+        return is_hollow(tensor)
 
 
-_GUARD_OF: dict[type, type] = {
-    torch.nn.Parameter: DeferredParameter,
-    torch.Tensor: DeferredTensor,
-}
-_PLAIN_OF = {guard: plain for plain, guard in _GUARD_OF.items()}
+class DeferredParameter(DeferredTensor, torch.nn.Parameter):
+    """A parameter whose memory and value do not exist yet."""
 
 
 def can_guard(tensor: torch.Tensor) -> bool:
     """Tells whether the tensor is of a class that has a guarded form."""
-    return type(tensor) in _GUARD_OF
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_guarded(value: object) -> bool:
     """Tells whether ``value`` is a deferred tensor."""
-    return type(value) in _PLAIN_OF
+    return isinstance(value, DeferredTensor)
 
 
-def recording_of(tensor: torch.Tensor) -> Recording | None:
+def recording_of(tensor: torch.Tensor) -> InitRecording | None:
     """Returns the recording that a guarded tensor's value comes from, None if it is not guarded."""
     return tensor.__dict__.get(_ATTRIBUTE)
 
@@ -111,7 +60,7 @@ def is_hollow(tensor: torch.Tensor) -> bool:
 
 def fill(tensors: Iterable[torch.Tensor], *, because: str | None = None) -> None:
     """Gives guarded tensors their memory and values."""
-    by_recording: dict[Recording, set[int]] = {}
+    by_recording: dict[InitRecording, set[int]] = {}
     tensors = list(tensors)
     with plain_torch():
         for tensor in tensors:
@@ -125,23 +74,24 @@ def fill(tensors: Iterable[torch.Tensor], *, because: str | None = None) -> None
             unguard(tensor)
 
 
-def guard(tensor: torch.Tensor, recording: Recording) -> None:
+def guard(tensor: torch.Tensor, recording: InitRecording) -> None:
     """Turns a tensor into its guarded form."""
-    tensor.__class__ = _GUARD_OF[type(tensor)]
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    tensor.__class__ = DeferredParameter if is_parameter else DeferredTensor
     setattr(tensor, _ATTRIBUTE, recording)
 
 
 def unguard(tensor: torch.Tensor) -> None:
     """Turns a guarded tensor into an ordinary one, whatever memory it lies on."""
     if is_guarded(tensor):
-        tensor.__class__ = _PLAIN_OF[type(tensor)]
+        take_back(tensor)
         tensor.__dict__.pop(_ATTRIBUTE, None)
 
 
 class GuardedTensors:
     """The guarded tensors of one recording; each is let go when its storage was filled."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         self._by_storage: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._recording = weakref.ref(recording)
         recording.on_filled = self._release

@@ -15,15 +15,14 @@ holds, and every view, tie and saved tensor sees the values.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
 
 from graphsplit.deferred.calls import (
-    Call,
+    RecordedCall,
     TensorSpec,
     hollow_storage,
     new_storage,
@@ -32,28 +31,12 @@ from graphsplit.deferred.calls import (
 from graphsplit.deferred.draws import DrawChain, DrawReplay
 from graphsplit.errors import DeferredInitError, InvariantError
 from graphsplit.optimizers.freed_memory import note_dropped
-from graphsplit.torch_ext.private import (
-    DisableTorchFunction,
-    disable_current_modes,
-    has_storage,
-    storage_use_count,
-)
+from graphsplit.torch_ext.attributes import storage_key, storage_of, swap_memory
+from graphsplit.torch_ext.private import has_storage, storage_use_count
+from graphsplit.torch_ext.stand_ins import plain_torch
 
 WARN_FROM_BYTES = 1 << 20
 """Smaller contents are filled on demand without a word."""
-
-
-@contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Everything inside runs as outside of any mode, autocast or gradient recording."""
-    with (
-        DisableTorchFunction(),
-        disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        yield
 
 
 def warn_if_large(size_bytes: int, because: str) -> None:
@@ -66,13 +49,13 @@ def warn_if_large(size_bytes: int, because: str) -> None:
         )
 
 
-class Recording:
+class InitRecording:
     """Hollow storages and the calls that tell their contents. Not thread-safe."""
 
     def __init__(self) -> None:
         self.is_open = True
         self.on_filled: Callable[[set[int]], None] = lambda _: None
-        self._calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
         self._chains: list[DrawChain] = []
         self._hollow: dict[int, torch.UntypedStorage] = {}
         self._by_address: dict[int, int] = {}
@@ -86,7 +69,7 @@ class Recording:
         if tensor.layout != torch.strided or not has_storage(tensor):
             return None
         try:
-            return self._by_address.get(tensor.untyped_storage()._cdata)
+            return self._by_address.get(storage_of(tensor))
         except (NotImplementedError, RuntimeError):
             return None  # A wrapper of another library's: none of ours.
 
@@ -96,7 +79,7 @@ class Recording:
         storage = hollow_storage(size_bytes)
         self._sizes.append(size_bytes)
         self._hollow[number] = storage
-        self._by_address[storage._cdata] = number
+        self._by_address[storage_key(storage)] = number
         return number
 
     def new_tensor(self, spec: TensorSpec) -> torch.Tensor:
@@ -111,7 +94,7 @@ class Recording:
         """Says that the storage has no content of its own: it comes from ``torch.empty``."""
         self._unset.add(number)
 
-    def append(self, call: Call) -> None:
+    def append(self, call: RecordedCall) -> None:
         """Adds an operation that was not executed, or whose result was dropped."""
         self._calls.append(call)
 
@@ -131,7 +114,7 @@ class Recording:
         # One count is that of the recording's own reference.
         count = storage_use_count
         hollow = self._hollow
-        return {n for n in numbers if n in hollow and count(hollow[n]._cdata) > 1}
+        return {n for n in numbers if n in hollow and count(storage_key(hollow[n])) > 1}
 
     def close(self) -> None:
         """Ends the recording; forgets what nothing alive depends on."""
@@ -159,19 +142,19 @@ class Recording:
 
     def _swap_in(self, number: int, content: torch.UntypedStorage) -> None:
         storage = self._hollow.pop(number)
-        del self._by_address[storage._cdata]
+        del self._by_address[storage_key(storage)]
         if content.nbytes() != storage.nbytes():
             raise DeferredInitError(
                 f"a replayed tensor takes {content.nbytes()} bytes, recorded were "
                 f"{storage.nbytes()}\n  Fix: build this network without gs.deferred_init()."
             )
-        storage._swap_data_ptr_(content)  # type: ignore[attr-defined]
+        swap_memory(storage, content)
 
     def _forget(self) -> None:
         """Drops hollow storages that nobody holds, and the calls that no other needs."""
         alive = self.alive()
         for number in set(self._hollow) - alive:
-            del self._by_address[self._hollow.pop(number)._cdata]
+            del self._by_address[storage_key(self._hollow.pop(number))]
         self._recent = (0, {})
         self._calls, _ = _needed_for(self._calls, alive)
 
@@ -239,7 +222,7 @@ class Recording:
 
     def _run(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[RecordedCall],
         contents: dict[int, torch.UntypedStorage],
         replay: DrawReplay,
         *,
@@ -259,10 +242,12 @@ class Recording:
                 note_dropped(self._sizes[number])
 
 
-def _needed_for(calls: Sequence[Call], wanted: Iterable[int]) -> tuple[list[Call], set[int]]:
+def _needed_for(
+    calls: Sequence[RecordedCall], wanted: Iterable[int]
+) -> tuple[list[RecordedCall], set[int]]:
     """Returns the calls on which the wanted contents depend, and what must exist before them."""
     needed = set(wanted)
-    found: list[Call] = []
+    found: list[RecordedCall] = []
     for call in reversed(calls):
         if not needed:
             break
@@ -276,7 +261,7 @@ def _needed_for(calls: Sequence[Call], wanted: Iterable[int]) -> tuple[list[Call
 
 
 def _up_to_date(
-    calls: Sequence[Call], executed: Sequence[Call], before: Collection[int]
+    calls: Sequence[RecordedCall], executed: Sequence[RecordedCall], before: Collection[int]
 ) -> set[int]:
     """Returns the storages whose content is that of after all calls, though not all are executed.
 
@@ -288,7 +273,7 @@ def _up_to_date(
     return written | {number for number in before if number not in last_writer}
 
 
-def _dead_after(calls: Sequence[Call], keep: Collection[int]) -> list[set[int]]:
+def _dead_after(calls: Sequence[RecordedCall], keep: Collection[int]) -> list[set[int]]:
     """Returns for each call the storages whose content no later call, nor the caller, reads."""
     live = set(keep)
     dead: list[set[int]] = []

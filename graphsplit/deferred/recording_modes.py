@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from graphsplit.deferred.calls import SHAPE_ONLY, Call, TensorSpec, user_line
-from graphsplit.deferred.recording import Recording, plain_torch, warn_if_large
+from graphsplit.deferred.calls import SHAPE_ONLY, RecordedCall, TensorSpec, user_line
+from graphsplit.deferred.recording import InitRecording, warn_if_large
+from graphsplit.torch_ext.attributes import operator_schema
 from graphsplit.torch_ext.private import DisableTorchFunction, TorchDispatchMode, pytree
+from graphsplit.torch_ext.stand_ins import plain_torch
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 _LIKE = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"})
@@ -35,6 +37,8 @@ _DRAW_INTO = frozenset(
 )
 _FILLS = frozenset({"zero_", "fill_", "copy_"}) | _DRAW_INTO
 _SHAPE_ONLY = (_EMPTY | _LIKE | _DRAW_LIKE) - {"empty", "empty_strided"}
+# What an operator raises on meta tensors: no name that torch has moved is among it.
+_NO_SHAPE = (RuntimeError, AssertionError, TypeError, ValueError, IndexError)
 _MAKES_ALIAS = frozenset({"_unsafe_view", "_reshape_alias", "lift", "set_"})
 _CHANGES_STORAGE = frozenset({"resize_", "resize_as_"})
 # These write to the running statistics, and their schemas do not say so.
@@ -76,7 +80,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Returns the arguments that the operation's schema says it writes to."""
     written: list[torch.Tensor] = []
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(operator_schema(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written += _tensors(value)
@@ -84,22 +88,22 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _returns_views(func: Any) -> bool:
-    aliases = [ret.alias_info for ret in func._schema.returns]
+    aliases = [ret.alias_info for ret in operator_schema(func).returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _is_recordable(func: Any) -> bool:
     """Tells whether nothing but tensors come out, and none of them may be resized on the way."""
-    kinds = [str(ret.type) for ret in func._schema.returns]
+    kinds = [str(ret.type) for ret in operator_schema(func).returns]
     return all(kind in ("Tensor", "List[Tensor]") for kind in kinds) and not any(
-        argument.is_out for argument in func._schema.arguments
+        argument.is_out for argument in operator_schema(func).arguments
     )
 
 
 class OperationMode(TorchDispatchMode):
     """Records operations instead of executing them, as the module's table says."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
@@ -186,7 +190,7 @@ class OperationMode(TorchDispatchMode):
             return self._execute(func, hollow, args, kwargs)
         try:
             shaped = self._on_meta(func, args, kwargs)
-        except Exception:
+        except _NO_SHAPE:
             # Either torch knows no shape without the values, or the call is wrong: executing it
             # gives the result, or the error of plain construction.
             return self._execute(func, hollow, args, kwargs)
@@ -213,7 +217,7 @@ class OperationMode(TorchDispatchMode):
             return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
 
         meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, shape_of, (args, kwargs))
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        if any(argument.name == "device" for argument in operator_schema(func).arguments):
             meta_kwargs["device"] = torch.device("meta")
         return func(*meta_args, **meta_kwargs)
 
@@ -236,7 +240,7 @@ class OperationMode(TorchDispatchMode):
         created: list[TensorSpec],
         *,
         is_draw: bool = False,
-    ) -> Call:
+    ) -> RecordedCall:
         def describe(tensor: torch.Tensor) -> Any:
             if name in _SHAPE_ONLY:
                 return TensorSpec.of(tensor, SHAPE_ONLY)
@@ -257,7 +261,7 @@ class OperationMode(TorchDispatchMode):
             if all(not isinstance(s, TensorSpec) or s.storage != target for s in sources):
                 reads.discard(target)
                 overwrites.add(target)
-        return Call(
+        return RecordedCall(
             func=func,
             args=described[0],
             kwargs=described[1],
@@ -291,7 +295,7 @@ def _written_result(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[torch.Tensor]
 ) -> Any:
     """Returns what an operation that writes to its arguments returns: these arguments."""
-    num_returns = len(func._schema.returns)
+    num_returns = len(operator_schema(func).returns)
     if num_returns == 0:
         return None
     return written[0] if num_returns == 1 else tuple(written)
@@ -310,7 +314,7 @@ class ReadingMode(TorchFunctionMode):
 
     _READERS = _readers()
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         super().__init__()
         self._recording = recording
 

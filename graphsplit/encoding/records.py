@@ -45,6 +45,7 @@ _PLAIN: dict[Any, Field] = {
     float: number(float("-inf"), float("inf")),
     str: STR,
     bytes: chunk(1 << 30),
+    Any: Field(lambda raw, _: raw),  # JSON as it is
 }
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.tensor_meta import DTYPES, TensorMeta, contiguous_strides
 
 _AS_THEY_ARE = frozenset((type(None), bool, int, str))
 _PAIRS = ("$map", "$counter")
@@ -229,8 +229,8 @@ def _decode_rare(tag: str, content: Any) -> Any:
             return bytes.fromhex(text)
         case "$complex", [float() | int() as real, float() | int() as imaginary]:
             return complex(real, imaginary)
-        case "$dtype", str(name) if isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        case "$dtype", str(name) if name in DTYPES:
+            return DTYPES[name]
         case "$device", str(name):
             return torch.device(name)
         case "$namespace", dict(values):
@@ -334,7 +334,6 @@ def meta_from_json(node: Any, *, what: str) -> TensorMeta:
     """
     match node:
         case [str(name), list(shape)] if all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype):
-                return TensorMeta(dtype, tuple(shape), contiguous_strides(shape))
+            if name in DTYPES:
+                return TensorMeta(DTYPES[name], tuple(shape), contiguous_strides(shape))
     raise CheckpointError(f"{what} is described as {str(node)[:100]}; expected [dtype, shape]")

@@ -45,8 +45,9 @@ from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.tensor_meta import TensorMeta
 
 _FIX = (
@@ -109,9 +110,9 @@ class Feed:
         divider: Divider,
         has_loss_fn: bool,
         readers: LoaderReaders,
-        note: str = "",
+        note: Note = str,
         start: EpochStart = FROM_THE_START,
-        progress: Progress | None = None,
+        progress: TrainingProgress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job = job

@@ -14,7 +14,7 @@ from graphsplit.feeding.feed import Feed, likely_first_reader
 from graphsplit.feeding.tickets import Tickets
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
 
 
@@ -28,7 +28,7 @@ class Leading:
         progress: How far training is.
     """
 
-    def __init__(self, task: Task, job: Job, planner: Planner, progress: Progress) -> None:
+    def __init__(self, task: Task, job: Job, planner: Planner, progress: TrainingProgress) -> None:
         self._task = task
         self._job = job
         self._planner = planner
@@ -55,6 +55,8 @@ class Leading:
             is_stopped: Whether it ends after the step that is done; the same on all workers.
         """
         is_training = mode is Mode.TRAIN
+        if is_training:
+            self._progress.begin()
         return Feed(
             self._job,
             self._planner,
@@ -66,7 +68,7 @@ class Leading:
             is_stopped=is_stopped,
             divider=self._task.divider if is_training else Divider(),
             has_loss_fn=self._task.loss_fn is not None,
-            note=self._note() if is_training else "",
+            note=self._note if is_training else str,
             progress=self._progress if is_training else None,
             readers=self._job.readers,
         )
@@ -78,15 +80,16 @@ class Leading:
             LoaderMismatchError: They were given different ones.
         """
         batch = division.shape()
-        note = self._note() if mode is Mode.TRAIN else ""
-        progress = self._progress if mode is Mode.TRAIN else None
         if self._job.num_workers > 1:
             self._compare_with_leader(mode, division, batch, step)
-        return plan_step(self._planner, mode, batch, note=note, progress=progress)
+        if mode is not Mode.TRAIN:
+            return plan_step(self._planner, mode, batch)
+        if self._progress.seed is None:
+            self._progress.begin()
+        return plan_step(self._planner, mode, batch, note=self._note, progress=self._progress)
 
     def _note(self) -> str:
         """The text that workers must agree on besides plans, once training has begun."""
-        self._progress.begin()
         return self._progress.agreement(self._task.divider)
 
     def _leader(self, mode: Mode, loader: Iterable[Any]) -> int:

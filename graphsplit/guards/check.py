@@ -1,28 +1,38 @@
 """Whether everything that a captured graph depends on is still as it was; before every step.
 
-What was read is compared by identity, places of one kind all at once: some 40 ns a place. Only
-where an identity differs are types and bits compared; if those are the same, the new objects are
-the ones to look for from then on.
+What was read is compared by identity, places of one kind all at once (``compiled``): some 25 ns a
+place. Only where an identity differs are types and bits compared; if those are the same, the new
+objects are the ones to look for from then on.
 """
 
 from __future__ import annotations
 
+import decimal
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
-from operator import attrgetter, contains, eq, getitem, is_
-from types import CodeType, FunctionType
+from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from graphsplit.guards.compiled import (
+    HAS_CLASS,
+    HAS_LENGTH,
+    HAS_VERSION,
+    IS_AT,
+    IS_FIELD,
+    IS_IN_CELL,
+    IS_NOT_IN,
+    conjunctions,
+)
 from graphsplit.guards.places import Place, PlaceKind, entry, inside
 from graphsplit.guards.values import (
     MISSING,
-    Difference,
     Frozen,
+    ValueDifference,
     differences,
     freeze,
     holder_of,
@@ -33,10 +43,7 @@ from graphsplit.guards.values import (
     shown,
     values_of,
 )
-
-Comparison = Callable[[Any, Any], bool]
-_AT_ONCE = 32  # entries that one function compares
-_getter = cache(attrgetter)  # one object a name: rows of one kind are found by it
+from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +53,8 @@ class Watched:
     Attributes:
         place: The place.
         value: The snapshot of its value.
-        is_structure: Whether it is a table of a module: its parameters, children, hooks.
+        is_structure: Whether it is a table of a module (its parameters, children, hooks) or what a
+            cache holds: no value of the user's own.
     """
 
     place: Place
@@ -80,7 +88,7 @@ class Guards:
         tensors: Tensors that are no state, but whose values code may have looked at.
         types: Objects, each with the class that it had.
         lifted: Places whose values are operands of the graph: only their types count.
-        switches: Gives PyTorch's own switches, as something that can be compared.
+        with_switches: Whether PyTorch's own switches count.
     """
 
     def __init__(
@@ -90,23 +98,21 @@ class Guards:
         tensors: Collection[torch.Tensor] = (),
         types: Mapping[int, Any] | None = None,
         lifted: Sequence[Place] = (),
-        switches: Callable[[], Any] | None = None,
+        with_switches: bool = False,
     ) -> None:
         self.watched = tuple(watched)
         self.lifted = tuple(lifted)
         self._types = [type(place.read()) for place in self.lifted]
         self._free = {place.identity for place in self.lifted}
         self._classes = [(one, type(one)) for one in (types or {}).values()]
-        self._versions = [(tensor, tensor._version) for tensor in tensors]
-        self._switches = switches
-        self._switched = switches() if switches is not None else None
+        self._versions = [(tensor, writes_of(tensor)) for tensor in tensors]
+        self._switches = _switches() if with_switches else None
         self._compile()
 
     def __len__(self) -> int:
         """How many places are compared."""
-        in_rows = self._num_entries + sum(len(expected) for _, _, _, expected in self._checks)
         others = (self._empty, self._contents, self._others, self._arrays)
-        return in_rows + sum(map(len, others))
+        return self._num_rows + sum(map(len, others))
 
     def hold(self) -> bool:
         """Whether nothing has changed."""
@@ -114,7 +120,9 @@ class Guards:
             is_same = self._is_identical()
         except (LookupError, ValueError):  # an entry, or the contents of a cell, is gone
             is_same = False
-        return (is_same and self._lifted_are_numbers()) or self._hold_by_value()
+        if is_same and (not self.lifted or self._lifted_are_numbers()):
+            return True
+        return self._hold_by_value()
 
     def lifted_values(self) -> tuple[Any, ...]:
         """The present values of the lifted places."""
@@ -144,7 +152,7 @@ class Guards:
             watched,
             tensors=[tensor for tensor, _ in self._versions],
             lifted=tuple(map(move, self.lifted)),
-            switches=self._switches,
+            with_switches=self._switches is not None,
         )
 
     def settle(self) -> None:
@@ -159,10 +167,7 @@ class Guards:
     def _is_identical(self) -> bool:
         if any(self._empty):
             return False
-        for compare, get, columns, expected in self._checks:
-            if not all(map(compare, map(get, *columns), expected)):
-                return False
-        for hold in self._entries:
+        for hold in self._comparisons:
             if not hold():
                 return False
         if not all(map(is_, chain.from_iterable(self._contents), self._items)):  # lengths are same
@@ -173,7 +178,7 @@ class Guards:
         for place, value in self._others:
             if place.read() is not value:
                 return False
-        return self._switches is None or self._switches() == self._switched
+        return self._switches is None or self._switches == _switches()
 
     def _lifted_are_numbers(self) -> bool:
         return [type(place.read()) for place in self.lifted] == self._types
@@ -181,7 +186,7 @@ class Guards:
     def _hold_by_value(self) -> bool:
         if self.failures():
             return False
-        if self._switches is not None and self._switches() != self._switched:
+        if self._switches is not None and self._switches != _switches():
             return False
         self.watched = tuple(replace(w, value=freeze(w.place.read())) for w in self.watched)
         self._compile()
@@ -193,17 +198,16 @@ class Guards:
                 place = Place(PlaceKind.FIELD, one, "__class__", f"the class of a {kind.__name__}")
                 yield Failure(place, kind, type(one))
         for tensor, version in self._versions:
-            if tensor._version != version:
+            if writes_of(tensor) != version:
                 label = f"a {list(tensor.shape)} tensor that is neither parameter nor buffer"
-                place = Place(PlaceKind.FIELD, tensor, "_version", label)
-                yield Failure(place, f"version {version}", f"version {tensor._version}")
+                place = Place(PlaceKind.FIELD, tensor, WRITES, label)
+                yield Failure(place, f"version {version}", f"version {writes_of(tensor)}")
 
     # Making the flat lists that are compared.
 
     def _compile(self) -> None:
-        # By what compares and what reads: holder (and key), and what was there.
-        self._rows: dict[tuple[Comparison, Callable[..., Any]], list[tuple[Any, ...]]]
-        self._rows = defaultdict(list)
+        # By comparison and class of the holders: holder (and key), and what was there.
+        self._rows: dict[tuple[str, type], list[tuple[Any, ...]]] = defaultdict(list)
         self._empty: list[Any] = []  # containers
         self._contents: list[Iterable[Any]] = []  # of containers, one after the other
         self._items: list[Any] = []  # what was in all of them
@@ -212,17 +216,13 @@ class Guards:
         self._added: set[Any] = set(self._free)
         for watched in self.watched:
             self._add(watched.place, watched.value, is_structure=watched.is_structure)
-        self._rows[is_, type] += self._classes
-        self._rows[eq, _getter("_version")] += self._versions
-        rows = self._rows[is_, getitem]
-        self._rows[is_, getitem] = [row for row in rows if type(row[0]) is not dict]
-        in_dictionaries = [row for row in rows if type(row[0]) is dict]
-        self._num_entries = len(in_dictionaries)
-        self._entries = list(_entries_hold(in_dictionaries))
-        self._checks = [
-            (compare, get, columns[:-1], columns[-1])
-            for (compare, get), rows in self._rows.items()
-            if (columns := tuple(zip(*rows, strict=True)))
+        self._rows[HAS_CLASS, object] += self._classes
+        self._rows[HAS_VERSION, torch.Tensor] += self._versions
+        self._num_rows = sum(map(len, self._rows.values()))
+        self._comparisons = [
+            function
+            for (comparison, kind), rows in self._rows.items()
+            for function in conjunctions(comparison, kind, rows)
         ]
 
     def _add(self, place: Place, value: Any, *, is_structure: bool) -> None:
@@ -234,16 +234,17 @@ class Guards:
 
     def _add_reference(self, place: Place, value: Any) -> None:
         holder = vars(place.holder) if place.kind is PlaceKind.CLASS else place.holder
-        in_table = place.kind in (PlaceKind.ENTRY, PlaceKind.CLASS)
-        is_plain = type(holder) in (dict, list) or place.kind is PlaceKind.CLASS
-        if in_table and is_plain and value is MISSING:
-            self._rows[is_, contains].append((holder, place.key, False))
-        elif in_table and is_plain:
-            self._rows[is_, getitem].append((holder, place.key, value))
+        kind = type(holder)
+        if place.kind is PlaceKind.CLASS or (place.kind is PlaceKind.ENTRY and kind is dict):
+            is_there = value is not MISSING
+            row = (holder, place.key, value) if is_there else (holder, place.key)
+            self._rows[IS_AT if is_there else IS_NOT_IN, kind].append(row)
+        elif place.kind is PlaceKind.ENTRY and kind is list and value is not MISSING:
+            self._rows[IS_AT, kind].append((holder, place.key, value))
         elif place.kind is PlaceKind.CELL and value is not MISSING:
-            self._rows[is_, _getter("cell_contents")].append((holder, value))
-        elif place.kind is PlaceKind.FIELD and isinstance(holder, FunctionType):
-            self._rows[is_, _getter(place.key)].append((holder, value))
+            self._rows[IS_IN_CELL, kind].append((holder, value))
+        elif place.kind is PlaceKind.FIELD and kind is FunctionType:
+            self._rows[IS_FIELD[place.key], kind].append((holder, value))
         else:
             self._others.append((place, value))
 
@@ -254,7 +255,7 @@ class Guards:
             return
         entries = [(entry(held, key, ""), item) for held, key, item in _entries(frozen)]
         if any(place.identity in self._free for place, _ in entries) or is_structure:
-            self._add_keys(frozen)
+            self._add_keys(frozen, are_found=is_structure and len(entries) == 1)
             for place, item in entries:
                 self._add(place, item, is_structure=is_structure)
             return
@@ -267,37 +268,48 @@ class Guards:
             if isinstance(item, Frozen):
                 self._add_container(item, is_structure=False)
 
-    def _add_keys(self, frozen: Frozen) -> None:
-        """How many entries there are; of a mapping, its keys in order as well."""
+    def _add_keys(self, frozen: Frozen, *, are_found: bool = False) -> None:
+        """How many entries there are; of a mapping, its keys in order as well.
+
+        Args:
+            frozen: The container.
+            are_found: Whether each is asked for by its key, and no two could change their order.
+        """
         container = frozen.container
         held = holder_of(container)
         if type(held) in (dict, list, OrderedDict) and not frozen.items:
             self._empty.append(held)
             return
-        self._rows[eq, len].append((held, len(frozen.items)))
-        if frozen.keys:
+        self._rows[HAS_LENGTH, type(held)].append((held, len(frozen.items)))
+        if frozen.keys and not are_found:
             self._contents.append(keys_of(container))
             self._items += frozen.keys
 
 
-def _entries_hold(rows: Sequence[tuple[Any, ...]]) -> Iterator[Callable[[], bool]]:
-    """Functions that say whether entries of dictionaries are as they were, some at a time."""
-    code = _code_of_entries()
-    for start in range(0, len(rows), _AT_ONCE):
-        some = list(rows[start : start + _AT_ONCE])
-        some += [some[-1]] * (_AT_ONCE - len(some))
-        yield FunctionType(code, {}, "hold", tuple(chain.from_iterable(some)))
+def _switches() -> tuple[Any, ...]:
+    """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
+    decimals = decimal.getcontext()  # of this thread
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+        decimals.prec,
+        decimals.rounding,
+        decimals.Emin,
+        decimals.Emax,
+        decimals.clamp,
+        _hooks_on_all_modules() if any(GLOBAL_HOOKS) else None,
+    )
 
 
-@cache
-def _code_of_entries() -> CodeType:
-    """``h0[k0] is v0 and h1[k1] is v1 …``: half the time of calls that do the same in C."""
-    names = ", ".join(f"h{i}, k{i}, v{i}" for i in range(_AT_ONCE))
-    comparisons = " and ".join(f"h{i}[k{i}] is v{i}" for i in range(_AT_ONCE))
-    scope: dict[str, Any] = {}
-    exec(f"def hold({names}): return {comparisons}", scope)
-    code: CodeType = scope["hold"].__code__
-    return code
+def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:
+    """The user's; None if there are only graphsplit's own."""
+    found = tuple([tuple(filter(_is_users, hooks.values())) for hooks in GLOBAL_HOOKS])
+    return found if any(found) else None
+
+
+def _is_users(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
 
 
 def _view(container: Any) -> Iterable[Any]:
@@ -314,7 +326,7 @@ def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
             yield frozen.container, index, item
 
 
-def _place_of(place: Place, difference: Difference) -> Place:
+def _place_of(place: Place, difference: ValueDifference) -> Place:
     """The innermost place that differs: the watched one, or an entry of what is there."""
     held = difference.container
     if held is None or difference.key is None or isinstance(held, tuple):

@@ -12,11 +12,12 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from graphsplit.guards.places import Place, PlaceKind, itself
-from graphsplit.guards.values import CONTAINERS
+from graphsplit.guards.places import Place, PlaceKind, entry, itself
+from graphsplit.guards.values import CONTAINERS, shown
 
 _EMPTY: dict[Any, Any] = {}
 _VIEWS: tuple[type, ...] = (
@@ -33,7 +34,7 @@ _HOLDING_MODULES = frozenset(
 
 
 def hidden_places(value: Any, label: str) -> Iterator[Place]:
-    """What holds values behind an object of Python's own."""
+    """The holders of values behind an object of Python's own."""
     if isinstance(value, ContextVar):
         yield Place(PlaceKind.CONTEXT, value, value.name, f"the context variable {value.name}")
     elif isinstance(value, _VIEWS):
@@ -50,11 +51,19 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
 
 
 def hidden_values(value: Any) -> Iterator[Any]:
-    """What an object of Python's own leads to without holding it."""
+    """Values that an object of Python's own leads to without holding them."""
     if isinstance(value, weakref.ReferenceType):
         yield value()
     elif type(value) in _PROXIES:
         yield value.__repr__.__self__
+
+
+def cached_results(cache: Any, label: str) -> Iterator[Place]:
+    """Values in a ``functools.lru_cache``: once they are gone, its function is called again."""
+    for held, following in pairwise(gc.get_referents(cache)):
+        if following is cache.__wrapped__ and type(held) is dict:
+            for key in held:
+                yield entry(held, key, f"the result of {label} for {shown(key)}")
 
 
 def _dictionary(value: Any) -> Any:

@@ -39,6 +39,7 @@ from graphsplit.guards.values import (
     freeze,
     items_of,
 )
+from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES
 from graphsplit.torch_ext.private import FakeTensor
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
@@ -73,7 +74,7 @@ class Noted:
     is_written: bool = False
 
 
-class Meeting:
+class ValueVisitor:
     """The values that were met, and the places through which they were.
 
     Args:
@@ -294,14 +295,11 @@ def named_place(holder: Any, name: str, label: str) -> Place:
 
 def is_torchs(module: nn.Module, name: str) -> bool:
     """Whether a module's attribute is one of PyTorch's own tables, or an entry of one."""
-    if name in nn.Module.__dict__ or name in _TABLES or name.endswith("_hooks"):
+    if name in nn.Module.__dict__ or name in TABLES or name.endswith("_hooks"):
         return name != "training"
-    if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):
+    if isinstance(module, nn.RNNBase) and name.startswith(FLAT_WEIGHTS):
         return True
-    return any(name in (vars(module).get(table) or ()) for table in _TABLES)
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
+    return any(name in (vars(module).get(table) or ()) for table in TABLES)
 
 
 def is_watchable_module(module: ModuleType) -> bool:

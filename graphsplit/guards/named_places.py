@@ -14,6 +14,7 @@ from torch import nn
 from graphsplit.frames import short_path
 from graphsplit.guards.classes import is_watchable, own_dictionary
 from graphsplit.guards.places import Place, PlaceKind, cell, entry
+from graphsplit.torch_ext.attributes import modules_of
 
 _GLOBAL = re.compile(r"^(?P<file>.*\.py): (?P<name>\w+)(?P<rest>.*)$", re.DOTALL)
 _FUNCTION = re.compile(
@@ -126,8 +127,8 @@ def _step(one: Any, kind: str, key: Any) -> Any:
     if kind == "key":
         is_list = isinstance(one, list) and isinstance(key, int) and -len(one) <= key < len(one)
         return one[key] if is_list else one.get(key) if isinstance(one, dict) else None
-    if isinstance(one, nn.Module) and key in one._modules:
-        return one._modules[key]
+    if isinstance(one, nn.Module) and key in modules_of(one):
+        return modules_of(one)[key]
     held = own_dictionary(one)
     return held.get(key) if held is not None else getattr(one, key, None)
 

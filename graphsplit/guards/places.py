@@ -10,6 +10,7 @@ from types import CellType, SimpleNamespace
 from typing import Any
 
 from graphsplit.guards.values import MISSING, holder_of
+from graphsplit.torch_ext.attributes import PARAMETERS
 
 
 class PlaceKind(Enum):
@@ -50,7 +51,7 @@ class Place:
 
     @property
     def identity(self) -> tuple[int, PlaceKind, Any]:
-        """What is equal for one place, while it is held."""
+        """A key that is equal for one place, while it is held."""
         key = self.key if isinstance(self.key, Hashable) else repr(self.key)
         return id(self.holder), self.kind, (type(key), key)
 
@@ -62,7 +63,7 @@ class Place:
             if self.kind is PlaceKind.CONTEXT:
                 return self.holder.get(MISSING)
             if self.kind is PlaceKind.MARK:
-                return self.holder["_parameters"][self.key].requires_grad
+                return self.holder[PARAMETERS][self.key].requires_grad
             if isinstance(self.holder, dict):  # a dictionary of defaults must not make one
                 return dict.get(self.holder, self.key, MISSING)
             if self.kind is PlaceKind.ENTRY:
@@ -82,7 +83,7 @@ class Place:
         elif self.kind is PlaceKind.CONTEXT:
             self.holder.set(value)
         elif self.kind is PlaceKind.MARK:
-            self.holder["_parameters"][self.key].requires_grad_(value)
+            self.holder[PARAMETERS][self.key].requires_grad_(value)
         elif isinstance(self.holder, dict):
             dict.__setitem__(self.holder, self.key, value)
         elif self.kind is PlaceKind.ENTRY:

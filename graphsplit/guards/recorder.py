@@ -13,6 +13,7 @@ are no state. Afterwards everything is put back as it was, so that a capture lea
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -43,9 +44,10 @@ from graphsplit.guards.classes import (
     own_dictionary,
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
+from graphsplit.guards.hidden import cached_results
 from graphsplit.guards.meeting import (
-    Meeting,
     Noted,
+    ValueVisitor,
     is_torchs,
     is_watchable_module,
     named_place,
@@ -55,6 +57,7 @@ from graphsplit.guards.values import (
     CONTAINERS,
     MISSING,
 )
+from graphsplit.torch_ext.attributes import FORWARD_HOOKS
 from graphsplit.torch_ext.private import FakeTensor
 
 # Between a control-flow operator and the call in which the user gave it its functions.
@@ -81,9 +84,10 @@ class ReadRecorder:
     ) -> None:
         self.touched: dict[int, nn.Module] = {}
         self._seen: dict[tuple[int, str], Any] = {}
+        self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
         self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
-        self._meeting = Meeting(root, labels, self._classes)
+        self._meeting = ValueVisitor(root, labels, self._classes)
         self._by_name = AskedByName(self._asked)
         self._trace = _tracing(self._ran)
         self._is_off = True
@@ -97,7 +101,7 @@ class ReadRecorder:
         for module in self._root.modules():
             self._meeting.meet_class(type(module))
             self._classes.add(type(module))
-            for name in ("_forward_hooks", "_forward_pre_hooks"):
+            for name in FORWARD_HOOKS:
                 for hook in getattr(module, name).values():
                     self._meeting.meet(hook, f"a hook of {type(module).__name__}")
         loss_fn = getattr(self._root, "loss_fn", None)
@@ -120,6 +124,7 @@ class ReadRecorder:
     def asked_anew(self) -> set[Any]:
         """The identities of the places that are used from now on, to be read later."""
         self._seen.clear()  # these reads would not be noted again
+        self._told.clear()
         self._meeting.asked = set()
         return self._meeting.asked
 
@@ -180,6 +185,14 @@ class ReadRecorder:
         """Tensors that were met and that are no state of the network or the loss."""
         return self._meeting.tensors
 
+    def results_kept(self) -> Iterator[Place]:
+        """The contents of the caches of the user's functions by now."""
+        for one, label in self._meeting.met.values():
+            if isinstance(one, functools._lru_cache_wrapper):
+                code = getattr(one.__wrapped__, "__code__", None)
+                if code is not None and is_watched_file(code.co_filename):
+                    yield from cached_results(one, label)
+
     def touch(self, module: nn.Module) -> None:
         """Count a module as one of which something was read."""
         is_own_class = type(module).__module__.startswith("graphsplit.")
@@ -220,8 +233,9 @@ class ReadRecorder:
 
     def _ran(self, code: CodeType, held: dict[str, Any]) -> None:
         """A function of the user's has begun to run."""
-        if (id(code), id(held)) in self._meeting.executed or self._is_off or self._is_paused():
+        if (id(code), id(held)) in self._told or self._is_off or self._is_paused():
             return
+        self._told.add((id(code), id(held)))
         self._meeting.executed[id(code), id(held)] = code, held
         self._note_code(code, held)
         if id(code) not in self._meeting.functions and id(code) not in self._nested:
@@ -241,7 +255,8 @@ class ReadRecorder:
             self._meeting.passes_by = True
             for one, label in list(self._meeting.met.values()):
                 self._meeting.note_all_of(one, label)
-        new = facts.attributes - self._meeting.names
+        new = facts.attributes - self._told
+        self._told |= new
         self._meeting.names |= new
         for holder, label in self._meeting.named:
             self._meeting.note_named(holder, label, new)
@@ -389,7 +404,7 @@ class ReadRecorder:
         return None
 
     def _note_absence(self, one: Any, held: Any, name: str, label: str, owner: type) -> None:
-        """What would be found before a class's attribute, if it were there."""
+        """The attribute that would hide a class's, if it were there."""
         if held is not None and not hasattr(type(vars(owner)[name]), "__set__"):
             self._meeting.note(entry(held, name, label, *self._where(held)))
         for kind in type(one).__mro__:

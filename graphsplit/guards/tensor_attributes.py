@@ -18,6 +18,7 @@ from graphsplit.frames import is_own
 from graphsplit.guards.classes import is_watched_code
 from graphsplit.guards.places import Place, entry
 from graphsplit.guards.values import MISSING
+from graphsplit.torch_ext.attributes import buffers_of, parameters_of
 from graphsplit.torch_ext.private import FakeTensor
 
 Tensors = Mapping[tuple[int, str], torch.Tensor]
@@ -28,7 +29,7 @@ def tensors_of(modules: Iterable[nn.Module]) -> dict[tuple[int, str], torch.Tens
     return {
         (id(module), name): tensor
         for module in modules
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items())
         if tensor is not None
     }
 

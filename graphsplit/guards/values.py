@@ -71,7 +71,7 @@ class Frozen:
 
 
 def reference_of(frozen: Any) -> Any:
-    """What a snapshot was taken of."""
+    """The value that a snapshot was taken of."""
     return frozen.container if isinstance(frozen, Frozen) else frozen
 
 
@@ -92,7 +92,7 @@ def is_mapping(value: Any) -> bool:
 
 
 def holder_of(container: Any) -> Any:
-    """What holds the items of a container: itself, but for a namespace its dictionary."""
+    """The holder of a container's items: itself, but for a namespace its dictionary."""
     return vars(container) if isinstance(container, SimpleNamespace) else container
 
 
@@ -114,7 +114,7 @@ def values_of(value: Any) -> ValuesView[Any]:
 
 
 def items_of(value: Any) -> Iterator[Any]:
-    """What a container holds, whatever its class makes of iterating over it."""
+    """A container's items, whatever its class makes of iterating over it."""
     if is_mapping(value):
         return iter(values_of(value))
     kind = next(kind for kind in (*_SEQUENCES, *_SETS) if isinstance(value, kind))
@@ -158,6 +158,29 @@ def put_back(frozen: Any) -> Any:
         else:
             _fill_array(frozen)
     return frozen.container
+
+
+def put_into(frozen: Any, there: Any) -> Any:
+    """The value of a snapshot: in the containers that are there, where those can hold it.
+
+    What others know by the container, and not by its place, sees it too.
+    """
+    is_alike = isinstance(frozen, Frozen) and type(there) is type(frozen.container)
+    if not is_alike or not isinstance(there, MUTABLE):
+        return thaw(frozen)
+    if frozen.content is not None:
+        if frozen.content[:2] != _content(there)[:2]:
+            return thaw(frozen)
+        _fill_array(Frozen(there, content=frozen.content))
+        return there
+    if is_mapping(there):
+        known = dict(zip(keys_of(there), values_of(there), strict=True))
+    else:
+        known = {} if isinstance(there, _SETS) else dict(enumerate(items_of(there)))
+    keys = frozen.keys or range(len(frozen.items))
+    items = [put_into(item, known.get(key)) for key, item in zip(keys, frozen.items, strict=True)]
+    _fill(there, frozen.keys, items)
+    return there
 
 
 def _array_of(frozen: Frozen) -> Any:
@@ -216,7 +239,7 @@ def same(frozen: Any, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """Where a value is not the one of its snapshot.
 
     Attributes:
@@ -234,9 +257,9 @@ class Difference:
 
 def differences(
     frozen: Any, value: Any, *, within: Any = None, key: Any = None
-) -> Iterator[Difference]:
+) -> Iterator[ValueDifference]:
     """All places in which a value is not the one of its snapshot, the innermost ones."""
-    whole = Difference(within, key, frozen, value)
+    whole = ValueDifference(within, key, frozen, value)
     if not isinstance(frozen, Frozen):
         if frozen is not value and not _same_bits(frozen, value):
             yield whole
@@ -316,3 +339,15 @@ def shown(value: Any) -> str:
     except Exception:  # a repr of the user's decides nothing
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def comparable(state: Any) -> Any:
+    """A state of NumPy's generators, with the words of its arrays.
+
+    Their text is cut short as print options say.
+    """
+    if isinstance(state, dict):
+        return {name: comparable(part) for name, part in state.items()}
+    if isinstance(state, (tuple, list)):
+        return tuple(map(comparable, state))
+    return state.tobytes() if hasattr(state, "tobytes") else state

@@ -24,7 +24,7 @@ _MAX_VALUE_BYTES = 1 << 40
 _T = TypeVar("_T")
 
 
-class Group:
+class WorkerGroup:
     """All workers, as one of them sees them. This one is alone: it sends and receives nothing.
 
     Every worker calls the same methods in one order.
@@ -98,6 +98,23 @@ class Group:
     def exchange(self, text: str) -> list[str]:
         """Every worker's text, on all."""
         return [self.share(text, source=source) for source in range(self.num_workers)]
+
+    def share_first(self, text: str, problem: str, *, what: str) -> str:
+        """The text of the lowest worker that has one, on all.
+
+        Args:
+            text: This worker's; empty where it has none.
+            problem: Why it has none, where that is known.
+            what: What it is, for errors.
+
+        Raises:
+            CheckpointError: Nobody has one; the first reason, the same on all workers.
+        """
+        seen = self.exchange("1" if text else "")
+        if "1" not in seen:
+            told = [found for found in self.exchange(problem) if found]
+            raise CheckpointError(told[0] if told else f"nobody sees {what} any more")
+        return self.share(text, source=seen.index("1"))
 
     def share_value(self, value: Any, *, source: int, what: str) -> Any:
         """Give every worker a nested value that one worker has.

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One call.
 
     Attributes:
@@ -62,7 +62,7 @@ class Script:
             return calls
         return self._calls.around(calls)
 
-    def collective(self, call: Call) -> Any:
+    def collective(self, call: ModelCall) -> Any:
         """Run a call that all workers make."""
         if self._calls is None:
             return call()

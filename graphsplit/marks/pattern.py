@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from graphsplit.torch_ext.attributes import modules_of
+
 NETWORK = "(network)"
 _LOSS = "(loss)"
 _SLICE = re.compile(r"\[(-?\d*)(?::(-?\d*))?(?::(-?\d*))?\]")
@@ -259,4 +261,4 @@ def _elements(
 
 def _children(module: nn.Module) -> Mapping[str, nn.Module]:
     """Children by name, shared ones under each of their names."""
-    return {name: child for name, child in module._modules.items() if child is not None}
+    return {name: child for name, child in modules_of(module).items() if child is not None}

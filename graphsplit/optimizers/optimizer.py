@@ -16,16 +16,18 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers import partial_norm
-from graphsplit.optimizers.own_step import by_the_model, guard_state, guard_step
-from graphsplit.optimizers.ownership import Residence, is_elsewhere
-from graphsplit.optimizers.per_parameter import (
+from graphsplit.optimizers.own_step import (
+    by_the_model,
     code_of_step,
-    is_listed,
+    guard_state,
+    guard_step,
     is_said,
-    replaced_step,
     step_hooks,
 )
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.per_parameter import is_listed, replaced_step
 from graphsplit.optimizers.trial import Part, Trial, note_step
+from graphsplit.torch_ext.attributes import scaler_findings
 
 
 class _Verdict(enum.Enum):
@@ -139,7 +141,7 @@ class OwnedOptimizer:
     def checks(self, scaler: torch.amp.GradScaler) -> dict[torch.device, torch.Tensor]:
         """The scaler's finding in this optimizer's gradients; it decides by this alone."""
         found: dict[torch.device, torch.Tensor]
-        found = scaler._per_optimizer_states[id(self._optimizer)]["found_inf_per_device"]
+        found = scaler_findings(scaler)[id(self._optimizer)]["found_inf_per_device"]
         return found
 
     def _step(self, scaler: torch.amp.GradScaler | None) -> None:

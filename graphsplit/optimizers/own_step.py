@@ -1,12 +1,13 @@
-"""What a script's old loop did with a loss and an optimizer, and what its Model does now.
+"""Calls of a script's old loop on a loss and an optimizer, which its Model does now.
 
-A second step would count twice, and the state of one worker is a part of it all.
+A second step would count twice, and the state of one worker is a part of it all. And what decides
+what a step does, apart from settings: its code, what the user says of it, and the hooks around it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,13 @@ import torch
 
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.torch_ext.attributes import (
+    AFTER_STEP,
+    BEFORE_STATE,
+    BEFORE_STEP,
+    GLOBAL_STEP_HOOKS,
+    writes_of,
+)
 
 _here = threading.local()
 # What the last step of a Model has used up, in one process: an own loop makes new gradients.
@@ -23,18 +31,19 @@ _DONE = (
     "its own parameters only\n  Fix: leave optimizer.step(), loss.backward() and "
     "optimizer.zero_grad() out."
 )
+_SAID = "_graphsplit_per_parameter"
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse steps of an optimizer that its Model does not make."""
-    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    hooks = getattr(optimizer, BEFORE_STEP, None)
     if hooks is not None and refuse_own_step not in hooks.values():
         optimizer.register_step_pre_hook(refuse_own_step)
 
 
 @contextmanager
 def by_the_model() -> Iterator[None]:
-    """What graphsplit itself asks of an optimizer."""
+    """Let graphsplit itself call an optimizer."""
     before = getattr(_here, "is_models", False)
     _here.is_models = True
     try:
@@ -45,7 +54,7 @@ def by_the_model() -> Iterator[None]:
 
 def guard_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse to give one worker's part of an optimizer's state for all of it."""
-    hooks = getattr(optimizer, "_optimizer_state_dict_pre_hooks", None)
+    hooks = getattr(optimizer, BEFORE_STATE, None)
     if hooks is not None and refuse_partial_state not in hooks.values():
         optimizer.register_state_dict_pre_hook(refuse_partial_state)
 
@@ -108,5 +117,37 @@ def _first_gradient(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, int
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                return parameter.grad, parameter.grad._version
+                return parameter.grad, writes_of(parameter.grad)
     return None
+
+
+def say_per_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """The user says that it treats every parameter by itself."""
+    setattr(optimizer, _SAID, True)
+
+
+def is_said(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has said that it treats every parameter by itself."""
+    return getattr(optimizer, _SAID, False) is True
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The hooks that run around its step, those of all optimizers included."""
+    several: Iterable[Any] = (
+        *GLOBAL_STEP_HOOKS,
+        getattr(optimizer, BEFORE_STEP, {}),
+        getattr(optimizer, AFTER_STEP, {}),
+    )
+    found = [hook for hooks in several for hook in hooks.values()]
+    return [hook for hook in found if hook is not refuse_own_step]
+
+
+def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """All that decides what its step does, apart from settings: compared by identity."""
+    return (
+        type(optimizer),
+        type(optimizer).step,
+        vars(optimizer).get("step"),
+        is_said(optimizer),
+        *step_hooks(optimizer),
+    )

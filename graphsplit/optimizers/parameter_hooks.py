@@ -16,9 +16,9 @@ from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
 from graphsplit.frames import short_path
+from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
 HookState = tuple[Holder, str]  # and the hook's line
-_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def state_of_hooks(
@@ -36,7 +36,7 @@ def state_of_hooks(
     network = {id(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
         hooks = [
-            hook for table in _TABLES for hook in (getattr(tensor, table, None) or {}).values()
+            hook for table in TENSOR_HOOKS for hook in (getattr(tensor, table, None) or {}).values()
         ]
         if not hooks:
             continue

@@ -17,9 +17,7 @@ from torch.nn.utils import clip_grad
 
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
-
-_ASKED_BY = "_get_total_norm"
-_GROUPING = "_group_tensors_by_device_and_dtype"
+from graphsplit.torch_ext.attributes import GROUPING, NORM
 
 
 class Share:
@@ -95,16 +93,16 @@ def forget() -> None:
 
 
 def _install() -> None:
-    original = getattr(clip_grad, _GROUPING)
+    original = getattr(clip_grad, GROUPING)
     if hasattr(original, "checks_shares"):
         return
 
     def grouped(tensors: Any, *args: Any, **kwargs: Any) -> Mapping[Any, Any]:
-        if not _num_allowed and sys._getframe(1).f_code.co_name == _ASKED_BY:
+        if not _num_allowed and sys._getframe(1).f_code.co_name == NORM:
             for share in list(_shares):
                 share.check(tensors[0])
         found: Mapping[Any, Any] = original(tensors, *args, **kwargs)
         return found
 
     grouped.checks_shares = True  # type: ignore[attr-defined]
-    setattr(clip_grad, _GROUPING, grouped)
+    setattr(clip_grad, GROUPING, grouped)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.optimizers.own_step import refuse_own_step
+from graphsplit.optimizers.own_step import say_per_parameter, step_hooks
 
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
@@ -33,7 +31,6 @@ PER_PARAMETER: tuple[type[torch.optim.Optimizer], ...] = (
 )
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_SAID = "_graphsplit_per_parameter"
 
 
 def per_parameter(optimizer: _Optimizer) -> _Optimizer:
@@ -58,36 +55,8 @@ def per_parameter(optimizer: _Optimizer) -> _Optimizer:
         raise ConfigurationError(
             f"per_parameter was given {optimizer!r}; expected a torch.optim.Optimizer"
         )
-    setattr(optimizer, _SAID, True)
+    say_per_parameter(optimizer)
     return optimizer
-
-
-def is_said(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user has said that it treats every parameter by itself."""
-    return getattr(optimizer, _SAID, False) is True
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The hooks that run around its step, those of all optimizers included."""
-    several: Iterable[Any] = (
-        torch_optimizer._global_optimizer_pre_hooks,
-        torch_optimizer._global_optimizer_post_hooks,
-        getattr(optimizer, "_optimizer_step_pre_hooks", {}),
-        getattr(optimizer, "_optimizer_step_post_hooks", {}),
-    )
-    found = [hook for hooks in several for hook in hooks.values()]
-    return [hook for hook in found if hook is not refuse_own_step]
-
-
-def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """All that decides what its step does, apart from settings: compared by identity."""
-    return (
-        type(optimizer),
-        type(optimizer).step,
-        vars(optimizer).get("step"),
-        is_said(optimizer),
-        *step_hooks(optimizer),
-    )
 
 
 def is_listed(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
 from graphsplit.optimizers import partial_norm
-from graphsplit.optimizers.child_process import Child, ChildError, raised_where
+from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
-from graphsplit.optimizers.own_step import by_the_model
-from graphsplit.optimizers.ownership import Residence, is_elsewhere, take_back
-from graphsplit.optimizers.per_parameter import step_hooks
+from graphsplit.optimizers.own_step import by_the_model, step_hooks
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.torch_ext.attributes import STEPPED, note_stepped
+from graphsplit.torch_ext.stand_ins import take_back
 
 _DEADLINE_S = 60.0
 _MAX_ELEMENTS = 2**20  # of all small parameters together
@@ -39,8 +40,6 @@ _CAPS = (64, 16, 8, 4, 3, 2, 1)
 _SIZES = (1e-8, 1e-6, 1e-4, 1e-2, 1.0, 30.0, 1e4, 0.1)
 _NUM_STEPS = {"finite": 24, "some missing": 6, "not finite": 4}
 _LOOK_AFTER = (1, 2, 3, 4, 5, 6, 8, 12, 18, 24)  # steps
-
-_NOTED = "_opt_called"  # where a learning rate scheduler notes that a step was taken
 
 OnlyOwned = Callable[[], AbstractContextManager[None]]
 _Kept = dict[Path, str]
@@ -102,7 +101,9 @@ class Trial:
         with ExitStack() as stack:
             children = [
                 stack.enter_context(
-                    Child(functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S)
+                    ForkedTrial(
+                        functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S
+                    )
                 )
                 for part in parts
             ]
@@ -165,7 +166,7 @@ def _in_words(path: Path) -> str:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Let a learning rate scheduler believe that there was a step: other workers have taken it."""
     if "step" in vars(optimizer):
-        setattr(optimizer, _NOTED, True)
+        note_stepped(optimizer)
 
 
 # In the child.
@@ -307,7 +308,7 @@ def _kept(trial: Trial) -> _Kept:
         },
     }
     reached = kept_state(roots, residence.names())
-    return kept | {path: text for path, text in reached.items() if path[1:2] != (f".{_NOTED}",)}
+    return kept | {path: text for path, text in reached.items() if path[1:2] != (f".{STEPPED}",)}
 
 
 def _generators() -> dict[str, Any]:

@@ -26,6 +26,7 @@ from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.partial_norm import Share
 from graphsplit.partition.tally import TALLY_DTYPE
+from graphsplit.torch_ext.attributes import GROWTH
 
 _NOTHING_CHECKED, _FINITE = -1.0, 0.0
 _NO_GRADIENT = -1.0
@@ -80,7 +81,7 @@ class UpdateRules:
         """Clipping and scaling as text: workers whose scripts differ there must notice."""
         scaler = None
         if self.scaler is not None:
-            scaler = {k: v for k, v in self.scaler.state_dict().items() if k != "_growth_tracker"}
+            scaler = {k: v for k, v in self.scaler.state_dict().items() if k != GROWTH}
         return (
             f"clip {self.clip}, scaler {scaler}, set_to_none {self.set_to_none}, "
             f"accumulate {self.accumulate}"

@@ -12,7 +12,7 @@ from itertools import count, groupby, pairwise
 import torch
 
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
-from graphsplit.errors import PlacementError
+from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.partition.drawing import drawing_node
 from graphsplit.partition.foresight import foresee_splits
 from graphsplit.partition.gradients import Contribution, GradientOrder, order_gradients
@@ -241,7 +241,8 @@ class _Partitioner:
                     node = self.nodes[operand]
                     flows = node.requires_grad and self.nodes[position].requires_grad
                     if flows and self.graph.has_gradients:
-                        assert node.kind is NodeKind.PARAMETER, node.name
+                        if node.kind is not NodeKind.PARAMETER:
+                            raise InvariantError(f"no edge brings the gradient of {node.name}")
                         parameters.add(operand)
             outputs = tuple(p for p in segment.nodes if p in needed_outside)
             loss = self.graph.loss_node

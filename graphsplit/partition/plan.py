@@ -1,4 +1,4 @@
-"""What partitioning gives: segments, edges and gradient folds, as one frozen value."""
+"""The result of partitioning: segments, edges and gradient sums, as one frozen value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import PlacedGraph
@@ -15,7 +14,7 @@ from graphsplit.tensor_meta import TensorMeta
 
 
 class EdgeKind(Enum):
-    """What travels along an edge."""
+    """The kinds of edges, by what travels along them."""
 
     VALUE = "value"
     GRADIENT = "gradient"
@@ -61,7 +60,7 @@ class SumTerm:
 
 @dataclass(frozen=True, slots=True)
 class SegmentIO:
-    """What goes into and comes out of one segment.
+    """Inputs and outputs of one segment.
 
     Attributes:
         values: Nodes read from outside, in program order: state, inputs, constants, and values
@@ -204,16 +203,6 @@ class PartitionPlan:
     def segments_of(self, worker: int) -> tuple[Segment, ...]:
         """A worker's segments in forward order."""
         return tuple(s for s in self.segments if s.worker == worker)
-
-    def inputs_of(self, worker: int) -> frozenset[int]:
-        """Positions of the graph inputs that a worker consumes."""
-        nodes = self.placed.graph.nodes
-        return frozenset(
-            value
-            for segment in self.segments_of(worker)
-            for value in self.io[segment.index].values
-            if nodes[value].kind is NodeKind.INPUT
-        )
 
     def owned_state(self, worker: int) -> tuple[int, ...]:
         """Parameters and buffers that live on a worker."""

@@ -1,4 +1,4 @@
-"""What the leader tells of the Python values behind a step, and comparing one's own with it.
+"""The leader's message on the Python values behind a step, and comparing one's own with it.
 
 Every worker runs the same script, so all must find the same recording, with the same numbers. One
 whose Python went another way must not take part in the step: the numbers would be of no plain loop.
@@ -6,16 +6,16 @@ whose Python went another way must not take part in the step: the numbers would 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlanMismatchError
 from graphsplit.guards.check import Failure
 from graphsplit.guards.values import shown
-from graphsplit.planning.recordings import Found
 
 _MAX_TOLD = 16
+Note = Callable[[], str]  # what workers must agree on besides plans; ``str`` gives nothing
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,8 @@ class PythonStep:
     changed: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, found: Found | None, changed: Sequence[Failure]) -> PythonStep:
-        """What there is to tell."""
-        if found is not None:
-            return cls(found.recording.number + 1, tuple(map(float, found.lifted)))
+    def without(cls, changed: Sequence[Failure]) -> PythonStep:
+        """The message where no recording holds."""
         told = tuple((f.place.label[:200], shown(f.new)) for f in changed[:_MAX_TOLD])
         return cls(changed=told)
 
@@ -93,10 +91,11 @@ def compare(
             f"{label} is {theirs} on worker {leader}, and has not changed on worker {rank}"
             for label, theirs in told.items()
         ]
-    told_lines = "\n  ".join(lines) or "they have seen other states before"
+    # In the first line, which all workers and the scheduler tell.
+    differing = "; ".join(lines) or "they have seen other states before"
     raise PlanMismatchError(
         f"the Python values that network or loss read differ before a {mode.value} step of workers "
-        f"{leader} and {rank}\n  {told_lines}\n"
+        f"{leader} and {rank}: {differing}\n"
         f"  Fix: let the script change them on every worker alike; what differs by right must not "
         f"decide what network and loss compute."
     )

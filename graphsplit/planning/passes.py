@@ -12,11 +12,9 @@ from torch import nn
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
-from graphsplit.deferred.construction import is_deferred, stand_ins
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation
 from graphsplit.marks.rules import kept_rules
-from graphsplit.optimizers.ownership import plain_classes
 from graphsplit.optimizers.update import UpdateRules
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
@@ -51,6 +49,7 @@ from graphsplit.rewrite.known_results import with_known_results
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.orders import checked
 from graphsplit.schedule.policies import policy_of
+from graphsplit.torch_ext.stand_ins import as_ordinary
 
 
 def capture_graph(
@@ -77,9 +76,7 @@ def capture_graph(
     args, kwargs = signature.example()
     with ExitStack() as stack:
         for module in stateful_modules(task):
-            stack.enter_context(plain_classes(module))
-            if is_deferred(module):
-                stack.enter_context(stand_ins(module))
+            stack.enter_context(as_ordinary((*module.parameters(), *module.buffers())))
         run = batches.casting_to(task.autocast, run)
         return capture(
             CaptureRequest(

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import is_
 from typing import Any
 
 import torch
@@ -19,15 +18,16 @@ from graphsplit.errors import InvariantError, StaleGraphError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
-from graphsplit.optimizers.ownership import Residence, give_up, is_elsewhere, return_free_memory
+from graphsplit.optimizers.freed_memory import return_now
+from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.planning.announced import PythonStep, compare
+from graphsplit.planning.announced import Note, PythonStep, compare
 from graphsplit.planning.many_sizes import SizesSeen
-from graphsplit.planning.modes import as_in, ensure_training
+from graphsplit.planning.modes import as_in
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
     all_owners,
@@ -50,7 +50,8 @@ from graphsplit.planning.task import (
 from graphsplit.planning.written_inputs import written_inputs
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, describe_programs
-from graphsplit.runtime.runner import ProgramRunner, RunnerParts, first_received
+from graphsplit.runtime.channels import first_received
+from graphsplit.runtime.runner import ProgramRunner, RunnerParts
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -153,23 +154,25 @@ class Planner:
 
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
-        if mode is Mode.TRAIN:
-            ensure_training(self._task.network)
+        if mode is Mode.TRAIN and not self._task.network.training:
+            self._task.network.train()
 
     def look(self, mode: Mode, signature: Signature) -> Found | None:
         """The recording that holds for a step as Python's values are now; None if none does.
 
         What was found is used by the ``plan_for`` that follows.
         """
-        found = self.recordings.find(mode, signature)
+        found = self.recordings.find(mode, signature, self._circumstances())
         self._found = (mode, signature, found)
         return found
 
     def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
-        """What to tell others of the Python values behind the next step."""
+        """The message to others on the Python values behind the next step."""
         self.begin_step(mode)
         found = self.look(mode, signature)
-        return PythonStep.of(found, () if found else self.recordings.changed(mode, signature))
+        if found is None:
+            return PythonStep.without(self.recordings.changed(mode, signature))
+        return PythonStep(found.recording.number + 1, tuple(map(float, found.lifted)))
 
     def check_python_step(
         self, mode: Mode, signature: Signature, leaders: PythonStep, leader: int
@@ -190,7 +193,7 @@ class Planner:
             changed=self.recordings.changed(mode, signature),
         )
 
-    def recording_for(self, mode: Mode, signature: Signature, *, note: str = "") -> Found:
+    def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Found:
         """The recording that holds; made now where there is none, which is collective.
 
         Raises:
@@ -199,7 +202,7 @@ class Planner:
         """
         looked, self._found = self._found, None
         if looked is None or looked[:2] != (mode, signature):
-            found = self.recordings.find(mode, signature)
+            found = self.recordings.find(mode, signature, self._circumstances())
         else:
             found = looked[2]
         if found is None:
@@ -212,7 +215,7 @@ class Planner:
             is_new = recording.plans == recording.number
             text = f"recording {recording.number}\n" if is_new else f"as {recording.plans}\n"
             topic = f"graph of plan {self._job.following_plan_number} ({mode.value})"
-            self._job.member.agree(topic, f"{note}\n{text}{recording.graph.describe()}")
+            self._job.member.agree(topic, f"{note()}\n{text}{recording.graph.describe()}")
             if not is_new:
                 self._job.next_plan_number()  # no topic comes twice
         self._check_again(found)
@@ -245,7 +248,7 @@ class Planner:
                 f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
             )
 
-    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: str = "") -> ReadyPlan:
+    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: Note = str) -> ReadyPlan:
         """The plan for a recorded step; made now if it is new.
 
         Collective where it is new. The 64 plans used last are kept.
@@ -253,7 +256,7 @@ class Planner:
         Args:
             found: The recording, with the numbers to compute with.
             part: Which part of a step the plan is for.
-            note: What workers must agree on besides.
+            note: Gives what workers must agree on besides, where the plan is new.
 
         Raises:
             PlacementError: A placement cannot be honoured.
@@ -279,6 +282,7 @@ class Planner:
     def renew(self) -> None:
         """The task has another loss, or other optimizers. All workers do so at the same point."""
         check_trained(self._task)
+        self.python_values.note_loss()
         self._renew(force=True)
         for number in self._numbers.values():
             self._job.transport.close_plan(number)
@@ -290,9 +294,7 @@ class Planner:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
         self.trainable = trainable_of(self._task)
-        is_same = len(parameters) == len(self.parameters) and all(
-            map(is_, parameters, self.parameters)
-        )
+        is_same = list(map(id, parameters)) == list(map(id, self.parameters))  # which are held
         if is_same and not force:
             return
         self.parameters = parameters
@@ -313,13 +315,13 @@ class Planner:
     def _circumstances(self) -> tuple[tuple[bool, ...], Any]:
         return self.requires_grad(), self._task.loss_fn
 
-    def _make(self, found: Found, part: StepPart, note: str) -> ReadyPlan:
+    def _make(self, found: Found, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording
         mode, number = recording.mode, self._job.next_plan_number()
         plan, programs = self._pure_passes(recording.graph, part)
         text = "\n".join(
             [
-                note,
+                note(),
                 describe_plan(plan),
                 describe_programs(programs),
                 describe_optimizers(self._task),
@@ -350,7 +352,7 @@ class Planner:
             if number == planned.runner.plan_number:
                 self._due[key] = costs
 
-    def _lower_again(self, note: str) -> None:
+    def _lower_again(self, note: Note) -> None:
         """Collective. The values stay the same: only the order of the computations changes."""
         due, self._due = self._due, {}
         for key, costs in due.items():
@@ -358,7 +360,7 @@ class Planner:
             if old is None:  # not among the plans used last any more
                 continue
             programs = lower_plan(old.plan, key[-1], self._task.schedule, costs)
-            text = "\n".join([note, *(describe_programs((program,)) for program in programs)])
+            text = "\n".join([note(), *(describe_programs((program,)) for program in programs)])
             number = self._job.next_plan_number()
             self._job.member.agree(f"plan {number}, with measured costs", text)
             if programs == old.programs:
@@ -409,7 +411,7 @@ class Planner:
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-        """What every worker computes alike; a simulation of many workers does it once."""
+        """The results that every worker computes alike; a simulation of many does it once."""
         return make_plan(
             graph,
             network=self._task.network,
@@ -427,7 +429,7 @@ class Planner:
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""
         with as_in(mode, self._task.network):
-            found = self.recordings.find(mode, signature)
+            found = self.recordings.find(mode, signature, self._circumstances())
             return self._record(mode, signature, ()) if found is None else found.recording.graph
 
     def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:
@@ -466,12 +468,12 @@ class Planner:
                 materialize(module, self._owned_names(module))
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
-                give_up(tensor, name=name, owner=self.owners[name], strides=strides[name])
+                free(tensor, name=name, owner=self.owners[name], strides=strides[name])
         self.updater.settle(
             Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
         )
         self.on_settled()
-        return_free_memory()
+        return_now()
 
     def _owned_names(self, module: nn.Module) -> list[str]:
         prefix = "" if module is self._task.network else f"{LOSS_PATH}."

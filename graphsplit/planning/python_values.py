@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,37 @@ import torch
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
-from graphsplit.guards.values import MISSING, freeze, is_plain, same, shown, thaw
-from graphsplit.planning.recordings import Recordings, write
+from graphsplit.guards.values import MISSING, freeze, is_plain, put_into, same, shown, thaw
+from graphsplit.planning.recordings import Recordings
 from graphsplit.planning.task import Task
+
+_MAX_LOSSES = 64  # that the script has given, one after the other; as many as recordings are kept
+Values = dict[Any, Any]  # by identity of a place
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A place that is watched, or was.
+
+    Attributes:
+        place: The place.
+        first: The snapshot of what was there when it was first read.
+        loss: The number of the loss that was given when it was read: another one's places have the
+            same names.
+    """
+
+    place: Place
+    first: Any
+    loss: int
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Its name on all workers."""
+        return self.place.label, self.loss
 
 
 class PythonValues:
-    """What snapshots keep of the places that recordings watch.
+    """The values in snapshots of the places that recordings watch.
 
     Args:
         recordings: A Model's recordings.
@@ -28,71 +53,85 @@ class PythonValues:
     def __init__(self, recordings: Recordings, task: Task) -> None:
         self._recordings = recordings
         self._task = task
-        self._first: dict[str, tuple[Any, Any]] = {}  # place, and its value when first read
+        self._known: dict[Any, _Known] = {}
+        self._losses: dict[int, Any] = {0: task.loss_fn}
+        self._num_losses = 1
+
+    def note_loss(self) -> None:
+        """Note the loss that the script has given."""
+        if not any(loss is self._task.loss_fn for loss in self._losses.values()):
+            self._losses[self._num_losses] = self._task.loss_fn
+            self._num_losses += 1
+            if len(self._losses) > _MAX_LOSSES:
+                del self._losses[next(iter(self._losses))]
 
     def note(self) -> None:
         """Note all places that are watched by now."""
-        for label, (place, value) in self._recordings.places().items():
-            self._first.setdefault(label, (place, value))
+        numbers = {id(loss): number for number, loss in self._losses.items()}
+        for place, value, loss_fn in self._recordings.places():
+            known = _Known(place, value, numbers.get(id(loss_fn), -1))
+            self._known.setdefault(place.identity, known)
 
-    def now(self) -> dict[str, Any]:
-        """The snapshots of all places' present values, by label."""
+    def now(self) -> Values:
+        """The snapshots of all places' present values."""
         self.note()
-        return {label: freeze(place.read()) for label, (place, _) in self._first.items()}
+        return {key: freeze(known.place.read()) for key, known in self._known.items()}
 
-    def put(self, values: Mapping[str, Any]) -> None:
+    def put(self, values: Mapping[Any, Any]) -> None:
         """Let places have the values of ``now`` again."""
-        for label, value in values.items():
-            place = self._first[label][0]
-            if not same(value, place.read()):
-                write(place, value)
+        for is_shared in (False, True):
+            for key, value in values.items():
+                place = self._known[key].place
+                there = place.read()
+                if not same(value, there):
+                    # A container that two places have in common holds one value: the other one
+                    # gets a container of its own.
+                    place.write(thaw(value) if is_shared else put_into(value, there))
 
     def kept(self) -> list[list[Any]]:
-        """What is not as it was when it was first read, as values that can be written.
+        """Values that are not as they were when first read, in a form that can be written.
 
         Raises:
             StateError: One of them cannot be written; names it.
         """
         self.note()
         found = []
-        for label, (place, first) in self._first.items():
-            value = place.read()
+        for key, known in self._known.items():
+            place, value = known.place, known.place.read()
             frozen = freeze(value)
-            if same(first, value):
+            if same(known.first, value):
                 continue
+            again = self._named(*known.name)
             is_kept = is_plain(frozen) and _can_be_written(thaw(frozen))
-            if not is_kept or not self._can_be_found(label, place):
+            if not is_kept or again is None or again.identity != key:
                 raise StateError(
-                    f"{place.label} has changed from {shown(first)} to {shown(value)}, which a "
-                    f"snapshot cannot hold\n  {place.source}\n"
+                    f"{place.label} has changed from {shown(known.first)} to {shown(value)}, which "
+                    f"a snapshot cannot hold\n  {place.source}\n"
                     f"  Fix: keep numbers, texts, lists and dictionaries of them in attributes of "
                     f"network or loss, or in globals; or start the job with fail_fast."
                 )
             is_there = value is not MISSING
-            found.append([label, is_there, thaw(frozen) if is_there else None])
+            found.append([*known.name, is_there, thaw(frozen) if is_there else None])
         return found
 
     def put_back(self, kept: Iterable[Sequence[Any]]) -> None:
         """Let places be as when ``kept`` was called; others as when they were first read."""
         self.note()
-        values = {label: first for label, (_, first) in self._first.items()}
-        for label, is_there, value in kept:
-            values[label] = freeze(value) if is_there else MISSING
-        for label in values:
-            if label not in self._first:  # not read here yet
-                place = place_named(label, self._roots())
-                if place is None:
-                    raise StateError(f"{label} is in a snapshot, and was not found here")
-                self._first[label] = (place, _UNKNOWN)
+        values = {key: known.first for key, known in self._known.items()}
+        by_name = {known.name: known.place for known in self._known.values()}
+        for label, loss, is_there, value in kept:
+            place = by_name.get((label, loss)) or self._named(label, loss)
+            if place is None:
+                raise StateError(f"{label} is in a snapshot, and was not found here")
+            # One that was not read here yet has no value that is known to be its first.
+            self._known.setdefault(place.identity, _Known(place, _UNKNOWN, loss))
+            values[place.identity] = freeze(value) if is_there else MISSING
         self.put(values)
 
-    def _can_be_found(self, label: str, place: Place) -> bool:
-        """Whether a worker that comes back finds a place by its name."""
-        found = place_named(label, self._roots())
-        return found is not None and found.identity == place.identity
-
-    def _roots(self) -> dict[str, Any]:
-        return {"net": self._task.network, "loss_fn": self._task.loss_fn}
+    def _named(self, label: str, loss: int) -> Place | None:
+        """The place that a worker which comes back finds by its name."""
+        roots = {"net": self._task.network, "loss_fn": self._losses.get(loss)}
+        return place_named(label, roots)
 
 
 def _can_be_written(value: Any) -> bool:

@@ -28,28 +28,13 @@ from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError
 from graphsplit.frames import warn_users
-from graphsplit.guards.changes import Change, Computed, value_of
+from graphsplit.guards.changes import Computed, value_of
 from graphsplit.guards.check import Failure
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import Frozen, shown, thaw
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A value from a snapshot, for a place that is not known yet.
-
-    Attributes:
-        value: The value.
-        scripts: What the script had given the place before, when the snapshot was taken.
-        by_calls: Whether calls of the Model have changed it; else the script does so again.
-    """
-
-    value: Any
-    scripts: Any
-    by_calls: bool
 
 
 Circumstances = tuple[tuple[bool, ...], Any]
@@ -87,7 +72,8 @@ class Recording:
 
     def lifted(self) -> tuple[Any, ...]:
         """The present values of the lifted numbers."""
-        return self.graph.state.guards.lifted_values()
+        guards = self.graph.state.guards
+        return guards.lifted_values() if guards.lifted else ()
 
     def numbers(self, signature: Signature, lifted: Sequence[Any]) -> Mapping[str, Any] | None:
         """The numbers of the graph, for a batch; None if the graph does not hold for it."""
@@ -162,9 +148,14 @@ class Recordings:
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
 
-    def find(self, mode: Mode, signature: Signature) -> Found | None:
-        """The recording that holds now, if there is one."""
-        circumstances = self._circumstances()
+    def find(self, mode: Mode, signature: Signature, circumstances: Circumstances) -> Found | None:
+        """The recording that holds now, if there is one.
+
+        Args:
+            mode: Train, eval or predict.
+            signature: Of the batch, or of each microbatch.
+            circumstances: What else it must have been made for.
+        """
         for index, recording in enumerate(self._latest):
             if recording.mode is not mode or not self._fits(recording, circumstances):
                 continue
@@ -181,7 +172,7 @@ class Recordings:
         return None
 
     def changed(self, mode: Mode, signature: Signature) -> list[Failure]:
-        """What has changed since the recording of such a step that was used last."""
+        """The change since the recording of such a step that was used last."""
         before = self._before(mode, signature)
         return before.graph.state.guards.failures() if before is not None else []
 
@@ -329,26 +320,18 @@ class Recordings:
 
     # Snapshots.
 
-    def places(self) -> dict[str, tuple[Place, Any]]:
-        """Every watched place by its label, with the value that it had when it was first read."""
-        found: dict[str, tuple[Place, Any]] = {}
+    def places(self) -> Iterator[tuple[Place, Any, Any]]:
+        """Every watched place, the value that it had when it was read, and the loss of then."""
         for recording in reversed(self._latest):
-            state = recording.graph.state
+            state, loss_fn = recording.graph.state, recording.loss_fn
             for watched in state.guards.watched:
                 if not watched.is_structure:
-                    found.setdefault(watched.place.label, (watched.place, watched.value))
+                    yield watched.place, watched.value, loss_fn
             for place in state.guards.lifted:
-                found.setdefault(place.label, (place, place.read()))
+                yield place, place.read(), loss_fn
             for change in state.changes:
-                if change.place.kind is PlaceKind.MARK:  # snapshots keep those of all parameters
-                    continue
-                found.setdefault(change.place.label, (change.place, change.old))
-        return found
-
-
-def write(place: Place, value: Any) -> None:
-    """Put a value into a place; into the container that is there, if it is one."""
-    Change(place, place.read(), value, is_read=True).leave(())
+                if change.place.kind is not PlaceKind.MARK:  # snapshots keep all parameters' marks
+                    yield change.place, change.old, loss_fn
 
 
 def _are_alike(one: CapturedGraph, other: CapturedGraph) -> bool:

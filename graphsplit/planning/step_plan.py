@@ -13,7 +13,7 @@ itself, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from graphsplit.batches.batch import leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
+from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.program.lower import StepPart
@@ -31,7 +32,7 @@ from graphsplit.runtime.step_state import Microbatches
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a Model's training is: what the random numbers of its microbatches follow from.
 
     Attributes:
@@ -65,7 +66,7 @@ class Progress:
         return microbatch_rng_state(self.seed, self.num_steps, microbatch)
 
     def agreement(self, divider: Divider) -> str:
-        """What workers must agree on, as a line of text."""
+        """The facts that workers must agree on, as a line of text."""
         ways = [
             f"{name}=fn" for name in ("split", "loss_weight") if getattr(divider, name) is not None
         ]
@@ -74,7 +75,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One plan of a step, with what it works on.
 
     Attributes:
@@ -82,17 +83,17 @@ class Phase:
         start: Number of its first microbatch in the step.
         inputs: For each of its microbatches the graph's inputs, None where they are not here.
         weights: What the losses are multiplied by; empty where the batch is whole.
+        mark: Marks the parameters that are trained while it runs; None where that is as it was.
     """
 
     planned: ReadyPlan
     start: int
     inputs: Sequence[Sequence[Any]]
     weights: Sequence[float]
+    mark: Callable[[], None] | None = None
 
-    def microbatches(self, progress: Progress) -> Microbatches | None:
-        """What its microbatches do not have in common; None where the batch is whole."""
-        if not self.weights:
-            return None
+    def microbatches(self, progress: TrainingProgress) -> Microbatches:
+        """The microbatches' weights, and the random state in which each begins."""
         return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
 
 
@@ -130,19 +131,20 @@ class PlannedStep:
         """Whether the step modifies the batch."""
         return any(plan.written_inputs for plan in self.plans)
 
-    def phases(self, division: Division | None) -> Iterator[Phase]:
+    def phases(self, division: Division | None) -> list[StepPhase]:
         """The plans with what each works on.
 
         Args:
             division: The batch; None on workers that do not have it.
         """
-        start = 0
-        for index, (plan, size) in enumerate(zip(self.plans, self.sizes, strict=True)):
-            if self.marks:
-                self.marks[index]()
+        start, found = 0, []
+        marks = self.marks or (None,) * len(self.plans)
+        for plan, size, mark in zip(self.plans, self.sizes, marks, strict=True):
             part = slice(start, start + size)
-            yield Phase(plan, start, _inputs(plan, size, division, part), self.weights[part])
+            inputs = _inputs(plan, size, division, part)
+            found.append(StepPhase(plan, start, inputs, self.weights[part], mark))
             start += size
+        return found
 
     def loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the step, from those of its microbatches in order."""
@@ -171,8 +173,8 @@ def plan_step(
     mode: Mode,
     shape: BatchDescription,
     *,
-    note: str = "",
-    progress: Progress | None = None,
+    note: Note = str,
+    progress: TrainingProgress | None = None,
 ) -> PlannedStep:
     """The plans for a batch of a shape; made now where they are new.
 
@@ -180,14 +182,14 @@ def plan_step(
         planner: Makes and keeps plans.
         mode: Train, eval or predict.
         shape: The batch and its microbatches.
-        note: What workers must agree on besides the plans.
+        note: Gives what workers must agree on besides the plans, where one is new.
         progress: How far training is, for a training step.
 
     Raises:
         CaptureError, PlacementError, PlanMismatchError: As ``Planner.plan_for``.
     """
-    planner.begin_step(mode)
     opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
+    planner.begin_step(mode)
     if not shape.parts:
         part = StepPart(first=opens, last=closes)
         found = planner.recording_for(mode, shape.whole, note=note)

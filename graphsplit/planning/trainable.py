@@ -1,4 +1,4 @@
-"""What is trained, and what a loss must be like; the same in one process and many.
+"""Which parameters are trained, and what a loss must be; the same in one process and many.
 
 A loss that is a parameter, or a view of one, has no memory of its own: when the optimizer has
 stepped, it holds another number on the worker that owns the parameter, and on that one alone.
@@ -14,6 +14,7 @@ import torch
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.operations.effects import shares_memory
 from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.attributes import base_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 
@@ -42,7 +43,7 @@ def check_value(loss: torch.Tensor) -> None:
     """
     if not loss.requires_grad:
         _refuse_untrained()
-    if (loss if loss._base is None else loss._base).is_leaf:
+    if (base_of(loss)).is_leaf:
         _refuse_parameter("a parameter")
 
 

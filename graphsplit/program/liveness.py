@@ -37,16 +37,6 @@ def last_uses(plan: PartitionPlan, program: WorkerProgram) -> dict[int, tuple[He
     return {position: tuple(held) for position, held in found.items()}
 
 
-def describe_liveness(plan: PartitionPlan, program: WorkerProgram) -> str:
-    """A program as text, with what is freed after each instruction."""
-    freed = last_uses(plan, program)
-    lines = program.describe().splitlines()
-    for position, held in freed.items():
-        names = (f"mb{m} {'generator' if v == GENERATOR else f'v{v}'}" for m, v in held)
-        lines[position + 1] += f"    frees {', '.join(names)}"
-    return "\n".join(lines)
-
-
 class _Uses:
     """The values that an instruction makes, receives or reads, of those held for a while."""
 

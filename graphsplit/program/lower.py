@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.traffic import Traffic
+from graphsplit.program.traffic import PlanTraffic
 
 # A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD and
 # ACCUMULATE instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD
@@ -80,7 +80,7 @@ def lower(
     """
     common = _Common(
         plan,
-        Traffic(plan),
+        PlanTraffic(plan),
         late_edges(plan),
         num_microbatches,
         first,
@@ -97,7 +97,7 @@ class _Common:
     """The tables that the lowering of all workers has in common."""
 
     plan: PartitionPlan
-    traffic: Traffic
+    traffic: PlanTraffic
     late: frozenset[int]
     num_microbatches: int
     first: bool

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 
 
-class Traffic:
+class PlanTraffic:
     """The edges of a plan by those who need them. Edges stand in the order of their indices.
 
     Attributes:

@@ -2,10 +2,9 @@
 
 From what knows least to what knows most:
 
-- ``part``: one worker's part of a snapshot, in memory and as bytes. Pure, as the next two.
+- ``shard``: one worker's part of a snapshot, in memory and as bytes. Pure, as the next two.
 - ``results``: what calls returned, as lines of text.
 - ``agreement``: from which snapshot all go on.
-- ``stream``: messages of any length over a channel, by a thread that never waits.
 - ``disk``: snapshots on disk.
 - ``replicator``: parts go to their holders beside compute, and count once all are there.
 - ``exchange``: what workers tell each other after a loss.

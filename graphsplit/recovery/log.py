@@ -13,7 +13,7 @@ from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch
 from graphsplit.checkpoint.states import Resumption, Stateful
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
     Given,
@@ -42,7 +42,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, strides)
 
 
-def kept_call(call: Call) -> Call:
+def kept_call(call: ModelCall) -> ModelCall:
     """A call whose arguments stay as they are now, whatever the script does with them."""
     if call.name in _TAKES_TENSORS:
         return replace(call, arguments=pytree.tree_map_only(torch.Tensor, kept, call.arguments))
@@ -79,7 +79,7 @@ class ModelBefore:
     settings: list[list[dict[str, Any]]]
     members: list[list[list[torch.Tensor]]]
     requires_grad: tuple[bool, ...]
-    python_values: Mapping[str, Any]
+    python_values: Mapping[Any, Any]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
 
@@ -129,14 +129,14 @@ class Entry:
     """
 
     ordinal: int
-    call: Call
+    call: ModelCall
     generators: tuple[torch.Tensor, Mapping[str, Any]]
     models: list[ModelBefore]
     loader: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, ordinal: int, call: Call, shares: Sequence[ModelSnapshot]) -> Entry:
+    def of(cls, ordinal: int, call: ModelCall, shares: Sequence[ModelSnapshot]) -> Entry:
         """A call that is about to run."""
         entry = cls(
             ordinal,
@@ -166,7 +166,7 @@ class Entry:
         set_all_generators(self.generators)
 
 
-def _loader_of(call: Call) -> Any:
+def _loader_of(call: ModelCall) -> Any:
     """The loader that a call goes through; None if it goes through none."""
     if call.name == "predict":
         return predicted_loader((call.arguments[0], call.arguments[1]))
@@ -188,7 +188,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def refuse_what_ends(call: Call, refuse: Callable[[str], None]) -> None:
+def refuse_what_ends(call: ModelCall, refuse: Callable[[str], None]) -> None:
     """Refuse a loader that can be gone through only once: its call could not be run again."""
     given = _loader_of(call)
     if given is not None and getattr(given, "__next__", None) is not None:

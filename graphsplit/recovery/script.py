@@ -33,7 +33,7 @@ from graphsplit.errors import (
     StateError,
 )
 from graphsplit.job.job import Job
-from graphsplit.job.script import Call, Script
+from graphsplit.job.script import ModelCall, Script
 from graphsplit.recovery.kinds import kind_of
 from graphsplit.recovery.log import Entry, refuse_what_ends
 from graphsplit.recovery.results import Memory, Results, pack, unpack
@@ -89,7 +89,7 @@ class RecoveringScript(Script):
 
     # Calls.
 
-    def collective(self, call: Call) -> Any:
+    def collective(self, call: ModelCall) -> Any:
         """Run a call that all workers make; or return what it returned before."""
         if self._depth:  # made by a callback: part of another call
             with self._nested():
@@ -107,7 +107,7 @@ class RecoveringScript(Script):
             self._restore()  # the snapshot is inside this call
         return self._carry_out(entry)
 
-    def local(self, call: Call) -> Any:
+    def local(self, call: ModelCall) -> Any:
         """Run a call that changes nothing; or return what it returned before."""
         if self._depth:
             return call()
@@ -155,14 +155,14 @@ class RecoveringScript(Script):
         finally:
             self._depth -= 1
 
-    def _share(self, call: Call) -> ModelSnapshot | None:
+    def _share(self, call: ModelCall) -> ModelSnapshot | None:
         return self._by_engine.get(id(call.engine))
 
-    def _index(self, call: Call) -> int:
+    def _index(self, call: ModelCall) -> int:
         share = self._share(call)
         return -1 if share is None else share.index
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: ModelCall) -> None:
         """Refuse, before it begins, what could not be brought back."""
         with self._job.reporting():
             refuse_what_ends(call, _refuse)
@@ -174,7 +174,7 @@ class RecoveringScript(Script):
                     f"with fail_fast."
                 )
 
-    def _enter(self, ordinal: int, call: Call) -> Entry:
+    def _enter(self, ordinal: int, call: ModelCall) -> Entry:
         entry = Entry.of(ordinal, call, self._shares)
         self._note_draws(entry)
         self._entries[ordinal] = entry
@@ -285,7 +285,7 @@ class RecoveringScript(Script):
         """The last call that returns without running."""
         return place.first_needed - 1
 
-    def _give_again(self, ordinal: int, call: Call) -> Any:
+    def _give_again(self, ordinal: int, call: ModelCall) -> Any:
         assert self._memory is not None
         with self._job.reporting():
             found = self._memory.call(ordinal, call.name, self._index(call))
@@ -388,16 +388,16 @@ class RecoveringScript(Script):
 
 
 class _Recorded:
-    """Has the methods of some calls; each goes to the script as a ``Call`` of its name."""
+    """Has the methods of some calls; each goes to the script as a ``ModelCall`` of its name."""
 
-    def __init__(self, engine: Any, calls: Any, run: Callable[[Call], Any]) -> None:
+    def __init__(self, engine: Any, calls: Any, run: Callable[[ModelCall], Any]) -> None:
         self._engine = engine
         self._calls = calls
         self._run = run
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._calls, name)
-        return lambda *arguments: self._run(Call(name, method, arguments, self._engine))
+        return lambda *arguments: self._run(ModelCall(name, method, arguments, self._engine))
 
 
 def _refuse(message: str) -> None:

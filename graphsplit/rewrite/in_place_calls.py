@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.effects import HIDDEN_WRITES, written_operands
 from graphsplit.rewrite.shared_memory import map_nodes
+from graphsplit.torch_ext.attributes import operator_schema, storage_of
 from graphsplit.torch_ext.private import OpOverload, pytree
 
 # Above so many elements, views are taken to overlap unless their ranges are apart.
@@ -63,8 +64,8 @@ def describe_write(node: Node, *, shares_written: Callable[[Node], bool]) -> Wri
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     written = written_operands(node)
     if isinstance(node.target, OpOverload):
-        flags = _flags(node.target._schema)
-        same = _same(node, node.target._schema)
+        flags = _flags(operator_schema(node.target))
+        same = _same(node, operator_schema(node.target))
         shared = set(same)
     else:
         flags, same = {}, _same_by_layout(values, written)
@@ -93,7 +94,7 @@ def _same_by_layout(values: Sequence[Any], written: Collection[Node]) -> dict[An
         for operand in written:
             other = operand.meta.get("val")
             if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-                storages = {v.untyped_storage()._cdata for v in (value, other)}
+                storages = {storage_of(v) for v in (value, other)}
                 layout = _layout(value)
                 is_alike = layout is not None and layout == _layout(other)
                 if len(storages) == 1 and is_alike and value.dtype == other.dtype:
@@ -143,7 +144,7 @@ def _overlap(operand: Node, other: Node, by_element: bool) -> bool:
     one, two = operand.meta.get("val"), other.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
         return True
-    if one.untyped_storage()._cdata != two.untyped_storage()._cdata:
+    if storage_of(one) != storage_of(two):
         return False
     layouts = [_layout(one), _layout(two)]
     if None in layouts or one.dtype != two.dtype:

@@ -17,6 +17,7 @@ from graphsplit.partition.edges import segments_in_eager_order
 from graphsplit.partition.segments import Segmentation
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.rewrite.functional import make_functional
+from graphsplit.torch_ext.attributes import operator_schema
 from graphsplit.torch_ext.private import OpOverload
 
 # Each round may move operations to other segments, and so tear further memories apart. After as
@@ -161,7 +162,7 @@ def _carrying_gradients(graph: CapturedGraph, memories: _Memories) -> set[FxNode
         if not node.changes_inputs or not node.requires_grad:
             continue
         write = memories.fx_nodes[node.name]
-        if isinstance(write.target, OpOverload) and write.target._schema.is_mutable:
+        if isinstance(write.target, OpOverload) and operator_schema(write.target).is_mutable:
             for operand in written_operands(write):
                 torn |= {root for root in memories.roots[operand] if root.op == "placeholder"}
     return torn

@@ -11,6 +11,7 @@ from graphsplit.errors import StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.partition.spans import gradient_spans, value_spans
 from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.lower import WorkerProgram
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 
 
@@ -109,6 +110,16 @@ class ChannelEnds:
             if spec.destination == worker:
                 ends.receivers[index] = transport.open_receiver(spec)
         return ends
+
+
+def first_received(program: WorkerProgram) -> int | None:
+    """The edge whose value a worker needs before it can do anything in a step, if there is one."""
+    for instruction in program.instructions:
+        if instruction.opcode is Opcode.RECEIVE:
+            return instruction.operand
+        if instruction.opcode is not Opcode.ZERO_GRADIENTS:
+            return None
+    return None
 
 
 def held_sends(instructions: Sequence[Instruction], plan: PartitionPlan) -> Iterator[int]:

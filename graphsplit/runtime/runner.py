@@ -5,27 +5,26 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from graphsplit.capture.graph import Mode, Node, NodeKind
-from graphsplit.cluster.member.identity import Position
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, StepFailedError
-from graphsplit.frames import short_path
 from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import is_held_once, last_uses
+from graphsplit.program.liveness import GENERATOR, Held, is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.root_cause import Location
-from graphsplit.runtime.around import announcing, freeing, holding, letting_others_first
 from graphsplit.runtime.channels import (
     ChannelEnds,
     before_waiting_work,
+    first_received,
     held_sends,
     sparse_gradient,
 )
@@ -43,8 +42,9 @@ from graphsplit.runtime.segments.changing_state import (
 )
 from graphsplit.runtime.segments.code import SegmentCode, build_code
 from graphsplit.runtime.segments.compiled import Compiler
-from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_update
+from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_tally
 from graphsplit.runtime.step_state import Microbatches, StepState
+from graphsplit.runtime.whereabouts import location, step_failed, where
 from graphsplit.transport.base import Sender, Transport
 
 Action = Callable[[StepState], None]
@@ -76,19 +76,9 @@ class RunnerParts:
     state: Mapping[int, torch.Tensor]
     transport: Transport | None
     updater: Updater
-    position: Position = field(default_factory=Position)
+    position: ReportedPosition = field(default_factory=ReportedPosition)
     compiler: Compiler | None = None
     hook_state: tuple[HookState, ...] = ()
-
-
-def first_received(program: WorkerProgram) -> int | None:
-    """The edge whose value a worker needs before it can do anything in a step, if there is one."""
-    for instruction in program.instructions:
-        if instruction.opcode is Opcode.RECEIVE:
-            return instruction.operand
-        if instruction.opcode is not Opcode.ZERO_GRADIENTS:
-            return None
-    return None
 
 
 def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -135,15 +125,15 @@ class ProgramRunner:
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
-            self._actions[position] = freeing(self._actions[position], held)
+            self._actions[position] = _freeing(self._actions[position], held)
         for position in held_sends(instructions, parts.plan):
             sender = self._senders[instructions[position].operand]
             if type(sender).hold is not Sender.hold:
-                self._actions[position] = holding(sender, self._actions[position])
+                self._actions[position] = _holding(sender, self._actions[position])
         self._announce_values()
         if hasattr(os, "sched_yield"):
             for position in before_waiting_work(instructions):
-                self._actions[position] = letting_others_first(self._actions[position])
+                self._actions[position] = _letting_others_first(self._actions[position])
         self._bound = self._actions
         waits = [i.opcode is Opcode.RECEIVE for i in instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
@@ -170,7 +160,7 @@ class ProgramRunner:
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
-                self._actions[position] = announcing(senders, self._actions[position])
+                self._actions[position] = _announcing(senders, self._actions[position])
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -204,42 +194,11 @@ class ProgramRunner:
 
     def where(self) -> str:
         """The current position in words, for heartbeats and failures."""
-        instructions = self._parts.program.instructions
-        if self.step < 0 or self.position >= len(instructions):
-            done = self.step + 1  # callbacks count from 1 as well
-            return f"between steps, after step {done}" if done else "before the first step"
-        instruction = instructions[self.position]
-        mode = self._plan.placed.graph.mode.value
-        return f"{mode} step {self.step + 1}, {instruction}{self._about(instruction)}"
+        return where(self._plan, self.instructions, self.step, self.position)
 
     def location(self) -> Location:
         """The current position in parts."""
-        step = self.step + 1 if self.step >= 0 else None
-        instruction = self.next_instruction()
-        if step is None or instruction is None:
-            return Location(step=step)
-        found = Location(step=step, microbatch=instruction.microbatch, instruction=str(instruction))
-        if instruction.opcode not in (Opcode.SEND, Opcode.RECEIVE):
-            return found
-        edge = self._plan.edges[instruction.operand]
-        node = self._nodes[edge.value]
-        return replace(found, edge=edge.index, operation=node.name, module=node.module_path)
-
-    def _about(self, instruction: Instruction) -> str:
-        if instruction.opcode in (Opcode.SEND, Opcode.RECEIVE):
-            edge = self._plan.edges[instruction.operand]
-            node = self._nodes[edge.value]
-            if edge.kind is EdgeKind.TALLY:
-                return f" (tally of gradients, worker {edge.source} -> worker {edge.destination})"
-            return (
-                f" ({edge.kind.value} of {node.name}, {node.module_path or 'network'}, "
-                f"worker {edge.source} -> worker {edge.destination})"
-            )
-        if instruction.opcode is Opcode.FORWARD or instruction.opcode in _BACKWARD:
-            segment = self._plan.segments[instruction.operand]
-            paths = dict.fromkeys(self._nodes[p].module_path or "network" for p in segment.nodes)
-            return f" ({', '.join(list(paths)[:6])})"
-        return ""
+        return location(self._plan, self.instructions, self.step, self.position)
 
     def run(
         self,
@@ -299,10 +258,18 @@ class ProgramRunner:
         self._parts.position.text_source = self.where
         self._parts.position.location_source = self.location
         self.step, self.position = step, 0
-        state = StepState(step, inputs, numbers, microbatches)
-        for values in state.values:
-            values.update(self._owned_outputs)
-        return state
+        return StepState(
+            step,
+            inputs,
+            numbers,
+            microbatches,
+            values=[self._owned_outputs.copy() for _ in inputs],
+            leaves=[{} for _ in inputs],
+            roots=[{} for _ in inputs],
+            collected=[{} for _ in inputs],
+            received=[{} for _ in inputs],
+            pending=[{} for _ in inputs],
+        )
 
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""
@@ -337,27 +304,11 @@ class ProgramRunner:
         self.position += 1
 
     def _failure(self, error: Exception) -> StepFailedError:
-        instruction = self._parts.program.instructions[self.position]
-        lines = [f"{type(error).__name__}: {error}", f"  at {self.where()}"]
-        location = self.location()
-        code = self._code.get(self._code_key(instruction))
+        instruction = self.instructions[self.position]
+        code, node = self._code.get(self._code_key(instruction)), None
         if instruction.opcode is Opcode.FORWARD and code is not None:
             node = code.failing_node(error)
-            if node is not None:
-                lines.append(
-                    f"  operation {node.name} = {node.target}({node.arguments}), module "
-                    f"{node.module_path or '(network)'}"
-                )
-                operands = (str(self._nodes[r].meta) for r in node.reads)
-                lines.append(f"  its operands: {', '.join(operands)}")
-                lines.append(f"  {node.source or '(no line of your own code is involved)'}")
-                location = replace(
-                    location,
-                    operation=node.name,
-                    module=node.module_path,
-                    source=short_path(node.source),
-                )
-        return StepFailedError("\n".join(lines), location=location)
+        return step_failed(error, self.where(), self.location(), self._nodes, node)
 
     def _bind(self, instruction: Instruction) -> Action:
         opcode, operand = instruction.opcode, instruction.operand
@@ -369,7 +320,11 @@ class ProgramRunner:
             return self._bind_send(self._plan.edges[operand], instruction.microbatch)
         if opcode is Opcode.RECEIVE:
             return self._bind_receive(self._plan.edges[operand], instruction.microbatch)
-        return bind_update(opcode, self._parts.updater, self._parts.program.worker)
+        updater = self._parts.updater
+        if opcode in (Opcode.ZERO_GRADIENTS, Opcode.OPTIMIZER):
+            call = updater.step if opcode is Opcode.OPTIMIZER else updater.zero_gradients
+            return lambda state: call()
+        return bind_tally(opcode, updater, self._parts.program.worker)
 
     def _code_key(self, instruction: Instruction) -> tuple[int, bool]:
         """A segment, and whether its weight gradients are computed apart."""
@@ -454,7 +409,8 @@ class ProgramRunner:
 
             def send_gradient(state: StepState) -> None:
                 collected = state.collected[microbatch]
-                total = fold([collected.pop(c) for c in contributions])
+                found = [collected.pop(c) for c in contributions]
+                total = found[0] if len(found) == 1 else fold(found)
                 if total is not None and total.layout is not torch.strided:
                     raise sparse_gradient(self._nodes[value], edge)
                 send(total, step=state.step, microbatch=microbatch)
@@ -490,3 +446,55 @@ class ProgramRunner:
         node = self._nodes[value]
         is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
         return receive_parameter if is_borrowed else receive_value
+
+
+# What goes with an instruction: announcing values, letting others first, freeing memory.
+
+
+def _announcing(senders: Sequence[Sender], action: Action) -> Action:
+    """Announce the values that are sent right after it, so that their receivers are awake."""
+    announcements = [sender.announce for sender in senders]
+
+    def announce_and_run(state: StepState) -> None:
+        for announce in announcements:
+            announce()
+        action(state)
+
+    return announce_and_run
+
+
+def _holding(sender: Sender, action: Action) -> Action:
+    """Tell that another value to the same worker follows."""
+
+    def hold_and_send(state: StepState) -> None:
+        sender.hold()
+        action(state)
+
+    return hold_and_send
+
+
+def _letting_others_first(action: Action) -> Action:
+    """Yield the core before what nobody waits for, to a worker that a value sent before has woken.
+
+    Where there are fewer cores than workers it may wait for this very core.
+    """
+
+    def yield_and_run(state: StepState) -> None:
+        os.sched_yield()
+        action(state)
+
+    return yield_and_run
+
+
+def _freeing(action: Action, held: Sequence[Held]) -> Action:
+    """Forget afterwards what nothing reads any more; see ``program.liveness``."""
+
+    def run_and_free(state: StepState) -> None:
+        action(state)
+        for microbatch, value in held:
+            if value == GENERATOR:
+                del state.generators[microbatch]
+            else:
+                del state.values[microbatch][value]
+
+    return run_and_free

@@ -1,4 +1,4 @@
-"""The instructions at both ends of a step, and the messages of a tally."""
+"""The tally of all gradients: its instructions, and its messages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from graphsplit.runtime.step_state import StepState
 Action = Callable[[StepState], None]
 
 
-def bind_update(opcode: Opcode, updater: Updater, worker: int) -> Action:
-    """An instruction that concerns all owned gradients at once."""
-    if opcode is Opcode.TALLY:
-
-        def tally(state: StepState) -> None:
-            state.tallies[worker] = updater.tally()
-
-        return tally
+def bind_tally(opcode: Opcode, updater: Updater, worker: int) -> Action:
+    """An instruction that makes this worker's part of the tally, or uses all parts."""
     if opcode is Opcode.CLIP:
         return lambda state: updater.clip(state.tallies)
-    call = updater.step if opcode is Opcode.OPTIMIZER else updater.zero_gradients
-    return lambda state: call()
+
+    def tally(state: StepState) -> None:
+        state.tallies[worker] = updater.tally()
+
+    return tally
 
 
 def bind_send_tally(plan: PartitionPlan, edge: Edge, send: Callable[..., Any]) -> Action:

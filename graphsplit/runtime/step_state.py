@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from graphsplit.program.liveness import GENERATOR
-
 Gradient = torch.Tensor | None
 
 
@@ -36,7 +34,6 @@ class StepState:
             does not consume them.
         numbers: Numbers made of the inputs' sizes, by name; of dynamic dimensions only.
         microbatches: Weights and generators of microbatches; None where a step is one whole batch.
-        generators: For each microbatch, the state of its generator between random segments.
         values: For each microbatch, values of nodes made or received here, until their last use;
             in the end, the graph's outputs.
         leaves: For each microbatch, the leaf of each contribution.
@@ -44,34 +41,19 @@ class StepState:
         collected: For each microbatch, the gradient of each contribution.
         received: For each microbatch, gradients that came back, by edge.
         pending: For each microbatch, weight gradients that are still to be computed, by segment.
+        generators: For each microbatch, the state of its generator between random segments.
         tallies: What each worker tells the others about its gradients, by worker.
     """
 
     step: int
     inputs: Sequence[Sequence[torch.Tensor | None]]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    microbatches: Microbatches | None = None
+    numbers: Mapping[str, Any]
+    microbatches: Microbatches | None
+    values: list[dict[int, Any]]
+    leaves: list[dict[int, Any]]
+    roots: list[dict[int, Any]]
+    collected: list[dict[int, Gradient]]
+    received: list[dict[int, Gradient]]
+    pending: list[dict[int, tuple[Any, ...]]]
     generators: dict[int, torch.Tensor] = field(default_factory=dict)
-    values: list[dict[int, Any]] = field(default_factory=list)
-    leaves: list[dict[int, Any]] = field(default_factory=list)
-    roots: list[dict[int, Any]] = field(default_factory=list)
-    collected: list[dict[int, Gradient]] = field(default_factory=list)
-    received: list[dict[int, Gradient]] = field(default_factory=list)
-    pending: list[dict[int, tuple[Any, ...]]] = field(default_factory=list)
     tallies: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for _ in self.inputs:
-            self.values.append({})
-            self.leaves.append({})
-            self.roots.append({})
-            self.collected.append({})
-            self.received.append({})
-            self.pending.append({})
-
-    def free(self, microbatch: int, value: int) -> None:
-        """Forget what nothing reads any more; see ``program.liveness``."""
-        if value == GENERATOR:
-            del self.generators[microbatch]
-        else:
-            del self.values[microbatch][value]

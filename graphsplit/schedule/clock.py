@@ -6,15 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
+from graphsplit.program.event_loop import UNITS
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.costs import Costs
-
-_UNITS = {
-    Opcode.FORWARD: 1,
-    Opcode.BACKWARD: 2,
-    Opcode.BACKWARD_INPUT: 1,
-    Opcode.BACKWARD_WEIGHT: 1,
-}
 
 
 class UnitClock:
@@ -25,7 +19,7 @@ class UnitClock:
 
     def seconds(self, instruction: Instruction, worker: int) -> float:
         """How long a worker computes."""
-        return _UNITS.get(instruction.opcode, 0)
+        return UNITS.get(instruction.opcode, 0)
 
     def delay(self, instruction: Instruction, source: int, destination: int) -> float:
         """How long what was computed is on its way to another worker."""

@@ -11,12 +11,12 @@ that order.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.program.event_loop import EventLoop
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.clock import Clock, UnitClock
 from graphsplit.schedule.tasks import Tasks
@@ -24,7 +24,7 @@ from graphsplit.schedule.warm_up import WarmUp
 
 
 @dataclass(frozen=True)
-class Rule:
+class Preference:
     """The preference of a free worker.
 
     Of several forwards, or backwards, earlier microbatches come first. Weight gradients that are
@@ -56,30 +56,26 @@ class Rule:
 
 
 _Ready = tuple[int, int, int, int, Instruction]  # the smallest of what is ready runs first
-# When, on which worker, what came to pass (_DONE: computed, _THERE: a value arrived), a number that
-# no other one has, and the computation.
-_Event = tuple[float, int, int, int, Instruction]
-_DONE, _THERE = 0, 1
 
 
 def play(
-    plan: PartitionPlan, num_microbatches: int, rule: Rule, clock: Clock | None = None
+    plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock | None = None
 ) -> tuple[Sequence[Instruction], ...]:
     """The compute of all workers, each in the order to run it."""
-    return _Play(plan, num_microbatches, rule, clock or UnitClock()).run()
+    return _RulePlay(plan, num_microbatches, rule, clock or UnitClock()).orders_of_all()
 
 
-class _Play:
+class _RulePlay(EventLoop):
     """Plays a rule through."""
 
     def __init__(
-        self, plan: PartitionPlan, num_microbatches: int, rule: Rule, clock: Clock
+        self, plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock
     ) -> None:
+        super().__init__(plan.num_workers)
         self.plan = plan
         self.rule = rule
         self.clock = clock
         self.num_microbatches = num_microbatches
-        self.now: float = 0
         first, last = rule.ends or (num_microbatches, 0)
         self.whole = range(first, num_microbatches - last)  # microbatches with a whole backward
         self.tasks = Tasks(plan, plan.splits if rule.splits else ())
@@ -93,9 +89,6 @@ class _Play:
         self.backward: list[list[_Ready]] = [[] for _ in workers]
         self.fillers: list[list[_Ready]] = [[] for _ in workers]
         self.orders: list[list[Instruction]] = [[] for _ in workers]
-        self.stirred: deque[int] = deque()  # workers that may be able to go on
-        self.events: list[_Event] = []  # what will come to pass
-        self.numbers = itertools.count()
         self.limits = rule.warm_up.limits(self.tasks, more=rule.more)
         self.most = max(self.limits, default=1)
         self.begun = [0] * plan.num_workers  # microbatches
@@ -114,30 +107,15 @@ class _Play:
     def _worker(self, instruction: Instruction) -> int:
         return self.worker_of[instruction.opcode, instruction.operand]
 
-    def run(self) -> tuple[Sequence[Instruction], ...]:
+    def orders_of_all(self) -> tuple[Sequence[Instruction], ...]:
         for instruction, number in self.missing.items():
             if number == 0:
                 self._push(instruction)
-        events, busy = self.events, set[int]()
-        while True:
-            while self.stirred:
-                worker = self.stirred.popleft()
-                if worker not in busy and self._start(worker):
-                    busy.add(worker)
-            if events:
-                self.now = events[0][0]
-                while events and events[0][0] == self.now:
-                    _, worker, kind, _, instruction = heapq.heappop(events)
-                    if kind == _THERE:
-                        self._arrive(instruction)
-                        continue
-                    busy.remove(worker)
-                    self.stirred.append(worker)
-                    self._finish(worker, instruction)
-            elif any(self.forward):
-                self._allow_one_more()
-            else:
-                return tuple(self.orders)
+        self.run()
+        while any(self.forward):
+            self._allow_one_more()
+            self.run()
+        return tuple(self.orders)
 
     def _push(self, instruction: Instruction) -> None:
         worker = self._worker(instruction)
@@ -162,10 +140,8 @@ class _Play:
             level = 1 if opcode is Opcode.ACCUMULATE else -segments[operand].level
         return microbatch // self.group, level, microbatch, operand
 
-    def _note(self, when: float, worker: int, kind: int, instruction: Instruction) -> None:
-        heapq.heappush(self.events, (when, worker, kind, next(self.numbers), instruction))
-
-    def _start(self, worker: int) -> bool:
+    def begin(self, worker: int) -> bool:
+        """Begin what the rule prefers."""
         ready = self._preferred(worker)
         if not ready:
             return False
@@ -179,9 +155,13 @@ class _Play:
         self.begun[worker] = max(self.begun[worker], instruction.microbatch + 1)
         if instruction.opcode is Opcode.FORWARD:
             self.open[worker] += self.tasks.backward(instruction.operand) in self.worker_of
-        seconds = self.clock.seconds(as_run, worker)
-        self._note(self.now + seconds, worker, _DONE, instruction)
+        when = self.now + self.clock.seconds(as_run, worker)
+        self.at(when, 2 * worker, lambda: self._end(worker, instruction))
         return True
+
+    def _end(self, worker: int, instruction: Instruction) -> None:
+        self.release(worker)
+        self._finish(worker, instruction)
 
     def _has_earlier_weights(self, instruction: Instruction) -> bool:
         """Whether a backward must be run whole, and weight gradients of the one before wait."""
@@ -236,7 +216,7 @@ class _Play:
             if destination != worker:
                 delay = self.clock.delay(instruction, worker, destination)
             if delay:
-                self._note(self.now + delay, destination, _THERE, later)
+                self.at(self.now + delay, 2 * destination + 1, partial(self._arrive, later))
             else:
                 self._arrive(later)
 

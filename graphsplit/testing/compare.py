@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.structure import open_object
+from graphsplit.torch_ext.attributes import parts_of_sparse
 from graphsplit.torch_ext.private import pytree
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -73,7 +74,7 @@ def _told_strides(tensor: torch.Tensor) -> list[int]:
 def _parts(sparse: torch.Tensor) -> Any:
     """The content of a sparse tensor, as strided tensors."""
     if sparse.layout is torch.sparse_coo:
-        return sparse.is_coalesced(), sparse._indices(), sparse._values()
+        return sparse.is_coalesced(), *parts_of_sparse(sparse)
     return sparse.to_dense()
 
 

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.capture.state.owned_tensors import make_buffers
-from graphsplit.cluster.member.identity import Position
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
@@ -36,7 +37,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.modes import evaluating
 from graphsplit.planning.passes import capture_graph
 from graphsplit.planning.planner import Planner, ReadyPlan
-from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
@@ -120,7 +121,7 @@ class _Member:
     """Membership as a planner sees it."""
 
     def __init__(self, rank: int, shared: _Shared) -> None:
-        self.position = Position()
+        self.position = ReportedPosition()
         self._rank = rank
         self._texts = shared.texts
 
@@ -202,7 +203,7 @@ class SimulatedWorker:
     planner: Planner
     generator: torch.Tensor
     process: torch.Tensor | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -244,7 +245,7 @@ class SimulatedCluster:
                 task = make_task()
                 planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
                 state = torch.default_generator.get_state()
-                progress = Progress(accumulate=task.accumulate)
+                progress = TrainingProgress(accumulate=task.accumulate)
                 self.workers.append(SimulatedWorker(rank, task, planner, state, progress=progress))
             self._process = process_generators()
 
@@ -333,16 +334,18 @@ class SimulatedCluster:
         with worker.active():
             if is_training:
                 worker.progress.begin()
-            note = worker.progress.agreement(worker.task.divider) if is_training else ""
+            note = partial(worker.progress.agreement, worker.task.divider) if is_training else str
             progress = worker.progress if is_training else None
             return plan_step(worker.planner, mode, division.shape(), note=note, progress=progress)
 
     def _run_phase(
-        self, step: int, phases: Sequence[Phase]
+        self, step: int, phases: Sequence[StepPhase]
     ) -> tuple[PartitionPlan, list[StepState]]:
         states = []
         for worker, phase in zip(self.workers, phases, strict=True):
-            microbatches = phase.microbatches(worker.progress)
+            if phase.mark is not None:
+                phase.mark()
+            microbatches = phase.microbatches(worker.progress) if phase.weights else None
             planned = phase.planned
             states.append(planned.runner.begin(step, phase.inputs, planned.numbers, microbatches))
         self._take_turns([phase.planned.runner for phase in phases], states)

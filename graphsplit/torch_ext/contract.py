@@ -1,4 +1,4 @@
-"""What graphsplit relies on in torch beyond its documentation, and why.
+"""Undocumented names of torch (and transformers) that graphsplit relies on, and why.
 
 Each entry is looked up by ``tests/torch_contract`` under the torch that is installed: a release
 that moves one fails the test of its name. ``docs/how-to/port-to-a-new-torch.md`` says what to do
@@ -15,8 +15,8 @@ class PrivateName:
     """One name of torch that may move without notice.
 
     Attributes:
-        path: Where it is: a module of torch, and attributes of it, with dots between. A class
-            in round brackets is an instance of it, made by the test.
+        path: Where it is: a module, and attributes of it, with dots between. A class in round
+            brackets is an instance of it, made by the test.
         why: What graphsplit does with it.
     """
 
@@ -186,6 +186,12 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_call_impl", "_apply"),
     ),
     *_of("torch.nn.Module().state_dict()", "versions of modules in a state", "_metadata"),
+    *_of(
+        "torch.nn.modules.module",
+        "the key under which what `get_extra_state` returns is kept",
+        "_EXTRA_STATE_KEY_SUFFIX",
+    ),
+    *_of("torch.nn.LSTM()", "attributes in which its weights stand once more", "_flat_weights"),
     # Tensors and storages: torch/_tensor.py, torch/csrc.
     *_of(
         "torch.empty()",
@@ -211,6 +217,16 @@ CONTRACT: tuple[PrivateName, ...] = (
         "what TorchScript made is kept whole",
         *("ScriptFunction", "ScriptMethod", "ScriptModule"),
     ),
+    *_of("torch.jit.script()", "what stands behind a scripted module", "_c"),
+    *_of(
+        "torch.jit.script()._c",
+        "which attributes the code of a scripted module names",
+        *("_get_method", "_method_names"),
+    ),
+    # Generated code: torch/fx/graph_module.py.
+    *_of("torch.fx.GraphModule()", "which line of its code runs which node", "_lineno_map"),
+    *_of("torch.fx.graph_module", "keeps sources, of what is gone as well", "_loader.eval_cache"),
+    *_of("torch.sparse()", "the parts as they are, not coalesced", "_indices", "_values"),
     # Optimizers and clipping: torch/optim, torch/nn/utils/clip_grad.py.
     *_of(
         "torch.utils._foreach_utils",
@@ -239,6 +255,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "whether one optimizer's gradients are finite; a loaded scale counts from its tracker",
         *("_per_optimizer_states", "_growth_tracker"),
     ),
+    *_of(
+        "torch.optim.SGD()",
+        "a scheduler notes here that a step was taken, and warns if there was none",
+        "_opt_called",
+    ),
     # Switches: torch/csrc/Module.cpp.
     *(
         PrivateName(f"torch._C._get_{name}", "chooses a kernel: watched while capture runs")
@@ -249,11 +270,18 @@ CONTRACT: tuple[PrivateName, ...] = (
             *("deterministic_algorithms", "cublas_allow_tf32", "cudnn_allow_tf32"),
         )
     ),
+    *_of("torch.library", "which kernels Python has put in: others answer otherwise", "_impls"),
     # The compiler and the process groups.
     *_of("torch._inductor", "what Model(compile={'mode': ...}) stands for", "list_mode_options"),
     *_of(
         "torch.distributed.ProcessGroupGloo",
         "a group of two workers, made without the default group (transport/torch)",
         *("_Options", "create_device"),
+    ),
+    # transformers, if it is there: src/transformers/utils/import_utils.py.
+    *_of(
+        "transformers.utils.import_utils",
+        "leaves a mask out where it can look into it: fake tensors with known values say so",
+        "is_fake_tensor",
     ),
 )

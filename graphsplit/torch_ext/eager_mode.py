@@ -11,9 +11,11 @@ dtype is that one already; what stands for a parameter during capture could not 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphsplit.torch_ext.function_modes import OURS, without_modes
 
 _DISABLED = torch._C._disabled_torch_function_impl
+# Folders: a user's own module may have any name.
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_LAYERS = f"{Path(torch.nn.__file__).parent}{os.sep}"
 _PREDICATES = ("is_compiling", "is_exporting", "is_dynamo_compiling")
 
 
@@ -50,8 +55,7 @@ def as_in_eager_mode() -> Iterator[None]:
 
 def _for_torch_alone(truth: Callable[[], bool]) -> Callable[[], bool]:
     def answer() -> bool:
-        asker: Any = sys._getframe(1).f_globals.get("__name__", "")
-        return truth() if _is_below_nn(asker) else False
+        return truth() if _is_below_nn(sys._getframe(1).f_code.co_filename) else False
 
     return answer
 
@@ -118,8 +122,9 @@ def _has_own_torch_function(args: Iterable[Any]) -> bool:
     )
 
 
-def _is_below_nn(module: str) -> bool:
-    return module.startswith("torch.") and not module.startswith("torch.nn.")
+def _is_below_nn(file: str) -> bool:
+    """Whether code is PyTorch's own; the layers of ``torch.nn`` are network code."""
+    return file.startswith(_TORCH) and not file.startswith(_LAYERS)
 
 
 @contextmanager

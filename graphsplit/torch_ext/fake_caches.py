@@ -29,7 +29,7 @@ def forget_fake_tensors() -> None:
         results = gc.get_referents(cache)  # the function, and everything it has kept
         if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(results)):
             cache.cache_clear()
-            _asked[cache] = tuple(cache.cache_info())
+            _asked[cache] = _state_of(cache)
 
 
 def _used_since() -> Iterator[Any]:
@@ -37,10 +37,20 @@ def _used_since() -> Iterator[Any]:
     if _are_there_new_ones():
         _find_all()
     for cache in list(_asked):
-        info = tuple(cache.cache_info())  # without a reference to the class
+        info = _state_of(cache)
         if info != _asked.get(cache):
             _asked[cache] = info
             yield cache
+
+
+def _state_of(cache: Any) -> tuple[Any, ...]:
+    """A key that differs once a cache may hold something new; without a reference to the class.
+
+    A result that was found there is new if somebody writes into it, which PyTorch does not.
+    """
+    hits, *others = cache.cache_info()
+    is_torchs = str(getattr(cache, "__module__", "")).partition(".")[0] in ("torch", "sympy")
+    return tuple(others) if is_torchs else (hits, *others)
 
 
 def _are_there_new_ones() -> bool:

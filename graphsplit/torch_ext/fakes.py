@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+
+from graphsplit.torch_ext.replaced import replaced
 
 Result = TypeVar("Result")
 
@@ -41,3 +45,19 @@ def on_fakes(node: Node, run: Callable[[], Result]) -> Result | None:
             return run()
     except (RuntimeError, AssertionError):
         return None
+
+
+@contextmanager
+def looks_real_to_transformers(knows: Callable[[Any], bool]) -> Iterator[None]:
+    """Let transformers look into fake tensors whose values are known, as into real ones.
+
+    Args:
+        knows: Whether a fake tensor's values are known.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(module, "is_fake_tensor"):  # one that asks nothing of the kind
+        yield
+        return
+    original = module.is_fake_tensor
+    with replaced(module, "is_fake_tensor", lambda value: not knows(value) and original(value)):
+        yield

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
@@ -37,16 +38,20 @@ from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd import Variable
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped_tensors
 from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "CHECKPOINT",
+    "CHECKPOINT_HOOK",
     "EXPORT_PASSES",
     "LOGGERS_OF_CAPTURE",
     "SWITCHES",
     "TRANSFORMS",
+    "VJP",
     "DataDependentOutputException",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -71,12 +76,15 @@ __all__ = [
     "export_trace",
     "foreach_copy_",
     "foreach_norm",
+    "gloo_group",
     "grouped_tensors",
     "has_foreach_support",
     "has_kernel",
     "has_storage",
     "higher_order_ops",
+    "kernels_of_python",
     "mode_options",
+    "nccl_group",
     "pytree",
     "run_backward",
     "set_grad_enabled",
@@ -94,6 +102,7 @@ foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_norm: Callable[..., Any] = torch._foreach_norm
 has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
 has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+kernels_of_python: set[str] = torch.library._impls
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 storage_at: Callable[..., Any] = _C._construct_storage_from_data_pointer
 storage_use_count: Callable[[int], int] = _C._storage_Use_Count
@@ -116,6 +125,10 @@ TRANSFORMS = (
     ("torch._functorch.eager_transforms", "grad_and_value_impl", "torch.func.grad_and_value"),
     ("torch._functorch.eager_transforms", "_jvp_with_argnums", "torch.func.jvp"),
 )
+VJP = "_vjp_with_argnums"  # of eager_transforms(): runs torch.func.vjp and jacrev
+# What runs a checkpoint that is not reentrant, and the hooks on saved tensors that it sets.
+CHECKPOINT: tuple[ModuleType, str] = (checkpoint, "_checkpoint_without_reentrant_generator")
+CHECKPOINT_HOOK: Any = checkpoint._checkpoint_hook
 # Modules of torch that pack the blocks of a graph into subgraphs: each has a function of its name.
 EXPORT_PASSES = tuple(
     f"torch._export.passes.{name}"
@@ -147,3 +160,21 @@ def mode_options(mode: str) -> dict[str, Any]:
     """The options that ``torch.compile(mode=...)`` stands for."""
     options: dict[str, Any] = torch._inductor.list_mode_options(mode)
     return options
+
+
+def gloo_group(store: Any, rank: int, device: Any, timeout: timedelta) -> Any:
+    """A process group of two workers; waits for the other to make its half."""
+    make: Any = torch.distributed.ProcessGroupGloo  # its stub lacks what its options are
+    options = make._Options()
+    options._devices = [device]
+    options._threads = 1
+    options._timeout = timeout
+    return make(store, rank, 2, options)
+
+
+def nccl_group(store: Any, rank: int, timeout: timedelta) -> Any:
+    """The same over NCCL; once ``timeout`` is over, its watchdog would end the process."""
+    make: Any = torch.distributed.ProcessGroupNCCL  # its stub lacks what every backend has
+    options = make.Options()
+    options._timeout = timeout
+    return make(store, rank, 2, options)

@@ -8,6 +8,7 @@ programs run (``runtime``), and leave the loss, which every worker gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import evaluating
-from graphsplit.planning.step_plan import Phase, PlannedStep, Progress
+from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
 from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
 from graphsplit.train.cluster_state import ClusterState
 from graphsplit.train.metrics import Metric, need_batches
-from graphsplit.train.outputs import Beside, unflatten_outputs
+from graphsplit.train.outputs import NOTHING, Beside, unflatten_outputs
 
 Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leaves on this worker
 
@@ -37,10 +39,29 @@ class ClusterEngine(ClusterState):
     def __init__(self, task: Task, job: Job) -> None:
         super().__init__(task, job)
         self._step = 0
-        self.progress = Progress(accumulate=task.accumulate)
+        self.progress = TrainingProgress(accumulate=task.accumulate)
         self._leading = Leading(task, job, self.planner, self.progress)
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
+
+    @property
+    def stops_here(self) -> bool:
+        """Whether the step that is done was the last one: the job was asked to end."""
+        return self._job.is_stopping
+
+    @property
+    def is_inside_call(self) -> bool:
+        """Whether a call of a Model is under way."""
+        return self._job.depth > 0
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Report errors raised inside, so that all workers end."""
+        _refuse_autocast_around()
+        return self._job.reporting()
+
+    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
+        """Note what to call when the owned gradients of a step are complete."""
+        self.planner.updater.on_gradients = function
 
     def train_epoch(
         self,
@@ -77,7 +98,7 @@ class ClusterEngine(ClusterState):
                 numbers = phase.planned.numbers
                 pairs = zip(values, phase.inputs, strict=True)
                 beside += [unflatten_outputs(graph, v, [*i], numbers)[1] for v, i in pairs]
-        self.beside = Beside.of(beside, planned.weights)
+        self.beside = Beside.of(beside, planned.weights) if beside else NOTHING
         self.progress.num_steps += 1
         self._use_measurements(planned)
         return planned.loss(losses)
@@ -123,7 +144,7 @@ class ClusterEngine(ClusterState):
         division: Division | None,
         holders: Collection[int],
         meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[Phase, list[Values]]]:
+    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         """Run a step; gives each of its phases and, for each microbatch, the values it left.
 
         Args:
@@ -143,30 +164,33 @@ class ClusterEngine(ClusterState):
         division: Division | None,
         holders: Collection[int],
         meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[Phase, list[Values]]]:
+    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         if self._job.num_workers == 1:
             self._job.is_stopping |= self._job.asked_to_stop  # where there are no tickets
         for phase in planned.phases(division):
-            runner = phase.planned.runner
-            is_watched = self.profiler.watches(phase.planned)
+            if phase.mark is not None:
+                phase.mark()
+            plan, profiler = phase.planned, self.profiler
+            mode = plan.plan.placed.graph.mode
+            is_watched = plan.wants_costs or (profiler.is_on and mode is Mode.TRAIN)
             if is_watched:
-                self.profiler.begin(phase.planned, step)
-            with self.witness.watch(runner):
-                state = runner.run(
+                profiler.begin(plan, step)
+            with nullcontext() if self.witness is None else self.witness.watch(plan.runner):
+                state = plan.runner.run(
                     step,
                     phase.inputs,
-                    numbers=phase.planned.numbers,
-                    microbatches=phase.microbatches(self.progress),
+                    numbers=plan.numbers,
+                    microbatches=phase.microbatches(self.progress) if phase.weights else None,
                     meanwhile=meanwhile,
                 )
             if is_watched:
-                self.profiler.end(phase.planned)
+                profiler.end(plan)
             meanwhile = None
-            if phase.planned.written_inputs and division is not None:
+            if plan.written_inputs and division is not None:
                 for inputs in phase.inputs:
-                    share_written(self._job.control, phase.planned, inputs, holders)
+                    share_written(self._job.control, plan, inputs, holders)
             yield phase, state.values
 
     def _use_measurements(self, planned: PlannedStep) -> None:
@@ -203,3 +227,14 @@ def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
     """The outputs of a step without microbatches, in the network's own structure."""
     plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)
+
+
+def _refuse_autocast_around() -> None:
+    """Around a whole step it would reach backward and the optimizer, on some operations only."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ConfigurationError(
+                "torch.autocast is on around a call of the Model; it would reach beyond network "
+                "and loss\n"
+                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
+            )

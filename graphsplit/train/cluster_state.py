@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,8 +10,7 @@ import torch
 from graphsplit.batches import records
 from graphsplit.batches.batch import Arguments
 from graphsplit.checkpoint.gather import StateGatherer
-from graphsplit.errors import ConfigurationError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.plan import PartitionPlan
@@ -36,7 +34,7 @@ class ClusterState(Engine):
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None
 
-    def group(self) -> Group:
+    def group(self) -> WorkerGroup:
         """All workers of the job."""
         return self._job.control
 
@@ -112,25 +110,6 @@ class ClusterState(Engine):
         records.trust_network(self._task.network, self._task.loss_fn)
         self.planner.renew()
 
-    def call_on_gradients(self, function: Callable[[], None] | None) -> None:
-        """Note what to call when the owned gradients of a step are complete."""
-        self.planner.updater.on_gradients = function
-
-    @property
-    def stops_here(self) -> bool:
-        """Whether the step that is done was the last one: the job was asked to end."""
-        return self._job.is_stopping
-
-    @property
-    def is_inside_call(self) -> bool:
-        """Whether a call of a Model is under way."""
-        return self._job.depth > 0
-
-    def guard(self) -> AbstractContextManager[None]:
-        """Report errors raised inside, so that all workers end."""
-        _refuse_autocast_around()
-        return self._job.reporting()
-
     def routes(self, plan: PartitionPlan) -> dict[tuple[int, int], tuple[str, str]]:
         """The transport between each pair of workers that a plan connects, and why."""
         transport = self._job.transport
@@ -142,14 +121,3 @@ class ClusterState(Engine):
     def _gatherer(self) -> StateGatherer:
         self.settle_now()
         return StateGatherer(self._task, self._job, self.owners())
-
-
-def _refuse_autocast_around() -> None:
-    """Around a whole step it would reach backward and the optimizer, on some operations only."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            raise ConfigurationError(
-                "torch.autocast is on around a call of the Model; it would reach beyond network "
-                "and loss\n"
-                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
-            )

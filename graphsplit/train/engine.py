@@ -12,12 +12,12 @@ import torch
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import TARGETS, Arguments, split_batch
 from graphsplit.batches.microbatches import Division
-from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.own_step import by_the_model, guard_step, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
-from graphsplit.planning.step_plan import Progress, total_loss
+from graphsplit.planning.step_plan import TrainingProgress, total_loss
 from graphsplit.planning.task import Task, materialize_all
 from graphsplit.planning.trainable import check_value
 from graphsplit.train.metrics import Metric, need_batches
@@ -25,15 +25,15 @@ from graphsplit.train.outputs import NOTHING, Beside
 from graphsplit.witness import Witness
 
 
-class Engine(Holder):
+class Engine(StateHolder):
     """Runs the steps of a Model.
 
     Attributes:
-        witness: Sees what is computed.
+        witness: Sees what is computed; None where nobody asks.
         beside: What the last training step gave beside its loss.
     """
 
-    witness = Witness()
+    witness: Witness | None = None
     beside = NOTHING
 
     @property
@@ -101,7 +101,7 @@ class EagerEngine(Engine):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.progress = Progress(accumulate=task.accumulate)
+        self.progress = TrainingProgress(accumulate=task.accumulate)
         self._last_norm: torch.Tensor | None = None
         self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
@@ -127,7 +127,7 @@ class EagerEngine(Engine):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
-        with self.witness.watch():
+        with nullcontext() if self.witness is None else self.witness.watch():
             return self._train_step(division)
 
     def _train_step(self, division: Division) -> torch.Tensor:
@@ -227,9 +227,9 @@ class EagerEngine(Engine):
         with evaluating(self._task.network), torch.no_grad():
             return run(self._network, None, *args, **kwargs)
 
-    def group(self) -> Group:
+    def group(self) -> WorkerGroup:
         """This process alone."""
-        return Group()
+        return WorkerGroup()
 
     def owners(self) -> Mapping[str, int]:
         """Everything is here."""

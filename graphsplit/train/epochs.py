@@ -13,6 +13,7 @@ from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.errors import ConfigurationError
 from graphsplit.logs import say
 from graphsplit.train.callbacks import Callback, RunContext
+from graphsplit.train.epoch_numbers import EpochNumbers
 
 
 class Epochs:
@@ -47,6 +48,7 @@ class Epochs:
         self._is_between = True  # behind the context's epoch, before the next
         self.callbacks = callbacks
         self.watch = LoaderWatch(loader)
+        self._numbers = EpochNumbers(loader)
         pending = states.resumption
         goes_back = pending is not None and pending.is_rollback
         self._resumption = pending if resume or goes_back else None
@@ -110,6 +112,8 @@ class Epochs:
         for epoch in range(self._first, self._context.num_epochs + 1):
             self._context.epoch, self._context.step = epoch, start.step
             self._is_between = False
+            if start.step == 0:
+                self._numbers.tell(self._states.num_epochs)
             yield start
             start = FROM_THE_START
 
@@ -122,13 +126,14 @@ class Epochs:
         start = resumption.start
         if start.step == 0 and start.now is not None:
             # Between two epochs: what callbacks draw now belongs to the epoch that begins.
-            torch.default_generator.set_state(start.now)
-            start = EpochStart(loader=start.loader)
+            start = start.put_between_epochs(self._loader)
+        self._numbers.go_on(self._states.num_epochs, resumption.start)
         return start
 
     def begin(self, start: EpochStart) -> None:
         """The loader will be asked for a batch next."""
         self.watch.begin_epoch(self._loader, start)
+        self._numbers.begins(self._states.num_epochs, self.watch.remembered or {})
 
     def count(self, loss: torch.Tensor) -> None:
         """A step is done."""
@@ -138,6 +143,7 @@ class Epochs:
     def end(self) -> None:
         """The loader has no more batches; what is saved from now on stands before the next."""
         self.watch.end_epoch()
+        self._numbers.end()
         self._states.num_epochs += 1
         self._is_between = True
 

@@ -195,7 +195,8 @@ class Model(Shown):
             loader: Yields batches: ``(inputs, target)``, a tuple of inputs and a target, or a
                 mapping passed as keyword arguments, of which ``loss_fn`` gets the entry named
                 ``target`` or ``labels``. Every worker passes its own, equal one; only
-                workers that consume an input draw from it.
+                workers that consume an input draw from it. Its sampler, batch sampler and data set
+                are told each epoch by ``set_epoch``, counted from 0 through all calls.
             callbacks: Called on every worker.
             steps: After how many steps an epoch ends, for loaders without an end; None: their end.
             validation: A loader for ``eval`` after each epoch; callbacks find what it gave in
@@ -204,7 +205,7 @@ class Model(Shown):
 
         Raises:
             ConfigurationError: The Model has no optimizer, or a batch does not fit; or the loaded
-                state cannot go on with these arguments.
+                state cannot go on with these arguments; or the loader gives each process a share.
             CaptureError: The network cannot be captured.
             PlacementError: A placement cannot be honoured.
             PlanMismatchError: Workers made different plans.
@@ -442,7 +443,7 @@ class Model(Shown):
 
     @property
     def last_outputs(self) -> Any:
-        """What the network returned in the last training step, on every worker.
+        """The network's results in the last training step, on every worker.
 
         None without ``keep_outputs=True``. With microbatches, a list of what it returned for each.
         """
@@ -459,7 +460,7 @@ class Model(Shown):
 
 def _need_optimizer(task: Task, method: str) -> None:
     """Raise ``ConfigurationError`` if there is nothing that trains."""
-    if not task.optimizers:
+    if not task.optimizer:
         raise ConfigurationError(
             f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
             f"net.parameters(), lr=0.01))."

@@ -1,4 +1,4 @@
-"""What a step gives beside its loss, in the network's own structure."""
+"""Results of a step beside its loss, in the network's own structure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader
 from graphsplit.batches.batch import Arguments, split_batch
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.checkpoint.other_loaders import OtherLoaders
+from graphsplit.feeding.loader_checks import refuse_shares
 from graphsplit.planning.step_plan import total_loss
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a training step gave beside its loss.
+    """Results of a training step beside its loss.
 
     Attributes:
         losses: The scalars that network or loss returned beside it, by name.
@@ -36,8 +37,6 @@ class Beside:
             found: ``losses``, and perhaps ``outputs``, of each; or of the whole batch.
             weights: Of each microbatch; empty where the batch is whole.
         """
-        if not found:
-            return NOTHING
         outputs = [one.get("outputs") for one in found]
         if not weights:
             return cls(found[0]["losses"], outputs[0])
@@ -58,7 +57,7 @@ def predicted_loader(arguments: Arguments) -> Any:
 
 @dataclass(frozen=True)
 class Predicting:
-    """What ``Model.predict`` gives, for one input or for a whole loader.
+    """The result of ``Model.predict``, for one input or for a whole loader.
 
     Attributes:
         predict: Runs the network once.
@@ -75,6 +74,7 @@ class Predicting:
         loader = predicted_loader(arguments)
         if loader is None:
             return self.predict(arguments)
+        refuse_shares(loader, "predict")
         self.others.begin(loader)
         outputs = [self.predict(self._inputs(batch)) for batch in loader]
         self.others.end(loader)

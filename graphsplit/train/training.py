@@ -15,6 +15,7 @@ import torch
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import EnoughSteps, MembershipChangedError, StoppedInOrder
+from graphsplit.feeding.loader_checks import compare_loaders, refuse_shares
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.planning.task import Task
@@ -63,7 +64,7 @@ class Calls:
         """Train over a loader; callbacks see the Model."""
         lengths = [length for length in (length_of(loader), steps) if length is not None]
         context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
-        run = Training(self._engine, self._states, context, callbacks, self._after_step)
+        run = TrainingLoop(self._engine, self._states, context, callbacks, self._after_step)
         run.run(loader, resume=resume, steps=steps)
 
     def _after_step(self) -> None:
@@ -75,18 +76,22 @@ class Calls:
         task, engine = self._task, self._engine
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
-            engine.witness.begins()
+            if engine.witness is not None:
+                engine.witness.begins()
             loss = engine.train_step(division)
-            engine.witness.trained(loss)
+            if engine.witness is not None:
+                engine.witness.trained(loss)
             return loss
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""
         with self._engine.guard():
+            refuse_shares(loader, "eval")
             self._states.others.begin(loader)
             found = self._engine.eval_epoch(loader, self._metrics)
             self._states.others.end(loader)
-            self._engine.witness.evaluated(found)
+            if self._engine.witness is not None:
+                self._engine.witness.evaluated(found)
             return found
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,7 +100,8 @@ class Calls:
             has_loss_fn = self._task.loss_fn is not None
             predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)
             outputs = predicting.outputs((args, kwargs))
-            self._engine.witness.predicted(outputs)
+            if self._engine.witness is not None:
+                self._engine.witness.predicted(outputs)
             return outputs
 
 
@@ -106,14 +112,14 @@ def stop_if_asked(engine: Engine, script: Script) -> None:
         EnoughSteps: The check that runs the script has seen what it needs.
         StoppedInOrder: The job was asked to end.
     """
-    if engine.witness.has_enough:
+    if engine.witness is not None and engine.witness.has_enough:
         raise EnoughSteps
     if engine.stops_here:
         script.stop()
         raise StoppedInOrder
 
 
-class Training:
+class TrainingLoop:
     """Trains over a loader, and calls callbacks.
 
     Args:
@@ -145,8 +151,11 @@ class Training:
         context, callbacks = self._context, self._callbacks
         try:
             with self._engine.guard():
+                refuse_shares(loader, "train")
                 self._engine.call_on_gradients(self._listener())
+                goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
+                compare_loaders(loader, self._engine.group(), with_states=not goes_on)
                 with run:
                     self._go_through(run, loader, steps)
         except MembershipChangedError:
@@ -175,8 +184,8 @@ class Training:
             for callback in callbacks:
                 callback.on_epoch_begin(context)
             run.begin(start)
-            losses = self._engine.train_epoch(loader, start, is_last)
-            for loss in self._engine.witness.of_epoch(losses):
+            losses, witness = self._engine.train_epoch(loader, start, is_last), self._engine.witness
+            for loss in losses if witness is None else witness.of_epoch(losses):
                 run.count(loss)
                 context.has_updated = self._engine.progress.opens
                 beside = self._engine.beside

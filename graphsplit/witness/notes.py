@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from graphsplit.check.record import (
-    Kind,
+    NotedValue,
+    NoteKind,
+    Notes,
     Operation,
-    Record,
-    Value,
     What,
 )
-from graphsplit.check.request import Request, operations_file, read_request, requested_file
+from graphsplit.check.request import NoteRequest, operations_file, read_request, requested_file
 from graphsplit.encoding import records
 from graphsplit.planning.task import Task
 from graphsplit.runtime.runner import ProgramRunner
@@ -26,39 +26,10 @@ from graphsplit.witness.operations import WorkersOperations, watching_plain_loop
 from graphsplit.witness.values import Generators, ModelValues, plain_value, tensor_value
 
 
-class Witness:
-    """Sees what a Model computes. This one notes nothing: nobody asked."""
-
-    @property
-    def has_enough(self) -> bool:
-        """Whether all training steps were seen that were asked for: the script is to end."""
-        return False
-
-    def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
-        """The context of a program's run; without one, of a training step of the plain loop."""
-        return nullcontext()
-
-    def begins(self) -> None:
-        """A training step begins."""
-
-    def trained(self, loss: torch.Tensor) -> None:
-        """A training step has given a loss."""
-
-    def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """See the training steps of an epoch, by their losses."""
-        return losses
-
-    def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        """A call of eval has given metrics."""
-
-    def predicted(self, outputs: Any) -> None:
-        """A call of predict has given outputs."""
-
-
-def witness_for(task: Task) -> Witness:
-    """The witness that sees what a new Model computes."""
+def witness_for(task: Task) -> Witness | None:
+    """The witness that sees what a new Model computes; None where nobody asks."""
     file = requested_file(os.environ)
-    return Witness() if file is None else _NotingWitness(_notebook(file), task)
+    return None if file is None else Witness(_notebook(file), task)
 
 
 class _Notebook:
@@ -73,7 +44,7 @@ class _Notebook:
         num_steps: How many training steps have begun.
     """
 
-    def __init__(self, file: Path, request: Request) -> None:
+    def __init__(self, file: Path, request: NoteRequest) -> None:
         self.request = request
         self.num_models = self.num_steps = 0
         self._file = file
@@ -92,11 +63,11 @@ class _Notebook:
         """Whether the operations of the step that has begun are asked for; before all, none is."""
         return 0 < self.num_steps == self.request.operations_of and not self.has_enough
 
-    def note(self, what: What, model: int, number: int, values: Iterator[Value]) -> None:
+    def note(self, what: What, model: int, number: int, values: Iterator[NotedValue]) -> None:
         """Note some values, and the generators."""
         if self.has_enough:
             return
-        record = Record(what, model, number, (*values, *self._generators.values()))
+        record = Notes(what, model, number, (*values, *self._generators.values()))
         self._write(self._file, records.to_text(record))
         self._num_noted += what is What.STEP
 
@@ -120,7 +91,7 @@ def _notebook(file: Path) -> _Notebook:
     return _Notebook(file, read_request(file))
 
 
-class _NotingWitness(Witness):
+class Witness:
     """Notes what one Model computes."""
 
     def __init__(self, notebook: _Notebook, task: Task) -> None:
@@ -134,18 +105,22 @@ class _NotingWitness(Witness):
 
     @property
     def has_enough(self) -> bool:
+        """Whether all training steps were seen that were asked for: the script is to end."""
         return self._notebook.has_enough
 
     def begins(self) -> None:
+        """A training step begins."""
         if not self._has_begun:
             self._has_begun = True
             self._note(What.START, 0, self._at_start())
         self._notebook.num_steps += 1
 
     def trained(self, loss: torch.Tensor) -> None:
+        """A training step has given a loss."""
         self._note(What.STEP, self._notebook.num_steps, self._after_step(loss))
 
     def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """See the training steps of an epoch, by their losses."""
         self.begins()
         for loss in losses:
             self.trained(loss)
@@ -154,25 +129,28 @@ class _NotingWitness(Witness):
         self._notebook.num_steps -= 1  # there was none after the last
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        values = (plain_value(Kind.METRIC, name, float(v)) for name, v in metrics.items())
+        """A call of eval has given metrics."""
+        values = (plain_value(NoteKind.METRIC, name, float(v)) for name, v in metrics.items())
         self._note(What.EVAL, self._notebook.next_call(What.EVAL), values)
 
     def predicted(self, outputs: Any) -> None:
-        values = self._values.tree(Kind.OUTPUT, "", outputs)
+        """A call of predict has given outputs."""
+        values = self._values.tree(NoteKind.OUTPUT, "", outputs)
         self._note(What.PREDICT, self._notebook.next_call(What.PREDICT), values)
 
-    def _note(self, what: What, number: int, values: Iterator[Value]) -> None:
+    def _note(self, what: What, number: int, values: Iterator[NotedValue]) -> None:
         self._notebook.note(what, self._number, number, values)
 
-    def _at_start(self) -> Iterator[Value]:
-        yield plain_value(Kind.THREADS, "", torch.get_num_threads())
+    def _at_start(self) -> Iterator[NotedValue]:
+        yield plain_value(NoteKind.THREADS, "", torch.get_num_threads())
         yield from self._values.state()
 
-    def _after_step(self, loss: torch.Tensor) -> Iterator[Value]:
-        yield tensor_value(Kind.LOSS, "", loss, whole=False)
+    def _after_step(self, loss: torch.Tensor) -> Iterator[NotedValue]:
+        yield tensor_value(NoteKind.LOSS, "", loss, whole=False)
         yield from self._values.state()
 
     def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:
+        """The context of a program's run; without one, of a training step of the plain loop."""
         if not self._notebook.watches_now:
             return nullcontext()
         if runner is None:

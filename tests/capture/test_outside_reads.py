@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphsplit as gs
 from graphsplit.errors import CaptureError
-from graphsplit.guards.numpy_state import comparable
+from graphsplit.guards.values import comparable
 
 X = torch.zeros(2, 4)
 OWN, CYCLE, DEFAULT = random.Random(1), itertools.cycle([1.0, 2.0]), itertools.count(2.0)

@@ -78,6 +78,9 @@ def test_the_workers_calls_and_the_way_out_are_told():
     text = describe_divergence(call, calls_of)
     assert "worker 0 is in state_dict() at " in text and "workers 1, 2 are in train() at " in text
     assert "call state_dict() on every worker" in text
+    for found in calls_of.values():  # whichever was found first
+        assert found.within is not None
+        assert "call state_dict() on" in describe_divergence(found.within, calls_of)
     ended = {0: history(END_OF_SCRIPT), 1: history("save")}
     text = describe_divergence(history(END_OF_SCRIPT).latest[0], ended)
     assert f"worker 0 is at {END_OF_SCRIPT}" in text and "call save() on every worker" in text

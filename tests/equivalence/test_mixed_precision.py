@@ -190,7 +190,7 @@ def test_a_parameter_used_as_it_is_and_cast_within_one_operation_is_refused() ->
 
 
 def test_autocast_around_a_call_of_a_cluster_is_refused() -> None:
-    from graphsplit.train.cluster_state import _refuse_autocast_around
+    from graphsplit.train.cluster_engine import _refuse_autocast_around
 
     _refuse_autocast_around()
     with half(), pytest.raises(ConfigurationError, match=r"Model\(..., autocast=torch.bfloat16\)"):

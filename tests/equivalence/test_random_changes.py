@@ -9,6 +9,7 @@ run with the other tests; all of them, more than 3,000 changes, with `make fuzz-
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,7 @@ class Changes:
                 chosen.append((draw.choice(list(by_path)), draw.randrange(1 << 30)))
             path, seed = chosen[number]
             by_path[path].change(random.Random(seed))
+            _counts["made"] += not is_known
 
     def __str__(self) -> str:
         paths = ((step, [path for path, _ in chosen]) for step, chosen in self.made.items())
@@ -100,6 +102,21 @@ class Case:
         return network, self.make_loss(), sgd_with_momentum(network), None
 
 
+_counts: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _counts_are_told(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How many seeds were tried in this process, and how many changes made."""
+    yield
+    plugins = request.config.pluginmanager
+    terminal, capture = map(plugins.get_plugin, ("terminalreporter", "capturemanager"))
+    if terminal is not None and capture is not None:  # they are not in a process of xdist
+        told = ", ".join(f"{name} {count}" for name, count in _counts.items())
+        with capture.global_and_fixture_disabled():
+            terminal.write_line(f"\nrandom changes: {told}")
+
+
 @pytest.fixture(autouse=True)
 def _classes_and_globals_are_put_back() -> Iterator[None]:
     with shared_state_kept():
@@ -108,11 +125,13 @@ def _classes_and_globals_are_put_back() -> Iterator[None]:
 
 def check(case: Case, changes: Changes, train: Callable[[Case, Changes], None]) -> None:
     """The bits of the loop, or an error by name; any other names the changes."""
+    _counts["seeds"] += 1
     try:
         train(case, changes)
     except StaleGraphError as error:  # a change that was not seen
         raise AssertionError(f"{case}\n{changes}\n{error}") from error
     except GraphsplitError as error:
+        _counts["seeds refused"] += 1
         print(f"refused: {type(error).__name__}: {error}\n{case}\n{changes}")
     except Exception as error:
         raise AssertionError(f"{case}\n{changes}\n{error}") from error

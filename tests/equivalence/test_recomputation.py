@@ -302,6 +302,40 @@ def test_an_operation_that_fails_inside_is_named() -> None:
         cluster.train_step((batch, {}))
 
 
+FACTOR = 1.0
+
+
+def factored(h: torch.Tensor) -> torch.Tensor:
+    return h * FACTOR
+
+
+class FactorChangedAfterCheckpoint(nn.Module):
+    """One function reads a global before the checkpoint, and inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global FACTOR
+        made: torch.Tensor = checkpoint(factored, factored(self.layer(x)), use_reentrant=False)
+        FACTOR += 1.0
+        return made
+
+
+def test_a_global_that_was_read_before_a_checkpoint_is_read_in_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "FACTOR", 1.0)
+    with pytest.raises(CaptureError, match=r"FACTOR is read inside, and changed after"):
+        assert_same_bits(
+            FactorChangedAfterCheckpoint,
+            batches_of(4, 3),
+            num_workers=1,
+            loss_fn=rows_against_target,
+        )
+
+
 class CountingInCheckpoint(nn.Module):
     """A counter that a checkpoint's code changes, or reads before forward changes it."""
 

@@ -214,6 +214,21 @@ def _dispatched() -> tuple[Weigh, SetWeight]:
     return lambda: read(3), lambda value: read.register(int, lambda one: value)
 
 
+def _cached(**options: Any) -> tuple[Weigh, SetWeight]:
+    held = {"weight": 1.0}
+
+    @functools.lru_cache(**options)
+    def read(name: str) -> float:
+        return held[name]
+
+    def write(value: float) -> None:
+        held.update(weight=value)
+        if value > 2:  # the step before finds the old one still
+            read.cache_clear()
+
+    return lambda: read("weight"), write
+
+
 def _unlike_keys() -> tuple[Weigh, SetWeight]:
     class Key:
         def __repr__(self) -> str:
@@ -278,6 +293,8 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "order of a set": _set_order,
     "dispatch": _dispatched,
     "keys that look alike": _unlike_keys,
+    "cache that is cleared": _cached,
+    "cache without a bound": lambda: _cached(maxsize=None),
 }
 
 

@@ -75,8 +75,10 @@ def test_a_worker_that_is_waited_for_changes_nothing(name: str):
     assert cluster.num_killed == 1
 
 
-@pytest.mark.parametrize("later", [0, 5])
-@pytest.mark.parametrize("name", ON_DISK)
+@pytest.mark.parametrize(
+    ("name", "later"),
+    [*((name, later) for name in ON_DISK for later in (0, 5)), ("python_values", 30)],
+)
 def test_a_job_started_again_from_disk_changes_nothing(name: str, later: int, tmp_path: Path):
     script = FEATURES[name]
     expected = undisturbed(script)

@@ -7,7 +7,8 @@ import weakref
 import torch
 from torch import nn
 
-from graphsplit.runtime.segments.autograd import accumulate_all, backward, keep_apart
+from graphsplit.runtime.segments.autograd import accumulate_all, keep_apart
+from graphsplit.runtime.segments.backward import backward
 
 
 def test_gradients_of_weights_are_added_one_by_one_and_never_all_held() -> None:

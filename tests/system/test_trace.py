@@ -42,7 +42,7 @@ def test_a_job_is_traced_while_its_schedule_is_chosen_by_measured_costs(tmp_path
 
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "idle.py"
-    script.write_text("print('nothing to train')\n")
+    script.write_text("import graphsplit as gs\n\ngs.init()\nprint('nothing to train')\n")
     done = run_trace(tmp_path / "found", script)
     assert done.returncode == 1
     assert "nothing was measured" in done.stderr

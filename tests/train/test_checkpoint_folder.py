@@ -321,8 +321,10 @@ def edit(path: Path, **changes: Any) -> None:
         ({"format": "theirs"}, "no manifest of a graphsplit training state"),
         ({"files": []}, "lists files that no save has"),
         ({"files": [{"name": "../../etc/passwd", "size_bytes": 1, "header_sha256": ""}]}, "lists"),
-        ({"slot": 3}, "lacks an entry"),
-        ({"num_shards": 10**9}, "lacks an entry"),
+        ({"slot": 3}, "slot is 3, not 0 to 1"),
+        ({"num_shards": 10**9}, "num_shards is 1000000000, not 1 to 100000"),
+        ({"colour": 1}, "colour is not expected"),
+        ({"files": 3}, "files is 3, no list"),
         ({"training": {"network": {}, "optimizers": {}, "position": {"step": -1}}}, "missing: the"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from graphsplit.torch_ext.attributes import operator_schema
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
 
@@ -53,7 +54,7 @@ def _may_be_identity(node: Node) -> bool:
     (``dropout`` in eval mode is a copy there), and notes other strides.
     """
     target = node.target
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or operator_schema(target).is_mutable:
         return False
     if not has_kernel(target.name(), _IN_PARTS):
         return False

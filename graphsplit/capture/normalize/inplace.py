@@ -25,6 +25,7 @@ from graphsplit.capture.operations.effects import OWN_MEMORY, roots_of, written_
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import operator_schema, overload_name
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
 from graphsplit.users_line import users_line_of_trace
@@ -139,7 +140,7 @@ def _refuse_new_memory(node: Node, state: AbstractSet[str]) -> None:
     base, target = node.args[0], node.target
     assert isinstance(base, Node) and isinstance(target, OpOverload)
     line = users_line_of_trace(node.meta.get("stack_trace") or "")
-    if target._schema.name in _NEW_MEMORY:
+    if operator_schema(target).name in _NEW_MEMORY:
         raise CaptureError(
             f"{base.name} is given other memory in place ({target})\n  {line}\n"
             f"  Fix: make a new tensor of the size you need."
@@ -179,7 +180,7 @@ _KNOWN: dict[tuple[object, ...], bool] = {}
 
 
 def _kind(operand: object) -> object:
-    """What an element-wise operation's dtype and gradient depend on."""
+    """The facts that an element-wise operation's dtype and gradient depend on."""
     if isinstance(operand, torch.Tensor):
         return operand.dtype, operand.dim() == 0
     return type(operand)
@@ -240,17 +241,17 @@ def _ordinary_form(node: Node) -> OpOverload | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
-    packet_name = target._schema.name.split("::")[1]
+    packet_name = operator_schema(target).name.split("::")[1]
     if not packet_name.endswith("_") or written_operands(node) != (node.args[0],):
         return None
     packet = getattr(getattr(torch.ops, target.namespace), packet_name[:-1], None)
-    overload = getattr(packet, target._overloadname, None) if packet is not None else None
-    if not isinstance(overload, OpOverload) or overload._schema.is_mutable:
+    overload = getattr(packet, overload_name(target), None) if packet is not None else None
+    if not isinstance(overload, OpOverload) or operator_schema(overload).is_mutable:
         return None
     # The first operand may be `self` in one overload and `input` in the other; in `pow.Scalar` it
     # is a number.
-    first, *others = target._schema.arguments
-    ordinary_first, *ordinary_others = overload._schema.arguments
+    first, *others = operator_schema(target).arguments
+    ordinary_first, *ordinary_others = operator_schema(overload).arguments
     names = [argument.name for argument in others]
     same = names == [argument.name for argument in ordinary_others]
     return overload if same and str(first.type) == str(ordinary_first.type) else None

@@ -18,7 +18,6 @@ other sizes.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,8 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.capture.numbers.recipes import Question, Recipe
+from graphsplit.torch_ext.attributes import schema_of, storage_of
+from graphsplit.torch_ext.fakes import looks_real_to_transformers
 from graphsplit.torch_ext.private import disable_current_modes, pytree
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
@@ -157,16 +158,16 @@ class KnownValues(TorchCalls):
         return self._real[given] if isinstance(given, torch.Tensor) else given
 
     def _forget_memory_of(self, given: Sequence[Any]) -> None:
-        """What was written to is no longer known, nor what shares its memory."""
-        touched = {self._real[v].untyped_storage()._cdata for v in given if self.knows(v)}
+        """Forget tensors that were written to, and those that share their memory."""
+        touched = {storage_of(self._real[v]) for v in given if self.knows(v)}
         for tensor, value in list(self._real.items()):
-            if value.untyped_storage()._cdata in touched:
+            if storage_of(value) in touched:
                 del self._real[tensor], self._recipes[tensor]
 
 
 def _may_write(function: Any, name: str, kwargs: dict[str, Any]) -> bool:
-    schema = getattr(function, "_schema", None)
-    if isinstance(schema, torch.FunctionSchema):
+    schema = schema_of(function)
+    if schema is not None:
         return schema.is_mutable
     return "out" in kwargs or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
@@ -196,19 +197,5 @@ def answers_known_values(ones: Sequence[torch.Tensor]) -> Iterator[list[Question
     known = KnownValues()
     for tensor in ones:
         known.note_ones(tensor)
-    with known, _looks_real_to_transformers(known):
+    with known, looks_real_to_transformers(known.knows):
         yield known.questions
-
-
-@contextmanager
-def _looks_real_to_transformers(known: KnownValues) -> Iterator[None]:
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(module, "is_fake_tensor"):
-        yield
-        return
-    original = module.is_fake_tensor
-    module.is_fake_tensor = lambda value: not known.knows(value) and original(value)
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = original

@@ -1,4 +1,4 @@
-"""What is kept whole though nobody asked for it: export would record something else than it does.
+"""Code that is kept whole unasked: export would record something else than it does.
 
 torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
 torch.jit.script functions           run, once warm, with a backward of their own
@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
 from graphsplit.errors import CaptureError
-from graphsplit.torch_ext.private import TRANSFORMS, ScriptFunction, ScriptMethod, eager_transforms
+from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOKS
+from graphsplit.torch_ext.private import (
+    TRANSFORMS,
+    VJP,
+    ScriptFunction,
+    ScriptMethod,
+    eager_transforms,
+)
 from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_now
 
@@ -26,7 +33,7 @@ _ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("c
 
 
 @contextmanager
-def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
+def kept_whole_unasked(recorder: OpaqueRecorder) -> Iterator[None]:
     """Record transforms and scripted functions as one node each."""
     with ExitStack() as stack:
         for module, name, label in TRANSFORMS:
@@ -40,7 +47,7 @@ def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
 
 
 def _recorded(
-    recorder: Recorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
+    recorder: OpaqueRecorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
 ) -> Any:
     original = getattr(owner, name)
 
@@ -52,9 +59,9 @@ def _recorded(
     return replaced(owner, name, call)
 
 
-def _vjp_refused(recorder: Recorder) -> Any:
-    owner: Any = eager_transforms()
-    original = owner._vjp_with_argnums
+def _vjp_refused(recorder: OpaqueRecorder) -> Any:
+    owner = eager_transforms()
+    original = getattr(owner, VJP)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
@@ -65,11 +72,11 @@ def _vjp_refused(recorder: Recorder) -> Any:
             f"  Fix: keep the function around it whole, with gs.opaque."
         )
 
-    return replaced(owner, "_vjp_with_argnums", refuse)
+    return replaced(owner, VJP, refuse)
 
 
 @contextmanager
-def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
+def _scripted_recorded(recorder: OpaqueRecorder) -> Iterator[None]:
     kinds: tuple[Any, ...] = (ScriptFunction, ScriptMethod)
     with ExitStack() as stack:
         for kind in kinds:
@@ -77,7 +84,7 @@ def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _scripted(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     unoptimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,13 +103,12 @@ def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
 
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks on a module wait for its backward."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    return any(getattr(module, name) for name in BACKWARD_HOOKS)
 
 
 def refuse_global_backward_hooks() -> None:
     """Refuse hooks on every module: there would be nothing left to place."""
-    modules: Any = torch.nn.modules.module
-    if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+    if any(GLOBAL_BACKWARD_HOOKS):
         raise CaptureError(
             "a backward hook is registered for all modules (register_module_full_backward_hook); "
             "the captured graph would lose it\n"

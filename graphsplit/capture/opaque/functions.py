@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
@@ -29,7 +29,7 @@ _SINGLE_LEVEL: Any = SingleLevelFunction
 
 
 @contextmanager
-def custom_functions_whole(recorder: Recorder) -> Iterator[None]:
+def custom_functions_whole(recorder: OpaqueRecorder) -> Iterator[None]:
     """Record every custom autograd function that autograd asks something of as one node.
 
     Where torch itself goes on from ``Function.apply``: scripts keep that one, ``f = STE.apply``.
@@ -42,7 +42,7 @@ def custom_functions_whole(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _refusing_transforms(recorder: Recorder) -> Apply:
+def _refusing_transforms(recorder: OpaqueRecorder) -> Apply:
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def _refusing_transforms(recorder: Recorder) -> Apply:
     return apply
 
 
-def _recording(recorder: Recorder) -> Apply:
+def _recording(recorder: OpaqueRecorder) -> Apply:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def apply_it(*args: Any, **kwargs: Any) -> Any:
             return super(_SINGLE_LEVEL, cls).apply(*args, **kwargs)
@@ -70,7 +70,7 @@ def _recording(recorder: Recorder) -> Apply:
 
 
 def _record(
-    recorder: Recorder, cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: OpaqueRecorder, cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     label = f"{cls.__qualname__}.apply"
     if not torch.is_grad_enabled():
@@ -116,6 +116,8 @@ def _refuse_random_backward(label: str, given: list[torch.Tensor], results: Any)
                 retain_graph=True,
                 allow_unused=True,
             )
+    except (AttributeError, ImportError, NameError):  # no lack of values: a mistake, or torch moved
+        raise
     except Exception:  # what cannot run on fake tensors cannot be looked at; it runs as it is
         return
     if observer.is_random:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from graphsplit.capture.opaque.automatic import has_backward_hooks, refuse_global_backward_hooks
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import module_annotation
+from graphsplit.torch_ext.attributes import CALL
 
 _MODULE_ATTRIBUTE = "_graphsplit_opaque"
-_recorder: ContextVar[Recorder | None] = ContextVar("graphsplit_recorder", default=None)
+_recorder: ContextVar[OpaqueRecorder | None] = ContextVar("graphsplit_recorder", default=None)
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -109,7 +110,7 @@ def marked_ones(root: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def marked_ones_whole(
-    recorder: Recorder, root: nn.Module, automatic: Collection[nn.Module] = ()
+    recorder: OpaqueRecorder, root: nn.Module, automatic: Collection[nn.Module] = ()
 ) -> Iterator[None]:
     """Record calls of marked modules and functions as one node each.
 
@@ -148,9 +149,11 @@ def _mark_and_reason(
 
 
 @contextmanager
-def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) -> Iterator[None]:
+def _kept_whole(
+    recorder: OpaqueRecorder, path: str, module: nn.Module, mark: Mark
+) -> Iterator[None]:
     """Let calls of one module, with its hooks, be recorded."""
-    original: Callable[..., Any] = module._call_impl
+    original: Callable[..., Any] = getattr(module, CALL)
     top, _, inner = path.partition(".")
     name = inner or ("loss" if top == "loss_fn" else "network")
     label = f"{type(module).__name__.lstrip('_')} ({name})"
@@ -160,11 +163,11 @@ def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) ->
             return original(*args, **kwargs)
         return recorder.record(_whole(original, label, (module,), mark), args, kwargs)
 
-    module.__dict__["_call_impl"] = call
+    module.__dict__[CALL] = call
     try:
         yield
     finally:
-        del module.__dict__["_call_impl"]
+        del module.__dict__[CALL]
 
 
 def _refuse_placements_inside(path: str, module: nn.Module, reason: str) -> None:

@@ -15,20 +15,14 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 
-from graphsplit.capture.observe import (
-    Observer,
-    alias_of,
-    like,
-    reachable_values,
-    storage_of,
-    unrecorded,
-)
+from graphsplit.capture.observe import Observer, alias_of, like, reachable_values, unrecorded
 from graphsplit.capture.opaque.answers import run_with_answers
-from graphsplit.capture.opaque.run import Arguments, Place, Runnable
+from graphsplit.capture.opaque.run import Arguments, AttributeSlot, Runnable
 from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, Pair, Traits
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import pytree
 from graphsplit.users_line import users_line_now
@@ -63,7 +57,7 @@ class Whole:
 
 @dataclass
 class _Run:
-    """What one run on fake tensors gave.
+    """The findings of one run on fake tensors.
 
     Attributes:
         result: What the call returned.
@@ -80,7 +74,7 @@ class _Run:
     guessed: bool = False
 
 
-class Recorder:
+class OpaqueRecorder:
     """Records calls kept whole while one network is captured.
 
     Attributes:
@@ -249,11 +243,11 @@ class Recorder:
                 )
         return found
 
-    def _places(self, tensor: torch.Tensor) -> tuple[Place, ...]:
+    def _places(self, tensor: torch.Tensor) -> tuple[AttributeSlot, ...]:
         return tuple(
-            Place(module, kind, name)
+            AttributeSlot(module, kind, name)
             for module in self._root.modules()
-            for kind in ("_parameters", "_buffers")
+            for kind in (PARAMETERS, BUFFERS)
             for name, held in getattr(module, kind).items()
             if held is tensor
         )
@@ -283,7 +277,7 @@ def _proxy_of(operand: Any, tracer: Any) -> Any:
 
 
 def _like_output(asks_grad: bool) -> Callable[[Any], Any]:
-    """What a tensor that the user gave as an example of an output stands for."""
+    """The fake tensor for one that the user gave as an example of an output."""
 
     def output(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What an operation does besides returning a value: randomness, mutation, aliasing.
+"""Effects of an operation besides its value: randomness, mutation, aliasing.
 
 All questions are answered from the operator's own schema and tags; higher-order operations are
 answered by their subgraphs.
@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.memory_calls import KeepVersion, MemoryCall
 from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call, operands_at
+from graphsplit.torch_ext.attributes import schema_of, storage_of
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
 # Operators whose schema does not say that they write to their running statistics:
@@ -38,11 +39,6 @@ _DROPOUTS = (
     "aten::feature_alpha_dropout",
     "aten::native_dropout",
 )
-
-
-def _schema(node: Node) -> torch.FunctionSchema | None:
-    schema = getattr(node.target, "_schema", None)
-    return schema if isinstance(schema, torch.FunctionSchema) else None
 
 
 def _argument(node: Node, position: int, name: str, default: Any = None) -> Any:
@@ -78,7 +74,7 @@ def is_random(node: Node) -> bool:
         return False
     if node.kwargs.get("generator") is not None:
         return False
-    schema = _schema(node)
+    schema = schema_of(node.target)
     name = schema.name if schema is not None else ""
     if name in _DROPOUTS:
         probability, train = _argument(node, 1, "p"), _argument(node, 2, "train")
@@ -111,7 +107,7 @@ def written_operands(node: Node) -> tuple[Node, ...]:
         for inner in module.graph.nodes:
             for operand in written_operands(inner):
                 written += [feeds[root] for root in inner_roots[operand] if root in feeds]
-    schema = _schema(node)
+    schema = schema_of(node.target)
     if schema is None:
         return tuple(dict.fromkeys(written))
     for position, argument in enumerate(schema.arguments):
@@ -139,7 +135,7 @@ def aliased_operands(node: Node) -> tuple[Node, ...]:
         return operands_at(node, call.traits.aliased)
     if isinstance(node.target, MemoryCall):
         return tuple(node.target.aliased(node.args))
-    schema = _schema(node)
+    schema = schema_of(node.target)
     if schema is None:  # getitem and other Python functions; higher-order operations
         return tuple(n for n in node.all_input_nodes if n.op != "get_attr")
     may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(node.target, "tags", ())
@@ -210,5 +206,5 @@ def _storages(node: Node) -> frozenset[int]:
     for leaf in pytree.tree_leaves(node.meta.get("val")):
         if not isinstance(leaf, FakeTensor) or leaf.layout is not torch.strided:
             return frozenset()
-        found.add(leaf.untyped_storage()._cdata)
+        found.add(storage_of(leaf))
     return frozenset(found)

@@ -26,15 +26,28 @@ from torch.fx import Node
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import opaque_call, operands_at
 from graphsplit.capture.operations.regions import in_region, region_of
+from graphsplit.torch_ext.attributes import operator_schema, schema_of
 from graphsplit.torch_ext.fakes import on_fakes
-from graphsplit.torch_ext.private import OpOverload, has_kernel, pytree
+from graphsplit.torch_ext.private import (
+    SWITCHES,
+    OpOverload,
+    has_kernel,
+    kernels_of_python,
+    pytree,
+)
 
 _IN_PARTS = "CompositeImplicitAutograd"
+_Answer = tuple[tuple[bool, ...], frozenset[int]] | None
+
+# What operations of ATen have answered in this process, as the next capture asks much the same:
+# by PyTorch's switches and kernels, of which those of the last capture are kept.
+_known: dict[tuple[Any, ...], dict[tuple[Any, ...], _Answer]] = {}
+_MOST_KNOWN = 16384
 
 
 @dataclass(frozen=True)
 class Differentiation:
-    """What autograd makes of an operation.
+    """Autograd's view of an operation.
 
     Attributes:
         carries_grad: For each result, whether its ``requires_grad`` is set.
@@ -50,8 +63,8 @@ def makes_views(node: Node) -> bool:
     """Whether the results may share memory with an operand without having modified it."""
     if isinstance(node.target, MemoryCall):
         return True
-    schema = getattr(node.target, "_schema", None)
-    returns = schema.returns if isinstance(schema, torch.FunctionSchema) else ()
+    schema = schema_of(node.target)
+    returns = schema.returns if schema is not None else ()
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
@@ -64,7 +77,11 @@ class Probe:
 
     def __init__(self, *, grad_enabled: bool) -> None:
         self._grad_enabled = grad_enabled
-        self._known: dict[tuple[Any, ...], tuple[tuple[bool, ...], frozenset[int]] | None] = {}
+        self._known: dict[tuple[Any, ...], _Answer] = {}
+        around = (repr([read() for read in SWITCHES]), frozenset(kernels_of_python), grad_enabled)
+        if around not in _known:
+            _known.clear()
+        self._known_before = _known.setdefault(around, {})
 
     def ask(self, node: Node, carries_grad: Mapping[Node, bool]) -> Differentiation | None:
         """Run an operation on fake tensors.
@@ -82,9 +99,12 @@ class Probe:
             return Differentiation(call.traits.carries_grad, frozenset(repeated))
         operands = node.all_input_nodes
         key = _look(node, carries_grad)
-        if key not in self._known:
-            self._known[key] = _run(node, carries_grad, grad_enabled=self._grad_enabled)
-        found = self._known[key]
+        known = self._known_before if _is_like_any_other(node) else self._known
+        if key not in known:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = _run(node, carries_grad, grad_enabled=self._grad_enabled)
+        found = known[key]
         if found is None:
             return None
         return Differentiation(found[0], frozenset(operands[index] for index in found[1]))
@@ -97,16 +117,27 @@ def _look(node: Node, carries_grad: Mapping[Node, bool]) -> tuple[Any, ...]:
     arguments = torch.fx.map_arg((node.args, node.kwargs), index.__getitem__)
     values = (operand.meta.get("val") for operand in operands)
     looks = (
-        (v.dtype, str(v.shape), str(v.stride())) if isinstance(v, torch.Tensor) else repr(v)
+        (v.dtype, v.device, str(v.shape), str(v.stride()))
+        if isinstance(v, torch.Tensor)
+        else repr(v)
         for v in values
     )
     carries = (carries_grad.get(n, False) for n in operands)
     return node.target, region_of(node), repr(arguments), *looks, *carries
 
 
-def _run(
-    node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool
-) -> tuple[tuple[bool, ...], frozenset[int]] | None:
+def _is_like_any_other(node: Node) -> bool:
+    """Whether the answer holds in other captures: nothing in it has a meaning in this one alone."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    values = [operand.meta.get("val") for operand in node.all_input_nodes]
+    return all(
+        isinstance(v, torch.Tensor) and all(type(n) is int for n in (*v.shape, *v.stride()))
+        for v in values
+    ) and not any(operand.op == "get_attr" for operand in node.all_input_nodes)
+
+
+def _run(node: Node, carries_grad: Mapping[Node, bool], *, grad_enabled: bool) -> _Answer:
     target = node.target
     if not isinstance(target, (OpOverload, MemoryCall)):
         return None
@@ -151,7 +182,7 @@ def _shadow(operand: Node, carries_grad: bool, target: OpOverload | MemoryCall) 
     if carries_grad:
         shadow.requires_grad_(True)
         # A leaf must not be modified in place.
-        if isinstance(target, OpOverload) and target._schema.is_mutable:
+        if isinstance(target, OpOverload) and operator_schema(target).is_mutable:
             shadow = shadow.clone()
     return shadow
 

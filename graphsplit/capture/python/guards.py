@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
@@ -26,16 +24,15 @@ from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_
 from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
+from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES, parameters_of
+from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.private import higher_order_ops
 from graphsplit.torch_ext.replaced import outside, replaced
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
 class PythonState:
-    """What a captured step depends on, and what it leaves.
+    """The Python state that a captured step depends on, and that it leaves.
 
     Attributes:
         guards: All that it read.
@@ -95,7 +92,7 @@ class StateWatch:
         self._root, self._is_paused = root, is_paused
         self._recorder = ReadRecorder(root, label_of_path, is_paused)
         self._before = [(module, dict(vars(module))) for module in root.modules()]
-        self._parameters = {id(m): dict(m._parameters) for m in root.modules()}
+        self._parameters = {id(m): dict(parameters_of(m)) for m in root.modules()}
         self._tensors = tensors_of(root.modules())
 
     @contextmanager
@@ -142,7 +139,7 @@ class StateWatch:
         return tuple(self._recorder.noted.values()) if self._recorder is not None else ()
 
     def state(self, of_calls: Iterable[nn.Module] = ()) -> PythonState:
-        """What was found, once the recording is over.
+        """The findings, once the recording is over.
 
         Args:
             of_calls: Modules that calls kept whole use: their code runs at each step, but on the
@@ -169,18 +166,22 @@ class StateWatch:
             Watched(place, outside(place.holder, place.key, place.read()))
             for place in torch_places(names)
         ]
+        forget_fake_tensors()
+        watched += [
+            Watched(place, place.read(), is_structure=True) for place in recorder.results_kept()
+        ]
         guards = Guards(
             watched,
             tensors=tuple(recorder.tensors.values()),
             types=recorder.touched,
             lifted=self._lifted.places,
-            switches=switches,
+            with_switches=True,
         )
         return PythonState(guards, self._changes, self._lifted)
 
     def _check_parameters(self, module: nn.Module, label: str) -> None:
-        before = self._parameters.get(id(module), module._parameters)
-        for name, now in module._parameters.items():
+        before = self._parameters.get(id(module), parameters_of(module))
+        for name, now in parameters_of(module).items():
             if name not in before or before[name] is not now:
                 raise CaptureError(
                     f"forward puts another parameter into {label}.{name}; nobody would train it\n"
@@ -218,13 +219,13 @@ def _value(noted: Noted, *, has_symbols: bool) -> Any:
 
 
 def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watched]:
-    """What makes a module what it is, besides its attributes."""
+    """A module's tables and hooks: its identity besides its attributes."""
     held = vars(module)
 
     def own(name: str) -> Place:
         return entry(held, name, f"{label}.{name}", module=path)
 
-    for table in (*_TABLES, *_HOOKS):
+    for table in (*TABLES, *FORWARD_HOOKS, *BACKWARD_HOOKS):
         if isinstance(held.get(table), dict):  # a scripted module keeps its own elsewhere
             yield Watched(own(table), freeze(held[table]), is_structure=True)
     if "training" in held:
@@ -235,36 +236,3 @@ def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watc
         yield Watched(place, place.read())
         if "forward" in vars(kind):
             return
-
-
-def switches() -> tuple[Any, ...]:
-    """PyTorch's own switches on which a graph depends."""
-    return (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_cache_enabled(),
-        *_of_decimals(),
-        *(tuple(filter(_is_users, hooks.values())) if hooks else () for hooks in _global_hooks),
-    )
-
-
-def _of_decimals() -> tuple[Any, ...]:
-    """What steers the values of ``decimal``'s numbers in this thread."""
-    held = decimal.getcontext()
-    return held.prec, held.rounding, held.Emin, held.Emax, held.clamp
-
-
-def _is_users(hook: Any) -> bool:
-    """Whether a hook on all modules is not graphsplit's own."""
-    return not str(getattr(hook, "__module__", "")).startswith("graphsplit.")
-
-
-_global_hooks: tuple[dict[Any, Any], ...] = tuple(
-    getattr(torch_module, name)
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-)

@@ -25,9 +25,10 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphsplit.capture.failures import comes_of_capture
-from graphsplit.capture.opaque.record import Recorder
+from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
+from graphsplit.torch_ext.attributes import is_module_call
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -64,7 +65,7 @@ class Signals(TorchCalls):
         recorder: Knows what is recorded, and what is run as it is.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpaqueRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._noted: list[Swallowed] = []
@@ -121,7 +122,7 @@ def _was_caught(error: Exception) -> bool:
 def _module_now() -> nn.Module | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if is_module_call(frame):
             module: nn.Module = frame.f_locals["self"]
             return module
         frame = frame.f_back

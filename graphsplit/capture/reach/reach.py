@@ -28,6 +28,15 @@ from torch import nn
 
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, ByValue, Holder
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    MODULES,
+    TABLES,
+    code_of_scripted,
+    in_cplusplus,
+    writes_of,
+)
 from graphsplit.torch_ext.private import FakeTensor, ScriptMethod, ScriptModule
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "graphsplit", "_pytest"}) - {
@@ -47,8 +56,6 @@ _ATOMS = (
     slice,
 )
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
-_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _BACKWARD = ("backward", "vjp")
 _MISSING: Any = object()
 _ALL = slice(None)
@@ -127,7 +134,7 @@ class _Walk:
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, FakeTensor):  # what is written to it on fake tensors is lost
-                self._hold(value, name, lambda: value._version, lambda _: None)
+                self._hold(value, name, lambda: writes_of(value), lambda _: None)
         elif isinstance(value, types.FunctionType):
             self._visit_function(value)
         elif isinstance(value, types.MethodType):
@@ -323,7 +330,7 @@ class _Walk:
     def _visit_object(self, value: Any, name: str) -> None:
         kind = type(value)
         if isinstance(value, torch.jit.ScriptModule):
-            self._visit_scripted(value._c, name)
+            self._visit_scripted(in_cplusplus(value), name)
         elif isinstance(value, (ScriptMethod, ScriptModule)):
             self._visit_scripted(getattr(value, "owner", value), name)
         if isinstance(value, nn.Module):
@@ -336,15 +343,15 @@ class _Walk:
         label = type(module).__name__
         held = vars(module)
         self._hold_dict(held, f"an attribute of {label}")
-        for kind in ("_parameters", "_buffers", "_modules", *_FORWARD_HOOKS, *_BACKWARD_HOOKS):
+        for kind in (*TABLES, *FORWARD_HOOKS, *BACKWARD_HOOKS):
             if isinstance(held.get(kind), dict):  # a scripted module has others, of its own
                 self._hold_dict(held[kind], f"{label}.{kind}")
         for attribute, value in list(held.items()):
             if attribute not in _MODULE_OWN:
                 self._push(value, f"{label}.{attribute}")
-        for kind in _BACKWARD_HOOKS:
+        for kind in BACKWARD_HOOKS:
             self._in_backward += (held.get(kind) or {}).values()
-        for kind in ("_modules", *_FORWARD_HOOKS):
+        for kind in (MODULES, *FORWARD_HOOKS):
             for inner in list((held.get(kind) or {}).values()):
                 self._push(inner, f"{label}.{kind}")
 
@@ -374,7 +381,7 @@ class _Walk:
         if id(module) in self._seen:
             return
         self._seen[id(module)] = module
-        code = "".join(module._get_method(method).code for method in module._method_names())
+        code = code_of_scripted(module)
         names = [n for n in dict.fromkeys(re.findall(r"\b\w+\.(\w+)", code)) if module.hasattr(n)]
         values = {n: module.getattr(n) for n in names}
         for value in values.values():
@@ -439,7 +446,7 @@ def _set_members(value: set[Any], members: frozenset[Any]) -> None:
 
 
 def _position_of(iterator: Any) -> Any:
-    """What changes when an iterator is used, as far as that can be seen."""
+    """The state that changes when an iterator is used, as far as that can be seen."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from graphsplit.capture.state.old_values import noted_as_assignment
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import buffers_of, storage_of
 from graphsplit.users_line import users_line_now
 
 
@@ -58,11 +59,11 @@ class AssignedBuffers:
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
         for found in self._assigned.values():
-            self._finals.append((found, found.module._buffers[found.name]))
-            found.module._buffers[found.name] = found.original
+            self._finals.append((found, buffers_of(found.module)[found.name]))
+            buffers_of(found.module)[found.name] = found.original
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
-        current = module._buffers.get(name)
+        current = buffers_of(module).get(name)
         if value is current:  # self.buffer += 1 puts back what is there
             return
         # What torch builds while it records; what is kept whole, and looks after itself.
@@ -109,7 +110,7 @@ class AssignedBuffers:
         """Refuse a buffer whose memory somebody else keeps: that is not assigned anew."""
         memory = _memory(found.original)
         for module in self._root.modules():
-            for name, held in module._buffers.items():
+            for name, held in buffers_of(module).items():
                 is_itself = module is found.module and name == found.name
                 if not is_itself and held is not None and _memory(held) == memory:
                     raise CaptureError(
@@ -123,7 +124,7 @@ class AssignedBuffers:
 def _memory(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return int(value.untyped_storage()._cdata)
+    return storage_of(value)
 
 
 def _look(value: Any) -> str:

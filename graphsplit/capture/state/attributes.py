@@ -1,4 +1,4 @@
-"""What forward leaves behind in the network's attributes, apart from parameters and buffers.
+"""Values that forward leaves in the network's attributes, apart from parameters and buffers.
 
 A captured graph computes values; it does not run the Python code again. So what forward leaves is
 found out when it is captured, and put back as it was::
@@ -23,21 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.observe import storage_of
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import MISSING
+from graphsplit.torch_ext.attributes import NOT_THE_USERS, storage_of
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
-_NOT_THE_USERS = frozenset(
-    (
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "training",
-        "_call_impl",
-    )
-)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 _CONTAINERS = (list, dict, set)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -175,7 +165,7 @@ def _with_values(leaf: Any) -> Any:
 
 
 def kept_tensors(keys: Collection[Key]) -> CaptureError:
-    """What to say of tensors that one forward leaves in attributes and the next one reads."""
+    """The refusal of tensors that one forward leaves in attributes and the next one reads."""
     return CaptureError(
         f"forward keeps tensors in attributes of the network and reads them when it is called "
         f"again: {', '.join(map(label_of, keys))}; the captured graph would not see them\n"
@@ -225,7 +215,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def is_of_user(name: str) -> bool:
     """Whether an attribute of a module is the user's own, not PyTorch's."""
-    return name not in _NOT_THE_USERS and not (name.endswith("_hooks") and name.startswith("_"))
+    return name not in NOT_THE_USERS and not (name.endswith("_hooks") and name.startswith("_"))
 
 
 def _copy(value: Any) -> Any:

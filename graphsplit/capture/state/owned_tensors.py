@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from graphsplit.capture.observe import storage_of
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.state.attributes import Key
 from graphsplit.errors import CaptureError
+from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_of
 from graphsplit.users_line import users_line_of_trace
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
     return [
         (path, name)
         for path, module in root.named_modules()
-        for held_by in (vars(module), module._parameters, module._buffers)
+        for held_by in (vars(module), parameters_of(module), buffers_of(module))
         for name, held in held_by.items()
         if isinstance(held, torch.Tensor) and storage_of(held) == storage
     ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ from graphsplit.checkpoint.layout import (
     dtype_of_code,
     read_info,
 )
+from graphsplit.encoding.fields import integer
 from graphsplit.errors import CheckpointError, InvariantError
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides, octets_of
 
@@ -45,7 +46,7 @@ class FileRecord:
     """
 
     name: str
-    size_bytes: int
+    size_bytes: Annotated[int, integer(0, 1 << 62)]
     header_sha256: str
 
 

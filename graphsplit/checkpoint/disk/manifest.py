@@ -13,10 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from graphsplit.checkpoint.disk.files import PART, FileRecord
 from graphsplit.checkpoint.layout import FORMAT_VERSION, check_version
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError, integer
 from graphsplit.encoding.values import from_text
 from graphsplit.errors import CheckpointError
 
@@ -54,8 +56,8 @@ class Manifest:
         saved_at_s: When, in seconds since 1970 by worker 0's clock: tells which save is the latest.
     """
 
-    slot: int
-    num_shards: int
+    slot: Annotated[int, integer(0, 1)]
+    num_shards: Annotated[int, integer(1, _MAX_SHARDS)]
     files: tuple[FileRecord, ...]
     training: Mapping[str, Any]
     written_by: Mapping[str, str]
@@ -63,19 +65,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The text of the file, as an object."""
-        return {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "written_by": dict(self.written_by),
-            "saved_at_s": self.saved_at_s,
-            "slot": self.slot,
-            "num_shards": self.num_shards,
-            "files": [
-                {"name": f.name, "size_bytes": f.size_bytes, "header_sha256": f.header_sha256}
-                for f in self.files
-            ],
-            "training": dict(self.training),
-        }
+        return {"format": FORMAT, "version": FORMAT_VERSION, **records.to_node(self)}
 
     @classmethod
     def read(cls, text: str, *, what: str) -> Manifest:
@@ -87,24 +77,16 @@ class Manifest:
             CheckpointError: It is none, or of another version.
         """
         found = from_text(text, what=what)
-        if found.get("format") != FORMAT:
+        if found.pop("format", None) != FORMAT:
             raise CheckpointError(f"{what} is no manifest of a graphsplit training state")
-        check_version(found.get("version"), what=what)
-        match found:
-            case {
-                "slot": (0 | 1) as slot,
-                "num_shards": int(num_shards),
-                "files": list(files),
-                "training": dict(training),
-                "written_by": dict(written_by),
-                "saved_at_s": (int() | float()) as saved_at_s,
-            } if 1 <= num_shards <= _MAX_SHARDS:
-                names = expected_names(slot, num_shards)
-                records = tuple(_record(node, what=what) for node in files)
-                if [record.name for record in records] == names:
-                    saved_at_s = float(saved_at_s)
-                    return cls(slot, num_shards, records, training, written_by, saved_at_s)
-        raise CheckpointError(f"{what} lacks an entry, or lists files that no save has")
+        check_version(found.pop("version", None), what=what)
+        try:
+            manifest = records.from_node(cls, found, what=what)
+        except MessageError as error:
+            raise CheckpointError(str(error)) from None
+        if [f.name for f in manifest.files] != expected_names(manifest.slot, manifest.num_shards):
+            raise CheckpointError(f"{what} lists files that no save has")
+        return manifest
 
 
 def expected_names(slot: int, num_shards: int) -> list[str]:
@@ -114,10 +96,3 @@ def expected_names(slot: int, num_shards: int) -> list[str]:
         for holds in HOLDS
         for shard in range(num_shards)
     ]
-
-
-def _record(node: Any, *, what: str) -> FileRecord:
-    match node:
-        case {"name": str(name), "size_bytes": int(size), "header_sha256": str(digest)}:
-            return FileRecord(name, size, digest)
-    raise CheckpointError(f"{what} describes a file as {str(node)[:100]}")

@@ -25,12 +25,12 @@ from graphsplit.checkpoint.disk.files import TensorFile
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest
 from graphsplit.encoding.values import from_text, meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, TransportError
-from graphsplit.job.group import Group, read_message
+from graphsplit.job.group import WorkerGroup, read_message
 from graphsplit.tensor_meta import TensorMeta
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class TensorRequest:
     """One tensor that some workers need.
 
     Attributes:
@@ -72,7 +72,7 @@ class Source:
             a single file.
     """
 
-    def __init__(self, group: Group, files: dict[str, TensorFile]) -> None:
+    def __init__(self, group: WorkerGroup, files: dict[str, TensorFile]) -> None:
         self._group = group
         self._files = files
         self._seers: dict[str, list[int]] = {}
@@ -81,7 +81,7 @@ class Source:
         self.values: dict[str, Any] = {}
 
     @classmethod
-    def open_folder(cls, folder: Path, group: Group) -> Source:
+    def open_folder(cls, folder: Path, group: WorkerGroup) -> Source:
         """Open a saved training state. Collective.
 
         Raises:
@@ -92,7 +92,7 @@ class Source:
             text = folders.read_manifest_text(folder)
         except CheckpointError as error:
             problem = str(error)
-        text = _first_seen(text, problem, group)
+        text = group.share_first(text, problem, what=str(folder))
         manifest = Manifest.read(text, what=str(folder / MANIFEST))
         files, problems = folders.open_whole(folder, manifest)
         source = cls(group, files)
@@ -104,7 +104,7 @@ class Source:
         return source
 
     @classmethod
-    def open_file(cls, path: Path, group: Group, *, holds: str) -> Source:
+    def open_file(cls, path: Path, group: WorkerGroup, *, holds: str) -> Source:
         """Open a single safetensors file, ours or another's. Collective.
 
         Raises:
@@ -120,7 +120,7 @@ class Source:
             problem = f"{path} cannot be read: {error.strerror}"
         # Who sees another file than the first who sees any, such as an older one, sees none.
         record = vars(files[path.name].record) if files else None
-        first = _first_seen(to_text(record) if record else "", problem, group)
+        first = group.share_first(to_text(record) if record else "", problem, what=str(path))
         if record is not None and to_text(record) != first:
             files.pop(path.name).close()
         source = cls(group, files)
@@ -178,7 +178,7 @@ class Source:
         if isinstance(values, dict):
             self.values.update(values)
 
-    def verify(self, requests: Sequence[Request]) -> None:
+    def verify(self, requests: Sequence[TensorRequest]) -> None:
         """Read everything that will be read once, before anything is loaded. Collective.
 
         Raises:
@@ -195,7 +195,7 @@ class Source:
                 self._group.tick()
         self._group.agree_none(problems)
 
-    def _reads(self, request: Request, stored: Stored) -> bool:
+    def _reads(self, request: TensorRequest, stored: Stored) -> bool:
         """Whether this worker reads a tensor, for itself or for others."""
         seers = self._seers[stored.file]
         mine = self._group.rank in request.receivers and self._group.rank in seers
@@ -203,7 +203,7 @@ class Source:
         return mine or for_others
 
     def deliver(
-        self, requests: Sequence[Request], take: Callable[[Request, torch.Tensor], None]
+        self, requests: Sequence[TensorRequest], take: Callable[[TensorRequest, torch.Tensor], None]
     ) -> None:
         """Give every worker what it needs, one tensor at a time.
 
@@ -235,27 +235,15 @@ class Source:
         except CheckpointError as error:  # only this worker knows, and others may wait for it
             raise TransportError(f"a save changed while it was loaded: {error}") from None
 
-    def fetch(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
+    def fetch(self, requests: Sequence[TensorRequest]) -> dict[str, torch.Tensor]:
         """All tensors that this worker needs at once, by name; ``deliver`` says how."""
         found: dict[str, torch.Tensor] = {}
 
-        def take(request: Request, tensor: torch.Tensor) -> None:
+        def take(request: TensorRequest, tensor: torch.Tensor) -> None:
             found[request.name] = tensor
 
         self.deliver(requests, take)
         return found
-
-
-def _first_seen(text: str, problem: str, group: Group) -> str:
-    """The text of the lowest worker that has one, on all.
-
-    Raises:
-        CheckpointError: Nobody has one; tells what worker 0 found.
-    """
-    seen = group.exchange("1" if text else "")
-    if not any(seen):
-        raise CheckpointError(group.share(problem))
-    return group.share(text, source=seen.index("1"))
 
 
 def _dict(node: Any, name: str) -> dict[str, Any]:

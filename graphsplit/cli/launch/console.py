@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from graphsplit.cli.launch.lines import Piece
+from graphsplit.cli.launch.lines import LinePart
 
 UPDATE_INTERVAL_S = 10.0
 COLOURS = (36, 33, 32, 35, 34, 31)
@@ -54,7 +54,7 @@ class Console:
         self._last_update_s: dict[str, float] = {}
         self._turns = 0
 
-    def show(self, name: str, channel: str, piece: Piece) -> None:
+    def show(self, name: str, channel: str, piece: LinePart) -> None:
         """Show what process ``name`` wrote to ``channel``, ``"stdout"`` or ``"stderr"``."""
         sink = self._sinks[channel]
         if not piece.is_update:

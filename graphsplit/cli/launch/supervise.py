@@ -35,7 +35,7 @@ from graphsplit.cli.launch.verdict import verdict
 from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
-from graphsplit.reports import Report, forget, has_begun, read_report
+from graphsplit.reports import EndReport, forget, has_begun, read_report
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READ_BYTES = 1 << 16
@@ -186,7 +186,7 @@ class _Job:
         self._drain()
         self._console.close()
 
-    def reports(self) -> dict[str, Report]:
+    def reports(self) -> dict[str, EndReport]:
         """The reports of the processes about their end, by name."""
         found = {name: read_report(path) for name, path in self._reports.items()}
         return {name: report for name, report in found.items() if report is not None}

@@ -54,7 +54,7 @@ def _no_location() -> Location:
     return NOWHERE
 
 
-class Position:
+class ReportedPosition:
     """Where this worker is. Written by the computing thread, read once a second by another.
 
     All attributes are plain writes without a lock: ``progress += 1`` has one writer, and the

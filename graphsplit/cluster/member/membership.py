@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 
-from graphsplit.cluster.member.identity import NodeIdentity, Position
+from graphsplit.cluster.member.identity import NodeIdentity, ReportedPosition
 from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import Failed, Fence, Formed, Heartbeat, Register
@@ -53,7 +53,7 @@ class Membership:
         self.texts: dict[str, bytes] = {}
         self.watched: set[int] = set()
         self.wants_stop = False
-        self.position = Position()
+        self.position = ReportedPosition()
 
     @property
     def job(self) -> Formed:

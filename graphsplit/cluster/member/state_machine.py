@@ -41,6 +41,7 @@ from graphsplit.cluster.wire.messages import (
     TextWanted,
     WorkerMessage,
 )
+from graphsplit.errors import InvariantError
 from graphsplit.failure import FailureCause
 from graphsplit.settings import FAIL_FAST, WAIT_REJOIN
 
@@ -177,7 +178,8 @@ class MemberState:
 
     def arrive(self, kind: MeetingKind, name: str = "", digest: str = "") -> Arrive:
         """This worker goes to a meeting and waits there. Returns what to tell the scheduler."""
-        assert self.waits_at is None, "one meeting at a time"
+        if self.waits_at is not None:
+            raise InvariantError("a member waits at one meeting at a time")
         self.waits_at = Arrive(kind, name, digest, number=self.num_departed + 1)
         return self.waits_at
 

@@ -139,7 +139,7 @@ def values_read(plan: PartitionPlan) -> frozenset[tuple[int, int]]:
 
 
 def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int]]) -> str:
-    """What an edge carries, in words.
+    """An edge's contents, in words.
 
     Args:
         plan: The plan.

@@ -1,4 +1,4 @@
-"""What crosses between workers: the largest first, there and back in one line."""
+"""Values that cross between workers: the largest first, there and back in one line."""
 
 from __future__ import annotations
 

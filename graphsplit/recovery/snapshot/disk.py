@@ -25,16 +25,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from graphsplit.checkpoint import by_worker
-from graphsplit.checkpoint.contents import Contents
-from graphsplit.checkpoint.disk.files import FileRecord, write_file, write_text
-from graphsplit.checkpoint.disk.manifest import file_name
-from graphsplit.checkpoint.layout import FileInfo, FileLayout
-from graphsplit.checkpoint.save import write_manifest
+from graphsplit.checkpoint.contents import CheckpointContents
+from graphsplit.checkpoint.disk.files import write_text
+from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
 from graphsplit.job.group import read_message
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.tensor_meta import plain_meta
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
@@ -240,11 +237,7 @@ class DiskWriter:
             folder = model_folder(self._folder.path(part.number), index)
             folder.mkdir(parents=True, exist_ok=True)
             contents = contents_of(part, node)
-            info = FileInfo(aliases=contents.aliases)
-            files = [
-                self._write_file(folder, "weights", contents.weights, info),
-                self._write_file(folder, "training", contents.tensors, FileInfo()),
-            ]
+            files = write_shard(folder, contents, 0, self._rank, self._num_workers)
             models[str(index)] = {
                 "files": [vars(file) for file in files],
                 "sections": {
@@ -264,13 +257,6 @@ class DiskWriter:
             return True  # every worker has its own
         return self._rank == (loader_rank if section == "loader" else 0)
 
-    def _write_file(
-        self, folder: Path, holds: str, tensors: dict[str, Any], info: FileInfo
-    ) -> FileRecord:
-        name = file_name(holds, slot=0, shard=self._rank, num_shards=self._num_workers)
-        layout = FileLayout.of({n: plain_meta(t) for n, t in tensors.items()}, info)
-        return write_file(folder / name, tensors, layout)
-
     def _commit(self, number: int, told: list[str]) -> None:
         reports = [read_message(text) for text in told]
         folder = self._folder.path(number)
@@ -282,10 +268,10 @@ class DiskWriter:
         write_text(folder / SNAPSHOT, text_of(number, script))
 
 
-def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> Contents:
+def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> CheckpointContents:
     """One Model's share of a part, as a save has it."""
     prefix = f"m{node['index']}"
-    found = Contents(aliases=dict(node["aliases"]), sections=dict(node["sections"]))
+    found = CheckpointContents(aliases=dict(node["aliases"]), sections=dict(node["sections"]))
     for name in part.slots:
         if name.startswith(f"{prefix}/w/"):
             found.weights[name.removeprefix(f"{prefix}/w/")] = part.tensor(name)

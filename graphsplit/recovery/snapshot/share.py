@@ -13,7 +13,7 @@ from graphsplit.checkpoint.by_worker import RESUMPTION
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
     OTHERS,
-    Contents,
+    CheckpointContents,
     NetworkState,
     Ownership,
     module_of_extra,
@@ -31,6 +31,7 @@ from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
@@ -196,7 +197,7 @@ class ModelSnapshot:
         if not self.is_settled:
             self.engine.settle_now()
         state, ownership = self._layout()
-        contents = Contents(encoder=self._encoder)
+        contents = CheckpointContents(encoder=self._encoder)
         contents.add_network(state, ownership, rank)
         contents.add_others(state, ownership, rank)
         between = not self.engine.progress.opens
@@ -294,7 +295,7 @@ class ModelSnapshot:
         nodes = part.values["models"]
         return next((node for node in nodes if node["index"] == self.index), None)
 
-    def _put_network(self, contents: Contents) -> None:
+    def _put_network(self, contents: CheckpointContents) -> None:
         state, ownership = NetworkState.of(self.task), self._ownership()
         for key, tensor in state.tensors.items():
             if ownership.saver(tensor) == self._rank:
@@ -303,7 +304,7 @@ class ModelSnapshot:
             if ownership.saver(tensor) == self._rank:
                 _copy(tensor, contents.tensors.get(f"{OTHERS}{name}"), name)
 
-    def _put_gradients(self, contents: Contents) -> None:
+    def _put_gradients(self, contents: CheckpointContents) -> None:
         ownership = self._ownership()
         for tensor in named_state(self.task.network, self.task.loss_fn).values():
             if ownership.saver(tensor) == self._rank and not is_elsewhere(tensor):
@@ -320,7 +321,7 @@ class ModelSnapshot:
         return [self._names.get(id(p), "") for p in parameters]
 
     def _put_optimizers(
-        self, contents: Contents, settings: list[Any], members: list[list[list[str]]]
+        self, contents: CheckpointContents, settings: list[Any], members: list[list[list[str]]]
     ) -> None:
         saved = contents.sections.get("optimizers", {})
         named = named_state(self.task.network, self.task.loss_fn)
@@ -346,7 +347,7 @@ class ModelSnapshot:
             named = named_state(self.task.network, self.task.loss_fn)
             self._owned = [t for t in {id(t): t for t in named.values()}.values()
                            if not is_elsewhere(t)]  # fmt: skip
-        self._versions = tuple([tensor._version for tensor in self._owned])
+        self._versions = tuple([writes_of(tensor) for tensor in self._owned])
 
     def changed_by_script(self) -> dict[int, torch.Tensor]:
         """Copies of the tensors that the script has written to since ``note_versions``."""
@@ -354,7 +355,7 @@ class ModelSnapshot:
             return {}
         found = {}
         for index, (tensor, version) in enumerate(zip(self._owned, self._versions, strict=True)):
-            if tensor._version != version:
+            if writes_of(tensor) != version:
                 found[index] = tensor.detach().clone()
         return found
 

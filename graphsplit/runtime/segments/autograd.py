@@ -1,72 +1,16 @@
-"""Backward of one segment, and what eager autograd does with a parameter's gradient."""
+"""Gradients, and what eager autograd does with those of parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from graphsplit.torch_ext.attributes import ACCUMULATED_HOOKS, GRADIENT_HOOKS
 from graphsplit.torch_ext.private import run_backward
 
 Gradient = torch.Tensor | None
-
-
-def backward(
-    roots: Sequence[torch.Tensor],
-    root_gradients: Sequence[torch.Tensor],
-    leaves: Sequence[torch.Tensor | None],
-    parameters: Sequence[torch.Tensor],
-) -> list[Gradient]:
-    """Backward of one segment.
-
-    Autograd adds to ``.grad`` of each parameter as soon as its gradient is there, and frees it. So
-    a segment never holds the gradients of all its weights a second time.
-
-    Args:
-        roots: Where it begins.
-        root_gradients: Their gradients.
-        leaves: What others sent. None stands for a value of a branch that was not taken.
-        parameters: What gets a ``.grad``.
-
-    Returns:
-        The raw gradient of each leaf, with the strides autograd gave it: what ``.grad`` of a leaf
-        holds may have been laid out anew, and other strides can mean other bits further on. None
-        where nothing flows.
-    """
-    found: list[Gradient] = [None] * len(leaves)
-    there = [leaf for leaf in leaves if leaf is not None]
-    if not roots or not (there or parameters):
-        return found
-    # Kept until the end: a leaf where backward begins has no node but this.
-    nodes = [
-        _take_instead_of_adding(leaf, found, index)
-        for index, leaf in enumerate(leaves)
-        if leaf is not None
-    ]
-    # What torch.autograd.backward calls once it has checked its arguments, which takes it longer
-    # than the backward of a small layer does.
-    run_backward(
-        tuple(roots),
-        tuple(root_gradients),
-        False,
-        False,
-        (*there, *parameters),
-        True,
-        accumulate_grad=True,
-    )
-    del nodes
-    return found
-
-
-def _take_instead_of_adding(leaf: torch.Tensor, found: list[Gradient], index: int) -> Node:
-    def take(given: tuple[Gradient, ...]) -> tuple[None]:
-        (found[index],) = given
-        return (None,)
-
-    node = get_gradient_edge(leaf).node
-    node.register_prehook(take)
-    return node
 
 
 def gradients(
@@ -116,7 +60,7 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bo
         parameter.grad = gradient + existing
     else:
         existing += gradient
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = getattr(parameter, ACCUMULATED_HOOKS, None)
     for hook in list(hooks.values()) if hooks else ():
         hook(parameter)
 
@@ -164,7 +108,7 @@ def _memory(gradient: torch.Tensor) -> int:
 
 def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Run the hooks that ``register_hook`` put on a parameter, for a gradient folded by us."""
-    hooks = getattr(parameter, "_backward_hooks", None)
+    hooks = getattr(parameter, GRADIENT_HOOKS, None)
     for hook in list(hooks.values()) if hooks else ():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

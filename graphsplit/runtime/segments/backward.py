@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 from graphsplit.capture.operations.opaque_call import unchanged
 from graphsplit.optimizers.parameter_hooks import HookState, hooks_leave
@@ -17,13 +18,13 @@ from graphsplit.program.lower import made_leaves
 from graphsplit.runtime.segments.autograd import (
     accumulate,
     accumulate_all,
-    backward,
     fold,
     keep_apart,
     run_tensor_hooks,
 )
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
 from graphsplit.runtime.step_state import Gradient, StepState
+from graphsplit.torch_ext.private import run_backward as run_torchs_backward
 
 Action = Callable[[StepState], None]
 
@@ -101,7 +102,7 @@ class BackwardBinder:
                     one = loss_gradient(tensor)
                     if state.microbatches is not None:
                         one = one * state.microbatches.weights[microbatch]
-                    gradient = fold((one, gradient))
+                    gradient = one if gradient is None else fold((one, gradient))
                 if gradient is not None and tensor is not None and tensor.requires_grad:
                     tensors.append(tensor)
                     incoming.append(gradient)
@@ -197,7 +198,8 @@ def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
 
 
 def _fold(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> Gradient:
-    return fold(_terms(state, microbatch, terms))
+    found = _terms(state, microbatch, terms)
+    return found[0] if len(found) == 1 else fold(found)
 
 
 def _terms(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> list[Gradient]:
@@ -207,3 +209,60 @@ def _terms(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> lis
         else state.received[microbatch].pop(term.edge)  # type: ignore[arg-type]
         for term in terms
     ]
+
+
+def backward(
+    roots: Sequence[torch.Tensor],
+    root_gradients: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.Tensor],
+) -> list[Gradient]:
+    """Backward of one segment.
+
+    Autograd adds to ``.grad`` of each parameter as soon as its gradient is there, and frees it. So
+    a segment never holds the gradients of all its weights a second time.
+
+    Args:
+        roots: Where it begins.
+        root_gradients: Their gradients.
+        leaves: What others sent. None stands for a value of a branch that was not taken.
+        parameters: What gets a ``.grad``.
+
+    Returns:
+        The raw gradient of each leaf, with the strides autograd gave it: what ``.grad`` of a leaf
+        holds may have been laid out anew, and other strides can mean other bits further on. None
+        where nothing flows.
+    """
+    found: list[Gradient] = [None] * len(leaves)
+    there = [leaf for leaf in leaves if leaf is not None]
+    if not roots or not (there or parameters):
+        return found
+    # Kept until the end: a leaf where backward begins has no node but this.
+    nodes = [
+        _take_instead_of_adding(leaf, found, index)
+        for index, leaf in enumerate(leaves)
+        if leaf is not None
+    ]
+    # What torch.autograd.backward calls once it has checked its arguments, which takes it longer
+    # than the backward of a small layer does.
+    run_torchs_backward(
+        tuple(roots),
+        tuple(root_gradients),
+        False,
+        False,
+        (*there, *parameters),
+        True,
+        accumulate_grad=True,
+    )
+    del nodes
+    return found
+
+
+def _take_instead_of_adding(leaf: torch.Tensor, found: list[Gradient], index: int) -> Node:
+    def take(given: tuple[Gradient, ...]) -> tuple[None]:
+        (found[index],) = given
+        return (None,)
+
+    node = get_gradient_edge(leaf).node
+    node.register_prehook(take)
+    return node

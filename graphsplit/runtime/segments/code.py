@@ -23,6 +23,7 @@ from graphsplit.runtime.segments.generated_source import forget_with
 from graphsplit.runtime.segments.recomputed import Recomputed
 from graphsplit.runtime.segments.region_modes import keeping_modes, modes_of, switch_modes
 from graphsplit.runtime.segments.weights_apart import Pending, WeightsApart
+from graphsplit.torch_ext.attributes import lines_of
 
 
 @dataclass(frozen=True)
@@ -261,9 +262,8 @@ def _line_map(
 ) -> dict[int, Node]:
     ordered = list(graph.nodes)
     first = module.forward.__code__.co_firstlineno
-    offsets: dict[int, int | None] = getattr(module, "_lineno_map", None) or {}
     return {
         first + line: lines[ordered[index]]
-        for line, index in offsets.items()
+        for line, index in lines_of(module).items()
         if index is not None and index < len(ordered) and ordered[index] in lines
     }

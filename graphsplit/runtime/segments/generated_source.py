@@ -10,7 +10,9 @@ from __future__ import annotations
 import linecache
 import weakref
 
-from torch.fx import GraphModule, graph_module
+from torch.fx import GraphModule
+
+from graphsplit.torch_ext.attributes import forget_source
 
 
 def forget_with(module: GraphModule) -> None:
@@ -20,7 +22,5 @@ def forget_with(module: GraphModule) -> None:
 
 
 def _forget(filename: str) -> None:
-    # A cache of torch's own, under a private name: where there is none, nothing is kept.
-    loader = getattr(graph_module, "_loader", None)
-    getattr(loader, "eval_cache", {}).pop(filename, None)
+    forget_source(filename)
     linecache.cache.pop(filename, None)

@@ -7,7 +7,7 @@ only if its channel is full. A RECEIVE waits until the message has arrived::
                        :...... flight
     worker 1   ........wait......|receive|F0| ...
 
-What a link takes in all (``Link.seconds``) is the sender's part, the flight, and the receiver's
+What a link takes in all (``LinkCost.seconds``) is the sender's part, the flight, and the receiver's
 part. Messages of a link fly one after the other as far as bytes are concerned. Workers of one host
 share its cores (``processors``).
 
@@ -18,23 +18,22 @@ it is not the first, one more follows it, which workers that are done early begi
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from graphsplit.errors import ScheduleError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.depths import channel_depths
-from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.event_loop import Channel, ProgramPlay
+from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import WorkerProgram
-from graphsplit.schedule.costs import Costs, Link
+from graphsplit.schedule.costs import Costs, LinkCost
 from graphsplit.schedule.simulation.memory import peak_bytes
 from graphsplit.schedule.simulation.processors import Processors
 from graphsplit.schedule.simulation.timeline import Span, Timeline
 
 _DEPTH = 2
-_AT_ONCE = Link(latency_s=0.0, bytes_per_s=float("inf"))
+_AT_ONCE = LinkCost(latency_s=0.0, bytes_per_s=float("inf"))
 
 
 def simulate(
@@ -62,7 +61,7 @@ def simulate(
         ScheduleError: The programs cannot go on.
     """
     found = depths if depths is not None else channel_depths(programs)
-    play = _Play(plan, programs, costs, found, num_steps, leader)
+    play = _Simulation(plan, programs, costs, found, num_steps, leader)
     play.run()
     before, end = ([0.0, *play.ends])[num_steps - 1 : num_steps + 1]
     workers = _from_zero(play.spans)
@@ -83,30 +82,11 @@ def _from_zero(workers: Sequence[Sequence[Span]]) -> tuple[tuple[Span, ...], ...
     )
 
 
-@dataclass
-class _Channel:
-    """The messages of an edge that are under way."""
+class _Simulation(ProgramPlay):
+    """Plays programs on a clock of costs, one step after the other.
 
-    depth: int
-    arrivals: deque[float] = field(default_factory=deque)
-    num_under_way: int = 0
-    receiver_waits: bool = False
-    sender_waits: bool = False
-
-
-@dataclass
-class _Worker:
-    """Where a worker is."""
-
-    position: int = 0
-    step: int = 0
-    begin: float = 0.0
-    start: float = 0.0
-    has_been_announced: bool = False
-
-
-class _Play:
-    """Plays all programs through."""
+    Before each program stands None: what the worker does between two of them.
+    """
 
     def __init__(
         self,
@@ -117,167 +97,110 @@ class _Play:
         num_steps: int,
         leader: int | None,
     ) -> None:
+        super().__init__([(None, *program.instructions) for program in programs])
         self.plan = plan
         self.costs = costs
         self.shown = num_steps - 1
         self.num_steps = num_steps + 1 if num_steps > 1 else 1
         self.leader = leader
-        self.programs = [program.instructions for program in programs]
-        self.workers = [_Worker() for _ in programs]
+        self.steps = [0] * len(programs)
+        self.begins = [0.0] * len(programs)  # when each worker came to what it is at
+        self.starts = [0.0] * len(programs)  # when it no longer waited
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.ends = [0.0] * self.num_steps
         self.announced: list[float] = []  # when the leader announced each step
-        self.channels = [_Channel(depths.get(edge.index, _DEPTH)) for edge in plan.edges]
+        for edge in plan.edges:
+            self.channels[edge.index] = Channel(depths.get(edge.index, _DEPTH))
         self.link_free: dict[tuple[int, int], float] = {}
         self.hosts, self.host_of = _hosts(costs, len(programs))
-        self.wakes: list[tuple[float, int]] = []  # when to look at which worker again
-        self.host_wakes: list[tuple[float, int]] = []  # when to look at which host again
 
     def run(self) -> None:
-        for worker in range(len(self.programs)):
-            self._begin_step(worker, 0.0)
-        while self.wakes or self.host_wakes:
-            if not self.host_wakes or (self.wakes and self.wakes[0] <= self.host_wakes[0]):
-                now, worker = heapq.heappop(self.wakes)
-                self._go_on(worker, now)
-                continue
-            now, host = heapq.heappop(self.host_wakes)
-            if self.hosts[host].next_end() == now:  # else another computation came in between
-                worker = self.hosts[host].finish(now)
-                self._note_host(host)
-                self._finish(worker, now)
-        stuck = [w for w, state in enumerate(self.workers) if state.step < self.num_steps]
+        super().run()
+        stuck = [w for w, step in enumerate(self.steps) if step < self.num_steps]
         if stuck:
-            state = self.workers[stuck[0]]
+            first = self.programs[stuck[0]][self.positions[stuck[0]]]
             raise ScheduleError(
-                f"worker {stuck[0]} can never run '{self.programs[stuck[0]][state.position]}'; "
-                f"{len(stuck)} worker(s) cannot go on"
+                f"worker {stuck[0]} can never run '{first}'; {len(stuck)} worker(s) cannot go on"
             )
 
-    def _note_host(self, host: int) -> None:
-        end = self.hosts[host].next_end()
-        if end != float("inf"):
-            heapq.heappush(self.host_wakes, (end, host))
+    def begin(self, worker: int) -> bool:
+        while self.steps[worker] < self.num_steps:
+            if super().begin(worker):
+                return True
+            if self.positions[worker] < len(self.programs[worker]):
+                return False
+            step = self.steps[worker]
+            self.ends[step] = max(self.ends[step], self.now)
+            self.steps[worker] += 1
+            self.positions[worker] = 0
+        return False
 
-    def _begin_step(self, worker: int, now: float) -> None:
-        """The time before a program: the worker's own work, then the leader's announcement."""
-        state = self.workers[worker]
-        state.position, state.begin, state.start = -1, now, now
-        state.has_been_announced = False
-        self._compute(worker, now, self.costs.between.get(worker, 0.0))
-
-    def _compute(self, worker: int, now: float, seconds: float) -> None:
-        """Keep a worker busy, then finish what it is at."""
-        if seconds <= 0.0:
-            self._finish(worker, now)
-            return
-        host = self.host_of[worker]
-        self.hosts[host].start(now, worker, seconds)
-        self._note_host(host)
-
-    def _finish(self, worker: int, now: float) -> None:
-        """Finish what a worker is at."""
-        state = self.workers[worker]
-        if state.position < 0:
-            if now > state.start:
-                self._note_span(worker, None, now)
-            state.begin = now
-            if not self._is_announced(worker, now):
-                return
-        else:
-            instruction = self.programs[worker][state.position]
-            self._note_span(worker, instruction, now)
-            if instruction.opcode is Opcode.SEND:
-                self._send(instruction.operand, now)
-            elif instruction.opcode is Opcode.RECEIVE:
-                self._take(instruction.operand, now)
-        state.position += 1
-        state.begin = now
-        heapq.heappush(self.wakes, (now, worker))
-
-    def _is_announced(self, worker: int, now: float) -> bool:
-        """Whether a worker may begin its program; if not, it is looked at when it may."""
-        state, leader = self.workers[worker], self.leader
-        if leader is None:
-            return True
-        if worker == leader:
-            self.announced.append(now)
-            for other, waiting in enumerate(self.workers):
-                if other != leader and waiting.has_been_announced and waiting.step == state.step:
-                    self._wake_for_ticket(other, now)
-            return True
-        if not state.has_been_announced:
-            state.has_been_announced = True
-            if len(self.announced) > state.step:
-                self._wake_for_ticket(worker, now)
+    def can_begin(self, worker: int, instruction: Instruction | None) -> bool:
+        if self.positions[worker] == 1 and not self._has_ticket(worker):
             return False
+        if not super().can_begin(worker, instruction):
+            return False
+        self.starts[worker] = self.now
         return True
 
-    def _wake_for_ticket(self, worker: int, now: float) -> None:
+    def _has_ticket(self, worker: int) -> bool:
+        """Whether a worker knows of its step; it is stirred when it does."""
+        if self.leader is None or worker == self.leader:
+            return True
+        if self.steps[worker] >= len(self.announced):
+            return False
+        return self._ticket_s(worker, self.steps[worker]) <= self.now
+
+    def _ticket_s(self, worker: int, step: int) -> float:
         assert self.leader is not None
         link = self.costs.links.get((self.leader, worker), _AT_ONCE)
-        there = self.announced[self.workers[worker].step] + link.latency_s
-        heapq.heappush(self.wakes, (max(now, there), worker))
+        return self.announced[step] + link.latency_s
 
-    def _note_span(self, worker: int, instruction: Instruction | None, now: float) -> None:
-        state = self.workers[worker]
-        if state.step == self.shown:
-            self.spans[worker].append(Span(instruction, state.begin, state.start, now))
+    def compute(self, worker: int, seconds: float) -> None:
+        host = self.host_of[worker]
+        self.hosts[host].start(self.now, worker, seconds)
+        self._note_end(host)
 
-    def _go_on(self, worker: int, now: float) -> None:
-        """Start a worker's next instruction, unless it must wait."""
-        state, program = self.workers[worker], self.programs[worker]
-        if state.position < 0:  # the ticket is there
-            state.position = 0
-        if state.position >= len(program):
-            self.ends[state.step] = max(self.ends[state.step], now)
-            state.step += 1
-            if state.step < self.num_steps:
-                self._begin_step(worker, now)
-            return
-        instruction = program[state.position]
-        if instruction.opcode is Opcode.SEND:
-            channel = self.channels[instruction.operand]
-            channel.sender_waits = channel.num_under_way >= channel.depth
-            if channel.sender_waits:
-                return
-            channel.num_under_way += 1
-        elif instruction.opcode is Opcode.RECEIVE:
-            channel = self.channels[instruction.operand]
-            channel.receiver_waits = not channel.arrivals
-            if channel.receiver_waits:
-                return
-            if channel.arrivals[0] > now:
-                heapq.heappush(self.wakes, (channel.arrivals[0], worker))
-                return
-        state.start = now
-        self._compute(worker, now, self.costs.seconds(instruction, worker))
+    def _note_end(self, host: int) -> None:
+        end = self.hosts[host].next_end()
+        if end != math.inf:
+            self.at(end, len(self.programs) + host, lambda: self._end_on(host))
 
-    def _send(self, edge_index: int, now: float) -> None:
-        """A message has left its sender."""
-        edge, channel = self.plan.edges[edge_index], self.channels[edge_index]
+    def _end_on(self, host: int) -> None:
+        if self.hosts[host].next_end() == self.now:  # else another computation came in between
+            worker = self.hosts[host].finish(self.now)
+            self._note_end(host)
+            self.end(worker)
+
+    def finish(self, worker: int) -> None:
+        instruction = self.programs[worker][self.positions[worker]]
+        is_seen = instruction is not None or self.now > self.starts[worker]
+        if is_seen and self.steps[worker] == self.shown:
+            span = Span(instruction, self.begins[worker], self.starts[worker], self.now)
+            self.spans[worker].append(span)
+        self.begins[worker] = self.now
+        super().finish(worker)
+        if instruction is None and worker == self.leader:
+            self.announced.append(self.now)
+            for other in range(len(self.programs)):
+                self.stir(other, self._ticket_s(other, -1))
+
+    def seconds(self, worker: int, instruction: Instruction | None) -> float:
+        if instruction is None:
+            return self.costs.between.get(worker, 0.0)
+        return self.costs.seconds(instruction, worker)
+
+    def arrival(self, edge_index: int) -> float:
+        edge = self.plan.edges[edge_index]
         pair = (edge.source, edge.destination)
         link = self.costs.links.get(pair, _AT_ONCE)
         size = edge.meta.size_bytes
         busy = self.costs.send.get(edge_index, 0.0) + self.costs.receive.get(edge_index, 0.0)
         flight = max(0.0, link.seconds(size) - busy)
         on_the_wire = min(flight, size / link.bytes_per_s)
-        left = max(now, self.link_free.get(pair, 0.0)) + on_the_wire
+        left = max(self.now, self.link_free.get(pair, 0.0)) + on_the_wire
         self.link_free[pair] = left
-        arrival = left + flight - on_the_wire
-        channel.arrivals.append(arrival)
-        if channel.receiver_waits:
-            channel.receiver_waits = False
-            heapq.heappush(self.wakes, (arrival, edge.destination))
-
-    def _take(self, edge_index: int, now: float) -> None:
-        """A receiver has taken a message; its room is free."""
-        channel = self.channels[edge_index]
-        channel.arrivals.popleft()
-        channel.num_under_way -= 1
-        if channel.sender_waits:
-            channel.sender_waits = False
-            heapq.heappush(self.wakes, (now, self.plan.edges[edge_index].source))
+        return left + flight - on_the_wire
 
 
 def _hosts(costs: Costs, num_workers: int) -> tuple[list[Processors], list[int]]:

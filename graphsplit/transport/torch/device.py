@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graphsplit.torch_ext.private import nccl_group
 from graphsplit.transport.credit import Arrived
 from graphsplit.transport.frame import MESSAGE, Frame
-from graphsplit.transport.torch.meeting import Meeting
+from graphsplit.transport.torch.meeting import Rendezvous
 from graphsplit.transport.torch.wire import FOREVER, octets
 
 
@@ -51,18 +52,14 @@ class DeviceWire:
         lock: Held while a record and its payload are posted, so that both have one order.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, meeting: Rendezvous, device: torch.device) -> None:
         self.lock = threading.Lock()
         self._device = device
         self._peer = 1 - meeting.rank
-        make: Any = dist.ProcessGroupNCCL  # its stub lacks what every backend has
         self._groups: list[Any] = []
         for direction in ("up", "down"):
-            options = make.Options()
-            options._timeout = FOREVER  # its watchdog would end the process
             store = dist.distributed_c10d.PrefixStore(direction, meeting.store)
-            group = make(store, meeting.rank, 2, options)
-            self._groups.append(group)
+            self._groups.append(nccl_group(store, meeting.rank, FOREVER))
         self._sends = self._groups[meeting.rank]
         self._receives = self._groups[1 - meeting.rank]
         self._out = torch.cuda.Stream(device)

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from graphsplit.errors import FrameError
+from graphsplit.torch_ext.private import gloo_group
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.session import Session
 
@@ -104,7 +105,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc, name-defined]  # missing i
         return False
 
 
-class Meeting:
+class Rendezvous:
     """Two workers that know each other, and what each has to say to prove it on another link.
 
     Args:
@@ -150,9 +151,4 @@ class Meeting:
         Raises:
             RuntimeError: They could not connect.
         """
-        make: Any = dist.ProcessGroupGloo  # its stub lacks what its options are
-        options = make._Options()
-        options._devices = [device]
-        options._threads = 1
-        options._timeout = timedelta(seconds=CONNECT_S)
-        return make(self.store, self.rank, 2, options)
+        return gloo_group(self.store, self.rank, device, timedelta(seconds=CONNECT_S))

@@ -71,10 +71,11 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
         ranks_at.setdefault(_place(calls), []).append(rank)
     places = sorted(ranks_at.items(), key=lambda place: len(place[1]))[:_MOST_GROUPS]
     told = "; ".join(_group(place, ranks) for place, ranks in places)
-    if call.name == END_OF_SCRIPT:
-        # Whoever has not come there is in a call of its own.
-        found = (calls.within for calls in calls_of.values() if calls.within is not None)
-        call = next((one for one in found if one.name != END_OF_SCRIPT), call)
+    for usual in (END_OF_SCRIPT, "train"):  # where all should be, sooner or later
+        if call.name == usual:  # whoever is not there is in a call of its own
+            found = (calls.within for calls in calls_of.values() if calls.within is not None)
+            others = (one for one in found if one.name not in (usual, END_OF_SCRIPT))
+            call = next(others, call)
     if call.name == END_OF_SCRIPT:
         fix = "let every worker come to the end of the script alike"
     else:

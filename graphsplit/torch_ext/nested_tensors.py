@@ -8,20 +8,23 @@ the padded tensor stands for the nested one: the encoder pads it again at the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from graphsplit.capture.opaque.record import Recorder
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.replaced import replaced
 
 
 @contextmanager
-def nested_tensors_kept_whole(recorder: Recorder) -> Iterator[None]:
-    """Stop a module that makes a nested tensor while it is recorded."""
+def nested_tensors_kept_whole(is_recording: Callable[[], bool]) -> Iterator[None]:
+    """Stop a module that makes a nested tensor while it is recorded.
+
+    Args:
+        is_recording: Whether what runs now is recorded.
+    """
     owner: Any = torch
     is_left_aligned = owner._nested_tensor_from_mask_left_aligned
     from_mask = owner._nested_tensor_from_mask
@@ -32,7 +35,7 @@ def nested_tensors_kept_whole(recorder: Recorder) -> Iterator[None]:
         return True if isinstance(src, FakeTensor) else is_left_aligned(src, mask)
 
     def make(src: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if recorder.is_recording:
+        if is_recording():
             raise RuntimeError("a NestedTensor is made of a padding mask")
         return src if isinstance(src, FakeTensor) else from_mask(src, *args, **kwargs)
 

@@ -1,0 +1,152 @@
+"""Stand-ins: tensors that keep their shape while their value is not here.
+
+A stand-in is the same Python object as before, since optimizers and modules hold on to it: only its
+class is another one, by assignment to ``__class__``. Asking for its shape, registering a hook or
+handing it to an optimizer passes. Whatever asks for more comes to :meth:`StandIn.need_value` first:
+a deferred tensor is filled there, and one that lives on another worker refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from graphsplit.torch_ext.private import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    TensorBase,
+    disable_current_modes,
+    pytree,
+)
+
+_OF_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "_cdata", "_grad"})
+_SETTABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_HARMLESS_METHODS = (
+    "size stride dim ndimension numel nelement element_size storage_offset is_contiguous "
+    "is_floating_point is_complex is_signed __hash__ __len__ requires_grad_ "
+    "register_hook register_post_accumulate_grad_hook retain_grad get_device"
+)
+
+
+def _harmless() -> frozenset[Any]:
+    allowed = {getattr(torch.Tensor, name) for name in _HARMLESS_METHODS.split()}
+    for name in dir(torch.Tensor):
+        attribute: Any = getattr(torch.Tensor, name, None)
+        if type(attribute).__name__ == "getset_descriptor" and name not in _OF_VALUES:
+            allowed.add(attribute.__get__)
+    for name in _SETTABLE:
+        attribute = getattr(TensorBase, name)
+        allowed |= {attribute.__set__, attribute.__delete__}
+    allowed |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size}
+    return frozenset(allowed)
+
+
+_ATTRIBUTES: Any = TensorBase  # of the class these are descriptors, not tensors
+GET_GRADIENT = _ATTRIBUTES.grad.__get__
+SET_DATA = _ATTRIBUTES.data.__set__
+
+
+class StandIn(torch.Tensor):
+    """A tensor whose value is not here.
+
+    Attributes:
+        harmless: The functions of torch that may be called with it: they need no value.
+    """
+
+    harmless: ClassVar[frozenset[Any]] = _harmless()
+
+    def need_value(self, asked: str) -> None:
+        """Become an ordinary tensor, or raise.
+
+        Args:
+            asked: The function or attribute that needs the value.
+        """
+        raise NotImplementedError
+
+    def true_strides(self) -> tuple[int, ...]:
+        """The strides that the tensor has where its value is."""
+        return self.stride()
+
+    @classmethod
+    def is_one_still(cls, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that was of this class for a while has still no value."""
+        return True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in cls.harmless:
+            asked = getattr(func, "__name__", str(func))
+            if asked in ("__get__", "__set__", "__delete__"):
+                asked = getattr(getattr(func, "__self__", None), "__name__", asked)
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, StandIn):
+                    leaf.need_value(asked)
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    # These two ask for the class before they ask for a value.
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.need_value("copy.deepcopy")
+        return type(self).__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.need_value("pickling")
+        return type(self).__reduce_ex__(self, protocol)
+
+
+def take_back(tensor: torch.Tensor) -> None:
+    """Make a stand-in an ordinary tensor again; its value is up to the caller."""
+    plain: Any = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+    tensor.__class__ = plain
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Everything inside runs as outside of any mode, autocast or gradient recording."""
+    with (
+        DisableTorchFunction(),
+        disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A single zero, expanded to the shape of a tensor."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+@contextmanager
+def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) -> Iterator[None]:
+    """Inside, stand-ins of a kind are ordinary tensors with the strides of what they stand for.
+
+    For code that looks at shapes only, such as a capture. Their memory is set aside and takes no
+    room until it is written to; what was written is lost afterwards.
+    """
+    swapped = list({id(t): (t, type(t)) for t in tensors if isinstance(t, kind)}.values())
+    strides = [tensor.true_strides() for tensor, _ in swapped]
+    with plain_torch():
+        for tensor, _ in swapped:
+            take_back(tensor)
+        memories = [tensor.data for tensor, _ in swapped]
+        for (tensor, _), stride in zip(swapped, strides, strict=True):
+            tensor.data = torch.empty_strided(
+                tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+            )
+    try:
+        yield
+    finally:
+        with plain_torch():
+            for (tensor, was), memory in zip(swapped, memories, strict=True):
+                tensor.data = memory
+                if was.is_one_still(tensor):
+                    tensor.__class__ = was

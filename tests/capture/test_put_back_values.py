@@ -1,0 +1,84 @@
+"""Values of snapshots that are put back into the places that were watched."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from graphsplit.guards.places import entry
+from graphsplit.guards.values import freeze, put_into, same
+from graphsplit.planning.python_values import PythonValues
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": [1, 2], "b": {"c": 3.0}},
+        [[1], [2, [3]]],
+        SimpleNamespace(x=1, y=[2]),
+        {1, 2},
+        np.arange(3.0),
+        bytearray(b"abc"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_container_that_is_there_is_filled(value: Any):
+    kept = freeze(copied_then_changed(value))
+    found = put_into(kept, value)
+    assert found is value
+    assert same(kept, value)
+
+
+def copied_then_changed(value: Any) -> Any:
+    """A copy of a container, which is changed afterwards."""
+    there = copy.deepcopy(value)
+    if isinstance(value, dict):
+        value["a"].append(9)
+        value["later"] = value.pop("b")
+    elif isinstance(value, list):
+        value[1][1].append(9)
+    elif isinstance(value, SimpleNamespace):
+        value.y.clear()
+    elif isinstance(value, set):
+        value.add(9)
+    else:
+        value[0] = 99
+    return there
+
+
+def test_what_cannot_hold_a_value_is_replaced():
+    kept = freeze([(1, [2]), np.zeros(2)])
+    there: Any = [(1, [3]), np.ones(3)]
+    one, array = there[0][1], there[1]
+    assert put_into(kept, there) is there
+    assert same(kept, there)
+    assert one == [3]  # inside a tuple, which holds what it holds
+    assert array.shape == (3,)
+
+
+class _Watching:
+    """Recordings that watch two entries of one dictionary."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def places(self) -> Any:
+        for key, first in (("a", [1]), ("b", [2])):
+            yield entry(self.held, key, f"net.{key}"), freeze(first), None
+
+
+def test_two_places_that_hold_one_list_get_the_values_that_they_had():
+    shared: list[int] = [7]
+    held: dict[str, Any] = {"a": [1], "b": [2]}
+    values = PythonValues(_Watching(held), SimpleNamespace(network=nn.Identity(), loss_fn=None))  # type: ignore[arg-type]
+    then = values.now()
+    kept = {key: freeze(list(one.container)) for key, one in then.items()}
+    held["a"] = held["b"] = shared
+    values.put(kept)
+    assert held == {"a": [1], "b": [2]}
+    assert held["a"] is not held["b"]
