@@ -68,7 +68,7 @@ def test_what_is_waited_for_turns_a_spinner_on_a_terminal_alone() -> None:
     console, stream, _ = make_console(is_terminal=True)
     for text in ("importing torch", "importing torch", ""):
         console.turn(text)
-    console.show("worker 0", "stdout", Piece(b"x"))
+    console.show("worker 0", "stdout", LinePart(b"x"))
     shown = stream.getvalue()
     assert b"[graphsplit] | importing torch" in shown and b"[graphsplit] / importing" in shown
     assert shown.count(b"importing") == 2
