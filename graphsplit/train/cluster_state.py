@@ -85,6 +85,10 @@ class ClusterState(Engine):
         for optimizer, state in zip(self._task.optimizers, states, strict=True):
             gatherer.load_optimizer(optimizer, state)
 
+    def show_training(self, words: Callable[[], str]) -> None:
+        """See :class:`Engine`."""
+        self._job.member.position.training_source = words
+
     def _update_metrics(
         self, metrics: Mapping[str, Metric], arguments: Arguments, found: Any
     ) -> None:

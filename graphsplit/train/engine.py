@@ -46,6 +46,9 @@ class Engine(StateHolder):
         """Whether a call of a Model is under way."""
         return False
 
+    def show_training(self, words: Callable[[], str]) -> None:
+        """Let ``graphsplit status`` say how training goes; asked about once a second."""
+
     def guard(self) -> AbstractContextManager[None]:
         """A context for all that a Model does with this engine, user code included."""
         return nullcontext()

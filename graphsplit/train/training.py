@@ -23,6 +23,7 @@ from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.callbacks.stop import Stopping
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
+from graphsplit.train.in_words import TrainingInWords
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import Predicting
 
@@ -156,6 +157,7 @@ class TrainingLoop:
                 goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
                 compare_loaders(loader, self._engine.group(), with_states=not goes_on)
+                self._engine.show_training(TrainingInWords(context))
                 with run:
                     self._go_through(run, loader, steps)
         except MembershipChangedError:
@@ -168,6 +170,7 @@ class TrainingLoop:
             raise
         finally:
             self._engine.call_on_gradients(None)
+            self._engine.show_training(str)
             context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:

@@ -120,6 +120,7 @@ class Membership:
             location=self.position.sample(),
             wants_stop=self.wants_stop,
             calls=self.position.calls.made(),
+            training=self.position.training(),
         )
 
     def refused(self) -> RegistrationRefusedError:

@@ -23,6 +23,7 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
             worker.last_change = job.now
         worker.progress, worker.position = progress, beat.position
         worker.location, worker.calls = beat.location, beat.calls
+        worker.training = beat.training
         _compare_calls(job, worker)
     if beat.wants_stop:
         ending.stop_soon(job, f"worker {worker.rank} was asked to end")
