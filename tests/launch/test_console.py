@@ -75,3 +75,22 @@ def test_what_is_waited_for_turns_a_spinner_on_a_terminal_alone() -> None:
     console, stream, _ = make_console(is_terminal=False)
     console.turn("importing torch")
     assert stream.getvalue() == b""
+
+
+def test_capturing_and_planning_last_until_a_worker_says_something_else() -> None:
+    begun, planned = (
+        LinePart(b"[graphsplit] capturing the train step"),
+        LinePart(b"[graphsplit] ok"),
+    )
+    console, stream, _ = make_console(is_terminal=True)
+    console.show("worker 0", "stderr", begun)
+    assert console.turns
+    console.show("scheduler", "stdout", LinePart(b"all are here"))
+    console.turn()
+    assert b"[graphsplit] / capturing the train step" in stream.getvalue() and console.turns
+    console.show("worker 0", "stderr", planned)
+    assert stream.getvalue().endswith(b"\r\x1b[K[worker 0] [graphsplit] ok\n") and not console.turns
+    console, stream, _ = make_console(is_terminal=False)
+    console.show("worker 0", "stderr", begun)
+    assert stream.getvalue() == b"[worker 0] [graphsplit] capturing the train step\n"
+    assert not console.turns

@@ -154,7 +154,7 @@ class WarmStart:
         if not told.isdigit():
             os.close(out[0])
             os.close(err[0])
-            self._give_up("the process that imported torch has ended")
+            self._give_up(told.decode(errors="replace") or "the process that imported it has ended")
             return None
         return ForkedChild(int(told), os.fdopen(out[0], "rb", 0), os.fdopen(err[0], "rb", 0))
 
