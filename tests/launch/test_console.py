@@ -78,11 +78,9 @@ def test_what_is_waited_for_turns_a_spinner_on_a_terminal_alone() -> None:
 
 
 def test_capturing_and_planning_last_until_a_worker_says_something_else() -> None:
-    begun, planned = (
-        LinePart(b"[graphsplit] capturing the train step"),
-        LinePart(b"[graphsplit] ok"),
-    )
-    console, stream, _ = make_console(is_terminal=True)
+    begun = LinePart(b"[graphsplit] capturing the train step")
+    planned = LinePart(b"[graphsplit] ok")
+    console, stream, _ = make_console(is_terminal=True, environ={"NO_COLOR": "1"})
     console.show("worker 0", "stderr", begun)
     assert console.turns
     console.show("scheduler", "stdout", LinePart(b"all are here"))

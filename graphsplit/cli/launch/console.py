@@ -16,9 +16,8 @@ UPDATE_INTERVAL_S = 10.0
 COLOURS = (36, 33, 32, 35, 34, 31)
 _LAUNCHER, _SPINNER = "graphsplit", "|/-\\"
 TURN_S = 0.1  # how often a spinner turns
-_LASTS = re.compile(
-    rb"\[graphsplit\] ((capturing|planning).*)"
-)  # until a worker says something else
+# They last until a worker says something else.
+_LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) .*)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
