@@ -26,30 +26,10 @@ _num_other_references: int | None = None
 def forget_fake_tensors() -> None:
     """Clear every cache of a function that a capture has filled."""
     for cache in _used_since():
-        # Its referents: the function, and everything it has kept.
-        if _is_any_fake(gc.get_referents(cache)):
+        results = gc.get_referents(cache)  # the function, and everything it has kept
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(results)):
             cache.cache_clear()
             _asked[cache] = _state_of(cache)
-
-
-def _is_any_fake(values: list[Any]) -> bool:
-    """Whether a fake tensor is among some values, or in containers among them.
-
-    Caches of symbolic arithmetic hold a million plain values: ``pytree.tree_leaves`` for all of
-    them took a third of a capture's time.
-    """
-    waiting = list(values)
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, FakeTensor):
-            return True
-        if isinstance(one, (tuple, list)):
-            waiting += one
-        elif type(one) is dict:
-            waiting += one.values()
-        elif type(one) in pytree.SUPPORTED_NODES:
-            waiting += pytree.tree_leaves(one)
-    return False
 
 
 def _used_since() -> Iterator[Any]:

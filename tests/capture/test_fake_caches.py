@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,29 +25,6 @@ def test_results_of_a_capture_are_forgotten_and_others_kept() -> None:
         assert isinstance(ones(3), FakeTensor)
     forget_fake_tensors()
     assert not isinstance(ones(3), FakeTensor)
-
-
-class Named(NamedTuple):
-    value: Any
-
-
-def test_fake_tensors_in_containers_are_found() -> None:
-    wraps: list[Callable[[Any], Any]] = [
-        lambda x: (1, [x]),
-        lambda x: {"a": (x,)},
-        lambda x: OrderedDict(a=x),
-        Named,
-        lambda x: deque([[x]]),
-    ]
-    for wrap in wraps:
-        keeps = functools.lru_cache(lambda size, wrap=wrap: wrap(torch.ones(size)))
-        with FakeTensorMode():
-            keeps(2)
-        forget_fake_tensors()
-        assert keeps.cache_info().currsize == 0
-        keeps(2)
-        forget_fake_tensors()
-        assert keeps.cache_info().currsize == 1
 
 
 def test_a_new_cache_is_found_when_another_one_has_gone() -> None:
