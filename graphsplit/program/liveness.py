@@ -5,7 +5,7 @@
     SEND mb0 edge5      frees mb0 v9     seg2 made v9, and this was its last receiver
 
 What autograd holds is freed by the backward of its segment, and gradients are taken out where they
-are folded or sent; so this is about the values of nodes alone. Without it they would be kept for
+are summed or sent; so this is about the values of nodes alone. Without it they would be kept for
 every microbatch until the end of the step.
 """
 
