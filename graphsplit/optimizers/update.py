@@ -2,7 +2,7 @@
 
 What a plain loop does over all parameters, each worker does over those it owns::
 
-    scaler.scale(loss).backward()                              loss_gradient
+    scaler.scale(loss * loss_scale).backward()                 loss_gradient
     scaler.unscale_(optimizer)                                 partial
     clip_grad_norm_(network.parameters(), max_norm)            partial, clip
     scaler.step(optimizer); scaler.update()                    step
@@ -98,12 +98,14 @@ class Updater:
     Attributes:
         on_gradients: Called when the owned gradients are complete and unscaled, before clipping.
         last_norm: The norm of all gradients at the last clipping; None before, and without it.
+        loss_scale: What the script has the loss multiplied by before backward.
     """
 
     def __init__(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:
         self.rules = rules
         self.on_gradients: Callable[[], None] | None = None
         self.last_norm: torch.Tensor | None = None
+        self.loss_scale = 1.0
         self._parameters = tuple(parameters)
         self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
         self._owners: tuple[int, ...] = ()
@@ -140,11 +142,12 @@ class Updater:
     def loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
         """The gradient with which the backward of a loss begins: one, or that of its scaling."""
         scaler, accumulate = self.rules.scaler, self.rules.accumulate
-        if not self.rules.scales and accumulate == 1:
+        if not self.rules.scales and accumulate == 1 and self.loss_scale == 1.0:
             return torch.ones_like(loss, memory_format=torch.preserve_format)
         with torch.enable_grad():
             leaf = loss.detach().requires_grad_(True)
-            scaled = leaf if accumulate == 1 else leaf / accumulate
+            scaled = leaf if self.loss_scale == 1.0 else leaf * self.loss_scale
+            scaled = scaled if accumulate == 1 else scaled / accumulate
             scaled = scaled if scaler is None else scaler.scale(scaled)
             (gradient,) = torch.autograd.grad(scaled, leaf)
         return gradient
@@ -181,7 +184,7 @@ class Updater:
 
     def step(self) -> None:
         """Step the optimizers."""
-        if not self._needs_reduction:
+        if not self.needs_reduction:
             self._tell()
             if isinstance(self.rules.clip, Value):
                 self.rules.clip.in_one_process(self._owned())
@@ -192,7 +195,8 @@ class Updater:
             scaler.update()
 
     @property
-    def _needs_reduction(self) -> bool:
+    def needs_reduction(self) -> bool:
+        """Whether a step needs numbers of other workers' gradients: their ``partial``."""
         return self.rules.scales or isinstance(self.rules.clip, GlobalNorm)
 
     def _tell(self) -> None:

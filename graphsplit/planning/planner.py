@@ -38,7 +38,7 @@ from graphsplit.planning.passes import (
 )
 from graphsplit.planning.progress import say_begun, say_planned
 from graphsplit.planning.python_values import PythonValues
-from graphsplit.planning.recordings import Found, Recordings
+from graphsplit.planning.recordings import Match, Recordings
 from graphsplit.planning.task import (
     Task,
     check_trained,
@@ -115,7 +115,7 @@ class Planner:
         self._max_plans = _MAX_PLANS
         self.recordings = Recordings(self._record, self._circumstances, self._tensors)
         self.python_values = PythonValues(self.recordings, task)
-        self._found: tuple[Mode, Signature, Found | None] | None = None
+        self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self._num_found = 0
@@ -158,7 +158,7 @@ class Planner:
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
-    def look(self, mode: Mode, signature: Signature) -> Found | None:
+    def look(self, mode: Mode, signature: Signature) -> Match | None:
         """The recording that holds for a step as Python's values are now; None if none does.
 
         What was found is used by the ``plan_for`` that follows.
@@ -194,7 +194,7 @@ class Planner:
             changed=self.recordings.changed(mode, signature),
         )
 
-    def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Found:
+    def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Match:
         """The recording that holds; made now where there is none, which is collective.
 
         Raises:
@@ -223,7 +223,7 @@ class Planner:
         self._check_again(found)
         return found
 
-    def _made(self, mode: Mode, signature: Signature) -> Found:
+    def _made(self, mode: Mode, signature: Signature) -> Match:
         """A new recording; a second one if what the loader gives was missed here, and decides."""
         try:
             found = self.recordings.make(mode, signature)
@@ -236,7 +236,7 @@ class Planner:
         self.recordings.drop(found)
         return self.recordings.make(mode, signature)
 
-    def _check_again(self, found: Found) -> None:
+    def _check_again(self, found: Match) -> None:
         """Every so many steps, see whether a recording is still what it was."""
         self._num_found += 1
         every = self._job.recapture_every
@@ -250,7 +250,7 @@ class Planner:
                 f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
             )
 
-    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: Note = str) -> ReadyPlan:
+    def plan_for(self, found: Match, part: StepPart = WHOLE_STEP, *, note: Note = str) -> ReadyPlan:
         """The plan for a recorded step; made now if it is new.
 
         Collective where it is new. The 64 plans used last are kept.
@@ -317,7 +317,7 @@ class Planner:
     def _circumstances(self) -> tuple[tuple[bool, ...], Any]:
         return self.requires_grad(), self._task.loss_fn
 
-    def _make(self, found: Found, part: StepPart, note: Note) -> ReadyPlan:
+    def _make(self, found: Match, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording
         mode, number = recording.mode, self._job.next_plan_number()
         say_begun(self._job.rank, "planning", mode)

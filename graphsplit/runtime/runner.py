@@ -18,7 +18,7 @@ from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import GENERATOR, Held, is_held_once, last_uses
+from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.channels import (
@@ -486,7 +486,7 @@ def _letting_others_first(action: Action) -> Action:
     return yield_and_run
 
 
-def _freeing(action: Action, held: Sequence[Held]) -> Action:
+def _freeing(action: Action, held: Sequence[HeldValue]) -> Action:
     """Forget afterwards what nothing reads any more; see ``program.liveness``."""
 
     def run_and_free(state: StepState) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOKS
 from graphsplit.torch_ext.private import (
@@ -54,7 +54,7 @@ def _recorded(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
             return original(*args, **kwargs)
-        return recorder.record(Whole(original, label, is_random=is_random), args, kwargs)
+        return recorder.record(OpaqueCode(original, label, is_random=is_random), args, kwargs)
 
     return replaced(owner, name, call)
 
@@ -96,7 +96,7 @@ def _scripted(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callabl
             def run(*args: Any, **kwargs: Any) -> Any:
                 return self(*args, **kwargs)
 
-            return recorder.record(Whole(run, f"{self.name} (scripted)"), args, kwargs)
+            return recorder.record(OpaqueCode(run, f"{self.name} (scripted)"), args, kwargs)
 
     return call
 

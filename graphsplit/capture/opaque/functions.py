@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
-from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
@@ -82,7 +82,7 @@ def _record(
         with torch.no_grad():  # forward runs so, and its results carry no gradient
             return apply(*args, **kwargs)
     forward, backward = _code_of(cls, "forward", "setup_context"), _code_of(cls, "backward", "vjp")
-    whole = Whole(cls.apply, label, in_parts=False, forward=forward, backward=backward)
+    whole = OpaqueCode(cls.apply, label, in_parts=False, forward=forward, backward=backward)
     results = recorder.record(whole, args, kwargs)
     seen = Reached()
     roots = (*backward, *recorder.hooks, *args)

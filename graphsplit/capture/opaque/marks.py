@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.opaque.automatic import has_backward_hooks, refuse_global_backward_hooks
-from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.torch_ext.attributes import CALL
@@ -93,8 +93,8 @@ def opaque(
 
 def _whole(
     function: Callable[..., Any], label: str, modules: tuple[nn.Module, ...], mark: Mark
-) -> Whole:
-    return Whole(function, label, modules, mark.outputs, mark.is_random)
+) -> OpaqueCode:
+    return OpaqueCode(function, label, modules, mark.outputs, mark.is_random)
 
 
 def mark_of(module: nn.Module) -> Mark | None:

@@ -124,9 +124,9 @@ class WarmStart:
         told = self._receive()
         self._turn("")
         if told != answer:
-            self._give_up(told.decode(errors="replace") or "torch could not be imported")
+            self._abandon(told.decode(errors="replace") or "torch could not be imported")
 
-    def _give_up(self, why: str) -> None:
+    def _abandon(self, why: str) -> None:
         self._say(f"graphsplit: each worker imports torch for itself: {why}")
         if self._line is not None:
             self._line.close()
@@ -154,7 +154,7 @@ class WarmStart:
         if not told.isdigit():
             os.close(out[0])
             os.close(err[0])
-            self._give_up(told.decode(errors="replace") or "the process that imported it has ended")
+            self._abandon(told.decode(errors="replace") or "the process that imported it has ended")
             return None
         return ForkedChild(int(told), os.fdopen(out[0], "rb", 0), os.fdopen(err[0], "rb", 0))
 
