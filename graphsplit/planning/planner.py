@@ -36,6 +36,7 @@ from graphsplit.planning.passes import (
     lower_plan,
     make_plan,
 )
+from graphsplit.planning.progress import say_begun, say_planned
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.recordings import Match, Recordings
 from graphsplit.planning.task import (
@@ -110,7 +111,7 @@ class Planner:
         self._modified: set[str] = set()  # by any graph so far
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
-        self.on_settled: Callable[[], None] = _nothing
+        self.on_settled: Callable[[], None] = lambda: None
         self._max_plans = _MAX_PLANS
         self.recordings = Recordings(self._record, self._circumstances, self._tensors)
         self.python_values = PythonValues(self.recordings, task)
@@ -207,6 +208,7 @@ class Planner:
             found = looked[2]
         if found is None:
             self._renew()
+            say_begun(self._job.rank, "capturing", mode)
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
@@ -318,6 +320,7 @@ class Planner:
     def _make(self, found: Match, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording
         mode, number = recording.mode, self._job.next_plan_number()
+        say_begun(self._job.rank, "planning", mode)
         plan, programs = self._pure_passes(recording.graph, part)
         text = "\n".join(
             [
@@ -331,6 +334,7 @@ class Planner:
         self._job.member.agree(f"plan {number} ({mode.value})", text)
         made = self._open(number, plan, programs, found.numbers)
         recording.graph.state.guards.settle()
+        say_planned(self._job.rank, plan, is_compiled=self._task.compiler is not None)
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 
@@ -493,7 +497,3 @@ class Planner:
         return {
             p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
         }
-
-
-def _nothing() -> None:
-    """Nobody waits for owners."""
