@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from graphsplit.capture.observe import is_tracked, reachable_values
-from graphsplit.capture.opaque.record import OpaqueRecorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import comparable
 from graphsplit.torch_ext.private import CHECKPOINT_HOOK
@@ -142,7 +142,7 @@ def _hooking(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable
         recorder.hooks.append(hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
         label = f"register_hook({name})"
-        whole = Whole(with_hook, label, in_parts=False, forward=(), backward=(hook,))
+        whole = OpaqueCode(with_hook, label, in_parts=False, forward=(), backward=(hook,))
         recorder.replace(self, whole)
         return handle
 

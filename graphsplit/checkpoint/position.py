@@ -40,7 +40,7 @@ class Position:
     Attributes:
         num_steps: Training steps so far, of all calls of ``train`` and ``train_step``, those before
             a state was loaded included.
-        num_epochs: Whole epochs so far, counted likewise.
+        num_epochs: Complete epochs so far, counted likewise.
         epoch: Epoch that the running ``train`` is in, from 1, as callbacks see it; 0 outside of
             ``train``. At the end of an epoch it is the next one.
         step: Steps done in that epoch.

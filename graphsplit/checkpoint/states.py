@@ -125,7 +125,7 @@ class States:
     Attributes:
         more: Further objects whose state belongs to the training state, by name. Each is saved by
             worker 0 and loaded on all; one that is missing in a save is an error.
-        num_epochs: Whole epochs so far.
+        num_epochs: Complete epochs so far.
         run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
         resumption: Set by ``load``, for the next ``train``.
@@ -233,7 +233,7 @@ class States:
             contents.add_network(state, ownership, group.rank)
             contents.add_others(state, ownership, group.rank)
             if self._task.optimizers:
-                between = not self._holder.progress.opens
+                between = self._holder.progress.keeps_gradients
                 contents.add_gradients(self._task, ownership, group.rank, between_updates=between)
             for name, optimizer in optimizers_of(self._task).items():
                 contents.add_optimizer(name, optimizer, ownership, group.rank)
@@ -258,6 +258,7 @@ class States:
         return {
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
+            "adds_up": self._holder.progress.adds_up,
             "generator": torch.default_generator.get_state(),
             "loss": self.run.loss,
             "more": {name: value.state_dict() for name, value in self.more.items()},
@@ -347,6 +348,7 @@ class States:
         if found.start.now is not None:
             torch.default_generator.set_state(found.start.now)
         progress.num_steps, progress.seed = position.num_steps, found.seed
+        progress.adds_up = values.get("adds_up") is True
         self.num_epochs = position.num_epochs
         self.resumption = None
         if position.epoch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import copy
+import ctypes
 import enum
 import re
 from collections import OrderedDict, deque
@@ -37,9 +38,10 @@ BY_VALUE = (
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
-_BUFFERS = (np.ndarray, array.array, bytearray)
-CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *_BUFFERS)
-MUTABLE = (list, deque, set, dict, SimpleNamespace, *_BUFFERS)
+_IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
+BUFFERS = (np.ndarray, array.array, bytearray, _IN_C)
+CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *BUFFERS)
+MUTABLE = (list, deque, set, dict, SimpleNamespace, *BUFFERS)
 
 
 class Missing:
@@ -79,7 +81,7 @@ def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
     """The snapshot of a value; the value itself where it is no container."""
     if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or id(value) in _inside:
         return value
-    if isinstance(value, _BUFFERS):
+    if isinstance(value, BUFFERS):
         return Frozen(value, content=_content(value))
     inside = (*_inside, id(value))
     keys = tuple(keys_of(value)) if is_mapping(value) else ()
@@ -126,7 +128,8 @@ def _content(value: Any) -> tuple[Any, ...]:
         # An array of objects has no bits to speak of: what it holds is compared by identity.
         held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
         return (str(value.dtype), value.shape, held)
-    return (getattr(value, "typecode", "b"), len(value), bytes(value))
+    size = ctypes.sizeof(value) if isinstance(value, _IN_C) else len(value)
+    return (getattr(value, "typecode", "b"), size, bytes(value))
 
 
 def thaw(frozen: Any) -> Any:
@@ -195,9 +198,11 @@ def _array_of(frozen: Frozen) -> Any:
 
 def _fill_array(frozen: Frozen) -> None:
     """Let an array have the content of its snapshot."""
-    container, (kind, size, held) = frozen.container, frozen.content or ("", 0, b"")
+    container, (_, size, held) = frozen.container, frozen.content or ("", 0, b"")
     if isinstance(container, bytearray):
         container[:] = held
+    elif isinstance(container, _IN_C):
+        ctypes.memmove(ctypes.addressof(container), held, size)
     elif isinstance(container, array.array):
         del container[:]
         container.frombytes(held)
@@ -205,7 +210,7 @@ def _fill_array(frozen: Frozen) -> None:
         for index, item in enumerate(held):
             container.flat[index] = item
     else:
-        container[...] = np.frombuffer(held, dtype=kind).reshape(size)
+        container[...] = np.frombuffer(held, dtype=container.dtype).reshape(size)
 
 
 def _holds_exactly(frozen: Frozen, items: list[Any]) -> bool:

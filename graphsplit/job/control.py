@@ -1,7 +1,7 @@
 """The workers of a job, over channels that need no plan.
 
-Every pair of workers has one for step tickets (one small message each) and one for messages of any
-length (a stream of chunks). They are opened when first used.
+Every pair of workers has one for step tickets (one small message each), one for messages of any
+length (a stream of chunks), and such a one for what scripts send. They are opened when first used.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class ControlChannels(WorkerGroup):
         rank: This worker.
         num_workers: How many there are.
         tick: Shows the others that this worker is alive.
+        use: What messages are for: ``MESSAGES`` or ``SENT``.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class ControlChannels(WorkerGroup):
         rank: int,
         num_workers: int,
         tick: Callable[[], None] = lambda: None,
+        *,
+        use: int = MESSAGES,
     ) -> None:
+        self._use = use
         self._transport = transport
         self.rank = rank
         self.num_workers = num_workers
@@ -127,7 +131,7 @@ class ControlChannels(WorkerGroup):
         ends = []
         for peer in to:
             if peer not in self._outgoing:
-                self._outgoing[peer] = OutgoingStream(self._open_sender(MESSAGES, peer))
+                self._outgoing[peer] = OutgoingStream(self._open_sender(self._use, peer))
             ends.append(self._outgoing[peer])
         send(ends, [octets_of(piece) for piece in pieces])
 
@@ -136,7 +140,7 @@ class ControlChannels(WorkerGroup):
     ) -> Iterator[torch.Tensor]:
         """See ``WorkerGroup.receive``."""
         if source not in self._incoming:
-            receiver = self._open_receiver(MESSAGES, source)
+            receiver = self._open_receiver(self._use, source)
             self._incoming[source] = IncomingStream(receiver, source=source)
         return self._incoming[source].receive(size_bytes, is_exact=is_exact)
 

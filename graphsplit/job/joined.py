@@ -48,7 +48,7 @@ def init() -> None:
     Raises:
         ConfigurationError: Variables are missing or malformed, a port is in use, or a second call.
         ClusterError: The scheduler is not there.
-        RegistrationRefusedError: The scheduler does not want this worker.
+        RegistrationRefusedError: The scheduler refuses this worker.
         JobFailedError: Not all workers came in time, or one failed.
     """
     global _job, _one_process

@@ -41,7 +41,12 @@ class Script:
 
     Args:
         calls: Notes the calls that all workers make; None where there is nobody else.
+
+    Attributes:
+        gives_again: Whether calls are remembered, for a process that comes back to the job.
     """
+
+    gives_again = False
 
     def __init__(self, calls: CallHistory | None = None) -> None:
         self._calls = calls

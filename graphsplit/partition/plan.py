@@ -20,7 +20,7 @@ class EdgeKind(Enum):
     GRADIENT = "gradient"
     GENERATOR = "generator"
     PROCESS_GENERATORS = "process generators"
-    TALLY = "tally"
+    REDUCTION = "reduction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Edge:
         source: Sending worker.
         destination: Receiving worker.
         meta: What is carried.
-        contributions: For gradients: the contributions it carries, already folded, in order.
+        contributions: For gradients: the contributions it carries, already summed, in order.
         per_step: Sent once, not per microbatch: borrowed state that no operation modifies.
     """
 
@@ -131,7 +131,7 @@ class BackwardSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class Reduction:
     """Numbers that all workers share between the last gradient and the optimizer.
 
     Attributes:
@@ -153,12 +153,12 @@ class PartitionPlan:
         io: Inputs and outputs of each segment, by segment.
         edges: All edges, by index.
         contributions: All leaves that collect gradients, by index.
-        folds: For each value with contributions: the terms of its gradient, in order.
+        gradient_sums: For each value with contributions: the terms of its gradient, in order.
         seeds: For each contribution with a seed: the terms of the seed, in order.
         home: The worker that has the outputs and computes metrics.
         is_microbatched: Whether it runs microbatches of a step: each draws from a generator state
             of its own, so that no state is left for the end of the step.
-        tally: What workers share before the optimizer steps; None if it is nothing.
+        reduction: What workers share before the optimizer steps; None if it is nothing.
         splits: The segments whose backward may be run in two parts; see ``partition.splitting``.
         recomputed: By segment, groups of operations that backward runs again; see
             ``partition.recomputation``.
@@ -170,11 +170,11 @@ class PartitionPlan:
     io: tuple[SegmentIO, ...]
     edges: tuple[Edge, ...]
     contributions: tuple[Contribution, ...]
-    folds: dict[int, tuple[SumTerm, ...]]
+    gradient_sums: dict[int, tuple[SumTerm, ...]]
     seeds: dict[int, tuple[SumTerm, ...]]
     home: int
     is_microbatched: bool = False
-    tally: Tally | None = None
+    reduction: Reduction | None = None
     splits: Mapping[int, BackwardSplit] = field(default_factory=dict)
     recomputed: Mapping[int, tuple[RecomputedGroup, ...]] = field(default_factory=dict)
     run_twice: frozenset[int] = frozenset()

@@ -39,16 +39,24 @@ class TrainingProgress:
         num_steps: How many training steps are done.
         seed: ``torch.initial_seed()`` where training started; None before.
         accumulate: Over how many batches gradients are added up before the optimizer steps.
+        adds_up: Whether gradients stay until the script resets them: ``forward_backward`` has
+            added some.
     """
 
     num_steps: int = 0
     seed: int | None = None
     accumulate: int = 1
+    adds_up: bool = False
 
     @property
     def opens(self) -> bool:
         """Whether gradients are set to None before the next batch."""
         return self.num_steps % self.accumulate == 0
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the next batch adds to gradients that are there."""
+        return self.adds_up or not self.opens
 
     @property
     def closes(self) -> bool:
@@ -175,6 +183,7 @@ def plan_step(
     *,
     note: Note = str,
     progress: TrainingProgress | None = None,
+    only_adds: bool = False,
 ) -> PlannedStep:
     """The plans for a batch of a shape; made now where they are new.
 
@@ -184,11 +193,14 @@ def plan_step(
         shape: The batch and its microbatches.
         note: Gives what workers must agree on besides the plans, where one is new.
         progress: How far training is, for a training step.
+        only_adds: Whether the step adds to gradients, and does not reset or use them.
 
     Raises:
         CaptureError, PlacementError, PlanMismatchError: As ``Planner.plan_for``.
     """
     opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
+    if only_adds:
+        opens = closes = False
     planner.begin_step(mode)
     if not shape.parts:
         part = StepPart(first=opens, last=closes)

@@ -87,6 +87,20 @@ class _TrainStep(CallKind):
         _mark_stepped(share)
 
 
+class _ForwardBackward(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
+        assert share is not None
+        ensure_training(share.task.network)
+        share.engine.progress.begin()
+        share.engine.progress.num_steps += 1
+
+
+class _Step(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
+        assert share is not None
+        _mark_stepped(share)
+
+
 def _mark_stepped(share: ModelSnapshot) -> None:
     """Schedulers warn if an optimizer has not stepped before them; it has, in another process."""
     for optimizer in share.task.optimizers:
@@ -172,6 +186,8 @@ class _Path(CallKind):
 _KINDS: dict[str, CallKind] = {
     "train": _Train(),
     "train_step": _TrainStep(),
+    "forward_backward": _ForwardBackward(),
+    "step": _Step(),
     "eval": _Eval(),
     "predict": _Predict(),
     "load": _Load(),

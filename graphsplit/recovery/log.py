@@ -28,7 +28,12 @@ from graphsplit.train.epochs import load_callbacks
 from graphsplit.train.outputs import predicted_loader
 
 _TAKES_TENSORS = frozenset(
-    {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}
+    (
+        *("train_step", "forward_backward", "predict"),
+        *("load_state_dict", "load_optimizer_state_dict"),
+        *("all_reduce", "reduce", "broadcast", "broadcast_object"),
+        *("all_gather", "gather", "scatter"),
+    )
 )
 
 

@@ -43,7 +43,7 @@ from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
 from graphsplit.train.cluster_engine import ClusterEngine
 
 T = TypeVar("T")
-_STEPPING = ("train", "train_step")
+_STEPPING = ("train", "train_step", "forward_backward")
 
 
 class RecoveringScript(Script):
@@ -53,6 +53,8 @@ class RecoveringScript(Script):
         job: The job.
         settings: How often snapshots are taken.
     """
+
+    gives_again = True
 
     def __init__(self, job: Job, settings: SnapshotSettings) -> None:
         self._job = job
@@ -228,7 +230,7 @@ class RecoveringScript(Script):
             self._take(entry, inside=False)
             with self._job.reporting():
                 self._snapshots.wait_committed()
-        elif entry.call.name == "train_step":
+        elif entry.call.name in ("train_step", "step"):
             self._check_shares()
             self._steps += 1
             if self._steps >= self.settings.every:

@@ -12,7 +12,7 @@ from graphsplit.capture.graph import Node
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.splitting import work_of
 from graphsplit.schedule.costs import Costs, LinkCost
-from graphsplit.schedule.simulation.memory import activation_bytes
+from graphsplit.schedule.saved_memory import saved_bytes
 
 _WORK_PER_S = 3e10  # multiplications and additions of a core
 _BYTES_PER_S = 8e9  # that operations read and write
@@ -35,7 +35,7 @@ def estimated_costs(plan: PartitionPlan) -> Costs:
         forward,
         whole,
         {},
-        activations=activation_bytes(plan),
+        activations=saved_bytes(plan),
         links=dict.fromkeys(pairs, LINK),
         source="estimated from the graph",
     )

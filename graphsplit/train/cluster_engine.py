@@ -72,13 +72,45 @@ class ClusterEngine(ClusterState):
         """Train on every batch; yields each true loss, on every worker."""
         feed = self._leading.feed(Mode.TRAIN, loader, start, is_stopped)
         self.loader_rank = feed.leader
+        self.progress.adds_up = False
         for planned, division, meanwhile in feed:
             yield self._train(planned, division, feed.holders(planned), meanwhile)
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
         planned = self._leading.given(Mode.TRAIN, division, self._step)
+        self.progress.adds_up = False
         return self._train(planned, division, self._job.ranks)
+
+    def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
+        """Add the gradients of a batch that all workers hold."""
+        updater = self.planner.updater
+        planned = self._leading.given(Mode.TRAIN, division, self._step, scale=scale)
+        updater.loss_scale = scale
+        try:
+            loss = self._train(planned, division, self._job.ranks)
+        finally:
+            updater.loss_scale = 1.0
+        self.progress.adds_up = True
+        return loss
+
+    def zero_gradients(self) -> None:
+        """Reset the gradients that are here."""
+        self.planner.updater.zero_gradients()
+        self.progress.adds_up = False
+
+    def step(self) -> None:
+        """Clip and step what is here, by the gradients of all."""
+        updater = self.planner.updater
+        if updater.needs_reduction:
+            group, own = self.group(), updater.partial()
+            updater.clip(
+                {
+                    rank: group.share_value(own, source=rank, what="part of the gradients' norm")
+                    for rank in range(group.num_workers)
+                }
+            )
+        updater.step()
 
     def _train(
         self,

@@ -14,7 +14,12 @@ import torch
 
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
-from graphsplit.errors import EnoughSteps, MembershipChangedError, StoppedInOrder
+from graphsplit.errors import (
+    ConfigurationError,
+    EnoughSteps,
+    MembershipChangedError,
+    StoppedInOrder,
+)
 from graphsplit.feeding.loader_checks import compare_loaders, refuse_shares
 from graphsplit.job import joined
 from graphsplit.job.script import Script
@@ -83,6 +88,36 @@ class Calls:
             if engine.witness is not None:
                 engine.witness.trained(loss)
             return loss
+
+    def forward_backward(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], scale: float
+    ) -> torch.Tensor:
+        """Add the gradients of one batch; returns the loss."""
+        task, engine = self._task, self._engine
+        with engine.guard():
+            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+            if engine.witness is not None:
+                engine.witness.begins()
+            loss = engine.forward_backward(division, scale)
+            if engine.witness is not None:
+                engine.witness.trained(loss)
+            return loss
+
+    def zero_grad(self) -> None:
+        """Reset the gradients."""
+        with self._engine.guard():
+            self._engine.zero_gradients()
+
+    def step(self) -> None:
+        """Use the gradients that were added."""
+        with self._engine.guard():
+            if not self._engine.progress.adds_up:
+                raise ConfigurationError(
+                    "step was called, and there are no gradients that forward_backward has added\n"
+                    "  Fix: call forward_backward before, and zero_grad after step; train_step "
+                    "does all three."
+                )
+            self._engine.step()
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""

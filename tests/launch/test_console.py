@@ -62,3 +62,33 @@ def test_on_a_terminal_lines_scroll_above_the_progress_bar_of_one_process() -> N
     assert stream.getvalue() == (
         b"[worker 0] 50%\r\x1b[K[worker 1] loss\n[worker 0] 50%\r\x1b[K[worker 0] 100%\n"
     )
+
+
+def test_what_is_waited_for_turns_a_spinner_on_a_terminal_alone() -> None:
+    console, stream, _ = make_console(is_terminal=True)
+    for text in ("importing torch", "importing torch", ""):
+        console.turn(text)
+    console.show("worker 0", "stdout", LinePart(b"x"))
+    shown = stream.getvalue()
+    assert b"[graphsplit] | importing torch" in shown and b"[graphsplit] / importing" in shown
+    assert shown.count(b"importing") == 2
+    console, stream, _ = make_console(is_terminal=False)
+    console.turn("importing torch")
+    assert stream.getvalue() == b""
+
+
+def test_capturing_and_planning_last_until_a_worker_says_something_else() -> None:
+    begun = LinePart(b"[graphsplit] capturing the train step")
+    planned = LinePart(b"[graphsplit] ok")
+    console, stream, _ = make_console(is_terminal=True, environ={"NO_COLOR": "1"})
+    console.show("worker 0", "stderr", begun)
+    assert console.turns
+    console.show("scheduler", "stdout", LinePart(b"all are here"))
+    console.turn()
+    assert b"[graphsplit] / capturing the train step" in stream.getvalue() and console.turns
+    console.show("worker 0", "stderr", planned)
+    assert stream.getvalue().endswith(b"\r\x1b[K[worker 0] [graphsplit] ok\n") and not console.turns
+    console, stream, _ = make_console(is_terminal=False)
+    console.show("worker 0", "stderr", begun)
+    assert stream.getvalue() == b"[worker 0] [graphsplit] capturing the train step\n"
+    assert not console.turns

@@ -26,7 +26,7 @@ from graphsplit.cli.launch.children import (
     signal_group,
     start_child,
 )
-from graphsplit.cli.launch.console import Console
+from graphsplit.cli.launch.console import TURN_S, Console
 from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, describe
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.lines import LineCutter
@@ -170,10 +170,13 @@ class _Job:
         self._selector.register(wakeup, selectors.EVENT_READ)
         end_s = None if math.isinf(limit_s) else time.monotonic() + limit_s
         while self.ending.running:
-            known_s = (self.ending.next_s, self._scheduler.deadline_s, end_s)
+            turn_s = time.monotonic() + TURN_S if self._console.turns else None
+            known_s = (self.ending.next_s, self._scheduler.deadline_s, end_s, turn_s)
             next_s = min((at_s for at_s in known_s if at_s is not None), default=None)
             timeout = None if next_s is None else max(0.0, next_s - time.monotonic())
             self._read_ready(timeout)
+            if self._console.turns:
+                self._console.turn()
             self._hear_scheduler()
             while received:
                 self.ending.interrupted(received.pop(0), now_s=time.monotonic())

@@ -66,7 +66,7 @@ class Member:
         Raises:
             ConfigurationError: A certificate, key or token is not what it should be.
             ClusterError: The scheduler is not there.
-            RegistrationRefusedError: The scheduler does not want this worker; says why.
+            RegistrationRefusedError: The scheduler refuses this worker; says why.
             JobFailedError: The job failed while it was formed, or not all workers came in time.
         """
         member = cls(settings, abort, log)

@@ -124,7 +124,7 @@ class Membership:
         )
 
     def refused(self) -> RegistrationRefusedError:
-        """The error that says why the scheduler does not want this worker."""
+        """The error that says why the scheduler refuses this worker."""
         return RegistrationRefusedError(
             f"the scheduler at {self.address} refused this worker (host {self.host}, pid "
             f"{self.pid}): {self.state.refusal}"

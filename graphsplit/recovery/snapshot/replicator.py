@@ -45,7 +45,7 @@ class HeldCopies:
     """The copies that a worker keeps of the one before it, without looking inside.
 
     Attributes:
-        parts: Whole parts, by number.
+        parts: Complete parts, by number.
         log: Lines of what its calls returned, with the number of the snapshot they came with.
     """
 

@@ -200,7 +200,7 @@ class ModelSnapshot:
         contents = CheckpointContents(encoder=self._encoder)
         contents.add_network(state, ownership, rank)
         contents.add_others(state, ownership, rank)
-        between = not self.engine.progress.opens
+        between = self.engine.progress.keeps_gradients
         contents.add_gradients(task, ownership, rank, between_updates=between)
         settings, members = [], []
         for name, optimizer in optimizers_of(task).items():
