@@ -4,6 +4,7 @@ torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
 torch.jit.script functions           run, once warm, with a backward of their own
 modules with backward hooks          the hooks sit on nodes of autograd, and would be lost
 torch.cov, corrcoef                  ask for values, to warn; there are none
+SobolEngine.draw                     counts what it has drawn, and keeps tensors of its own
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOK
 from graphsplit.torch_ext.private import (
     TRANSFORMS,
     VJP,
+    FakeTensor,
     ScriptFunction,
     ScriptMethod,
     eager_transforms,
@@ -41,6 +43,7 @@ def kept_whole_unasked(recorder: OpaqueRecorder) -> Iterator[None]:
         for owner, name in _ASKING:
             label = f"torch.{name}"
             stack.enter_context(_recorded(recorder, owner, name, label, is_random=False))
+        stack.enter_context(_sobol_recorded(recorder))
         stack.enter_context(_vjp_refused(recorder))
         stack.enter_context(_scripted_recorded(recorder))
         yield
@@ -57,6 +60,28 @@ def _recorded(
         return recorder.record(OpaqueCode(original, label, is_random=is_random), args, kwargs)
 
     return replaced(owner, name, call)
+
+
+def _sobol_recorded(recorder: OpaqueRecorder) -> Any:
+    engine = torch.quasirandom.SobolEngine
+    original = engine.draw
+
+    def like(self: Any, n: int = 1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(n, self.dimension, dtype=dtype)
+
+    def draw(self: Any, n: int = 1, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        is_made_here = isinstance(self.quasi, FakeTensor)  # each step makes one of its own
+        if not recorder.is_recording or is_made_here:
+            return original(self, n, out, dtype)
+        if out is not None:
+            raise CaptureError(
+                f"SobolEngine.draw(out=) cannot be captured: it writes beside the graph\n"
+                f"  {users_line_now()}\n  Fix: leave out= away, and use what draw returns."
+            )
+        whole = OpaqueCode(original, "SobolEngine.draw", outputs=like, is_random=False)
+        return recorder.record(whole, (self, n), {"dtype": dtype})
+
+    return replaced(engine, "draw", draw)
 
 
 def _vjp_refused(recorder: OpaqueRecorder) -> Any:

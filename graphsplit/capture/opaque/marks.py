@@ -130,7 +130,7 @@ def marked_ones_whole(
         for path, module in root.named_modules():
             found = _mark_and_reason(module, automatic)
             if found is not None:
-                _refuse_placements_inside(path, module, found[1])
+                refuse_placements_inside(path, module, found[1])
                 stack.enter_context(_kept_whole(recorder, path, module, found[0]))
         yield
 
@@ -170,7 +170,12 @@ def _kept_whole(
         del module.__dict__[CALL]
 
 
-def _refuse_placements_inside(path: str, module: nn.Module, reason: str) -> None:
+def refuse_placements_inside(path: str, module: nn.Module, reason: str) -> None:
+    """Refuse a placement inside a module that is one operation.
+
+    Raises:
+        CaptureError: There is one.
+    """
     own = module_annotation(module)
     for inner, child in module.named_modules():
         placed = module_annotation(child)

@@ -241,7 +241,20 @@ class OpaqueRecorder:
                     f"  Fix: pass the tensor as an argument, or keep the function around it whole "
                     f"with gs.opaque."
                 )
-        return found
+        return sorted(found, key=self._position)
+
+    def _position(self, tensor: torch.Tensor) -> int:
+        """Where a tensor stands among all: in which order code reads them may differ.
+
+        What torch.jit has optimized reads them as it likes, on each worker.
+        """
+        held = (
+            held
+            for module in self._root.modules()
+            for kind in (PARAMETERS, BUFFERS)
+            for held in getattr(module, kind).values()
+        )
+        return next(position for position, one in enumerate(held) if one is tensor)
 
     def _places(self, tensor: torch.Tensor) -> tuple[AttributeSlot, ...]:
         return tuple(

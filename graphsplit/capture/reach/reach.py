@@ -55,6 +55,8 @@ _ATOMS = (
     range,
     slice,
 )
+# Of libraries' classes: what users keep values in, and what counts its draws.
+_OF_LIBRARIES = (types.SimpleNamespace, torch.quasirandom.SobolEngine)
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BACKWARD = ("backward", "vjp")
 _MISSING: Any = object()
@@ -335,7 +337,7 @@ class _Walk:
             self._visit_scripted(getattr(value, "owner", value), name)
         if isinstance(value, nn.Module):
             self._visit_nn_module(value, name)
-        elif not _is_of_library(kind.__module__) or kind is types.SimpleNamespace:
+        elif not _is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
             self._visit_attributes(value, name)
         self._push(kind, kind.__qualname__)
 
