@@ -98,7 +98,7 @@ class Updater:
     Attributes:
         on_gradients: Called when the owned gradients are complete and unscaled, before clipping.
         last_norm: The norm of all gradients at the last clipping; None before, and without it.
-        loss_scale: What the script has the loss multiplied by before backward.
+        loss_scale: The factor of the loss that the script has chosen, applied before backward.
     """
 
     def __init__(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:

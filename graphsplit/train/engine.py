@@ -15,7 +15,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
-from graphsplit.optimizers.own_step import by_the_model, guard_step, note_used
+from graphsplit.optimizers.own_step import by_the_model, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import TrainingProgress, total_loss
 from graphsplit.planning.task import Task, materialize_all
@@ -159,6 +159,8 @@ class EagerEngine(Engine):
         """Forward and backward of the plain loop."""
         with nullcontext() if self.witness is None else self.witness.watch():
             loss = self._add_gradients(division, scale)
+        for optimizer in self._task.optimizers:
+            note_used(optimizer)
         self.progress.adds_up = True
         return loss
 
@@ -214,7 +216,6 @@ class EagerEngine(Engine):
         if task.clip is not None:
             self._last_norm = task.clip.in_one_process(task.network.parameters())
         for optimizer in task.optimizers:
-            guard_step(optimizer)
             with by_the_model():
                 if task.scaler is None:
                     optimizer.step()

@@ -168,6 +168,28 @@ def test_a_worker_that_is_lost_between_the_parts_changes_nothing(kills: Any) -> 
     assert cluster.num_killed == num_kills
 
 
+def test_gradients_stay_after_a_step() -> None:
+    (batch, *_), *_ = batches()
+
+    def script(_: int) -> Any:
+        model = made(extras=True)
+        model.forward_backward(*batch)
+        model.step()
+        model.step()
+        return model.state_dict(), model.last_gradient_norm
+
+    net = network()
+    optimizer, scaling = optimizer_of(net), scaler()
+    scaling.scale(nn.functional.cross_entropy(net(batch[0]), batch[1])).backward()
+    for _ in range(2):
+        scaling.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        scaling.step(optimizer)
+        scaling.update()
+    for found in (script(0), *ThreadCluster(script, NUM_WORKERS).run()):
+        assert difference((net.state_dict(), norm), found) is None
+
+
 def test_what_is_no_scale_or_does_not_go_together_is_refused() -> None:
     batch = batches()[0][0]
     model = made()
