@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from graphsplit.capture.operations.regions import (
     blocks_kept_flat,
     mark_regions,
 )
-from graphsplit.capture.own_errors import own_error
+from graphsplit.capture.own_errors import OwnError, own_error
 from graphsplit.capture.python.guards import StateWatch
 from graphsplit.capture.python.outside_reads import OutsideReads
 from graphsplit.capture.python.trained_marks import marked_as_left
@@ -44,6 +44,7 @@ from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.old_values import keep_old_values
 from graphsplit.capture.state.tied import state_placeholders, unite_tied
 from graphsplit.capture.structure import Structure, take_apart
+from graphsplit.errors import CaptureError
 from graphsplit.guards.places import Place
 from graphsplit.torch_ext.data_attribute import DataIsDetached
 from graphsplit.torch_ext.eager_mode import as_in_eager_mode
@@ -209,13 +210,24 @@ def _graph_of(
 
 
 def _how_to_export(step: _Step, request: CaptureRequest, watch: StateWatch) -> Export:
-    run = partial(request.run, request.network, request.loss_fn)
-    arguments = request.args, request.kwargs
     return Export(
-        lambda: _export(step, request),
-        lambda error: own_error(step, run, arguments, error),
-        watch,
+        lambda: _export(step, request), lambda error: _own_error(step, request, error), watch
     )
+
+
+def _own_error(step: _Step, request: CaptureRequest, error: Exception) -> OwnError | None:
+    """The same error in plain PyTorch; nothing that Python code changes there stays changed."""
+    if request.lift:
+        return None  # it is recorded once more, with the numbers that are there
+    run = partial(request.run, request.network, request.loss_fn)
+    watch = StateWatch()
+    watch.begin(step, lambda: False)
+    found = None
+    # What the code leaves may be refused too, but the error came before.
+    with suppress(CaptureError), watch.watching():
+        found = own_error(step, run, (request.args, request.kwargs), error)
+    watch.put_back()
+    return found
 
 
 def _export(step: _Step, request: CaptureRequest) -> torch.export.ExportedProgram:

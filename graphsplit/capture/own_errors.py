@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphsplit.capture.operations.effects import HIDDEN_WRITES
 from graphsplit.capture.state.attributes import Attributes
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.torch_ext.attributes import buffers_of, is_module_call
-from graphsplit.torch_ext.private import FakeTensorMode, pytree
+from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
+from graphsplit.torch_ext.private import FakeTensorMode, TorchDispatchMode, pytree
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
@@ -62,7 +63,11 @@ def own_error(
     calls = _LastCall()
     with _everything_kept(root):
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode, calls:
+            with (
+                FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
+                _Unwritten(fake_mode),
+                calls,
+            ):
                 given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
                 run(*given[0], **given[1])
         except Exception as other:
@@ -71,6 +76,23 @@ def own_error(
             eager = calls.again(other) or other
             return OwnError(f"{type(eager).__name__}: {_first_line(eager)}", *_where(root, other))
     return None
+
+
+class _Unwritten(TorchDispatchMode):
+    """Lets no operation write into a tensor that has values: it writes into a fake of that."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = fake_mode
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = args, kwargs or {}
+        schema = operator_schema(func)
+        if schema.is_mutable or schema.name in HIDDEN_WRITES:
+            given = pytree.tree_map_only(torch.Tensor, self._fake_mode.from_tensor, given)
+        return func(*given[0], **given[1])
 
 
 class _LastCall(TorchCalls):
