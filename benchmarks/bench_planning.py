@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from common import Row, checked, environment, parser
+from common_graphs import at_random, by_layer, layered_graph
 from torch import nn
 
 from graphsplit.batches.batch import run_train
@@ -46,7 +47,6 @@ from graphsplit.program.lower import describe_programs, lower
 from graphsplit.program.proof import verify_programs
 from graphsplit.runtime.segments.code import build_code
 from graphsplit.schedule.named import one_forward_one_backward
-from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
 
 # (placement, microbatches) and the sizes, in operations.
 CASES: list[tuple[str, int, list[int]]] = [

@@ -26,6 +26,17 @@ if TYPE_CHECKING:
     from graphsplit.batches.microbatches import split_microbatches
     from graphsplit.capture.opaque.marks import opaque
     from graphsplit.checkpoint.disk.series import latest_checkpoint
+    from graphsplit.collectives.calls import (
+        all_gather,
+        all_reduce,
+        broadcast,
+        broadcast_object,
+        gather,
+        recv,
+        reduce,
+        scatter,
+        send,
+    )
     from graphsplit.deferred.construction import deferred_init
     from graphsplit.job.joined import (
         barrier,
@@ -48,13 +59,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Model",
     "__version__",
+    "all_gather",
+    "all_reduce",
     "apply_placement",
     "barrier",
+    "broadcast",
+    "broadcast_object",
     "callbacks",
     "clip",
     "deferred_init",
     "errors",
     "finalize",
+    "gather",
     "get_rank",
     "get_role",
     "get_world_size",
@@ -68,6 +84,10 @@ __all__ = [
     "opaque",
     "per_parameter",
     "place",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
     "split_microbatches",
 ]
 
@@ -75,12 +95,17 @@ __all__ = [
 # Where each name is: a script waits only for what it uses.
 _HOMES = {
     "Model": "train.model",
+    "all_gather": "collectives.calls",
+    "all_reduce": "collectives.calls",
     "apply_placement": "marks.rules",
     "barrier": "job.joined",
+    "broadcast": "collectives.calls",
+    "broadcast_object": "collectives.calls",
     "callbacks": "train",
     "clip": "optimizers",
     "deferred_init": "deferred.construction",
     "finalize": "job.joined",
+    "gather": "collectives.calls",
     "get_rank": "job.joined",
     "get_role": "job.joined",
     "get_world_size": "job.joined",
@@ -94,6 +119,10 @@ _HOMES = {
     "opaque": "capture.opaque.marks",
     "per_parameter": "optimizers.per_parameter",
     "place": "marks.annotations",
+    "recv": "collectives.calls",
+    "reduce": "collectives.calls",
+    "scatter": "collectives.calls",
+    "send": "collectives.calls",
     "split_microbatches": "batches.microbatches",
 }
 

@@ -1,4 +1,4 @@
-"""What importing graphsplit does: every ``torch.nn.Module`` gets the method ``place``.
+"""The effect of importing graphsplit: every ``torch.nn.Module`` gets the method ``place``.
 
 It also says what a process does when it joins a job. What takes longer to import waits for its use.
 """

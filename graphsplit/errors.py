@@ -42,6 +42,10 @@ class LoaderMismatchError(GraphsplitError, ValueError):
     """Workers that read the same loader saw different batches. Names the step."""
 
 
+class CollectiveMismatchError(GraphsplitError, ValueError):
+    """Workers made calls that do not fit together. Names workers, calls and lines."""
+
+
 class OwnershipError(GraphsplitError, RuntimeError):
     """The value of a parameter or buffer was read on a worker that does not own it."""
 

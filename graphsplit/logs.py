@@ -28,7 +28,7 @@ _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ER
 _CONTEXT = ("job", "generation", "rank", "step")
 
 
-class Say(Protocol):
+class LogLine(Protocol):
     """Takes what there is to say."""
 
     def __call__(self, line: str, *, event: str = "note", level: str = "info") -> None:
@@ -47,7 +47,7 @@ def say(line: str, *, event: str = "note", level: str = "info", **details: Any) 
     LOGGER.log(_LEVELS[level], line, extra={"event": event, "details": details})
 
 
-def teller(log: Callable[[str], None] | None) -> Say:
+def teller(log: Callable[[str], None] | None) -> LogLine:
     """``say``, or the function that somebody gave to take the lines alone."""
     if log is None:
         return say

@@ -21,7 +21,7 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
 
 @dataclass(frozen=True)
-class Metric:
+class Gauge:
     """One metric, as it is now.
 
     Attributes:
@@ -44,7 +44,7 @@ class Metric:
 class _Collector:
     """Looks at the metrics when somebody asks, and never in between."""
 
-    def __init__(self, look: Callable[[], Iterable[Metric]]) -> None:
+    def __init__(self, look: Callable[[], Iterable[Gauge]]) -> None:
         self._look = look
 
     def collect(self) -> Iterable[Any]:
@@ -69,7 +69,7 @@ class _Collector:
 
 
 def serve_metrics(
-    look: Callable[[], Iterable[Metric]],
+    look: Callable[[], Iterable[Gauge]],
     watching: Watching,
     security: SecurityOptions,
     protection: Protection,

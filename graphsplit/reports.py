@@ -22,7 +22,7 @@ _MAX_CHARS = 2_000
 
 
 @dataclass(frozen=True)
-class Report:
+class EndReport:
     """The end of a process.
 
     Attributes:
@@ -42,7 +42,7 @@ def write_report(environ: Mapping[str, str], cause: FailureCause) -> None:
     if not path:
         return
     where = "; ".join(cause.where())
-    report = Report(cause.headline[:_MAX_CHARS], where[:_MAX_CHARS], cause.rank)
+    report = EndReport(cause.headline[:_MAX_CHARS], where[:_MAX_CHARS], cause.rank)
     # The launcher may be gone, and its folder too: that must not hide the failure itself.
     with contextlib.suppress(OSError):
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -73,11 +73,11 @@ def _init_mark(path: Path) -> Path:
     return path.with_suffix(".begun")
 
 
-def read_report(path: Path) -> Report | None:
+def read_report(path: Path) -> EndReport | None:
     """The report of one process; None if it left none."""
     try:
         with path.open("rb") as file:
-            found = records.from_text(Report, file.read(_MAX_BYTES))
+            found = records.from_text(EndReport, file.read(_MAX_BYTES))
     except (OSError, ValueError):
         return None
     return replace(found, headline=_one_line(found.headline), where=_one_line(found.where))

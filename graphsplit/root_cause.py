@@ -111,7 +111,7 @@ class FailureCause:
         return "\n".join([told, *shown])
 
     def heard(self) -> str:
-        """What a process prints that only heard of it: one line, and whose log has the rest."""
+        """The text for a process that only heard of it: one line, and whose log has the rest."""
         told, *further = self.story().splitlines()
         if self.is_told_by_worker:
             return f"{told}; its log has the whole story"

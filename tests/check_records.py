@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from graphsplit.check.record import UNTOUCHED, Kind, Operation, Record, Value, What
+from graphsplit.check.record import UNTOUCHED, NotedValue, NoteKind, Notes, Operation, What
 
 
-def value(kind: Kind, name: str = "", digest: str = "same", *, form: str = "float32[2]") -> Value:
-    return Value(kind, name, form, digest)
+def value(
+    kind: NoteKind, name: str = "", digest: str = "same", *, form: str = "float32[2]"
+) -> NotedValue:
+    return NotedValue(kind, name, form, digest)
 
 
-def generator(name: str, digest: str) -> Value:
-    return Value(Kind.GENERATOR, name, "state", digest)
+def generator(name: str, digest: str) -> NotedValue:
+    return NotedValue(NoteKind.GENERATOR, name, "state", digest)
 
 
-def step(number: int, *values: Value, model: int = 1, torch: str = "g") -> Record:
-    loss = () if any(v.kind is Kind.LOSS for v in values) else (value(Kind.LOSS),)
-    return Record(What.STEP, model, number, (*loss, *values, generator("torch", torch)))
+def step(number: int, *values: NotedValue, model: int = 1, torch: str = "g") -> Notes:
+    loss = () if any(v.kind is NoteKind.LOSS for v in values) else (value(NoteKind.LOSS),)
+    return Notes(What.STEP, model, number, (*loss, *values, generator("torch", torch)))
 
 
-def start(*values: Value, random: str = UNTOUCHED) -> Record:
-    return Record(What.START, 1, 0, (*values, generator("torch", "g"), generator("random", random)))
+def start(*values: NotedValue, random: str = UNTOUCHED) -> Notes:
+    return Notes(What.START, 1, 0, (*values, generator("torch", "g"), generator("random", random)))
 
 
-WEIGHT_A = value(Kind.PARAMETER, "a.weight")
-WEIGHT_B = value(Kind.PARAMETER, "b.weight")
-GRADIENT_A = value(Kind.GRADIENT, "a.weight")
-GRADIENT_B = value(Kind.GRADIENT, "b.weight")
+WEIGHT_A = value(NoteKind.PARAMETER, "a.weight")
+WEIGHT_B = value(NoteKind.PARAMETER, "b.weight")
+GRADIENT_A = value(NoteKind.GRADIENT, "a.weight")
+GRADIENT_B = value(NoteKind.GRADIENT, "b.weight")
 
 
 def operation(

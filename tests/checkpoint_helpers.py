@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.states import States
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job.control import ControlChannels
-from graphsplit.job.group import Group
-from graphsplit.planning.step_plan import Progress
+from graphsplit.job.group import WorkerGroup
+from graphsplit.planning.step_plan import TrainingProgress
 from graphsplit.planning.task import Task
 from graphsplit.transport.base import Transport
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
@@ -31,7 +31,7 @@ T = TypeVar("T")
 DEADLINE_S = 30.0
 
 
-class ThreadHolder(Holder):
+class ThreadHolder(StateHolder):
     """Where one thread's state is.
 
     Args:
@@ -40,15 +40,15 @@ class ThreadHolder(Holder):
         loader_rank: Whose loader counts.
     """
 
-    def __init__(self, group: Group, owners: Mapping[str, int], loader_rank: int = 0) -> None:
+    def __init__(self, group: WorkerGroup, owners: Mapping[str, int], loader_rank: int = 0) -> None:
         self._group = group
         self.fixed = dict(owners)
         self.loader_rank = loader_rank
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.waiting: dict[str, Callable[[], None]] = {}
         self.network: Any = None  # where it has code of its own for states
 
-    def group(self) -> Group:
+    def group(self) -> WorkerGroup:
         return self._group
 
     def owners(self) -> Mapping[str, int]:
@@ -111,7 +111,7 @@ class _OnSmallDisk:
 
 def alone(task: Task) -> States:
     """The state of a task in one process."""
-    holder = ThreadHolder(Group(), {})
+    holder = ThreadHolder(WorkerGroup(), {})
     holder.network = task.network
     return States(task, holder)
 
@@ -133,7 +133,9 @@ def groups_of(num_workers: int, transports: Sequence[Transport] = ()) -> list[Co
     return groups
 
 
-def together(groups: Sequence[Group], run: Callable[[Group], T]) -> list[T | BaseException]:
+def together(
+    groups: Sequence[WorkerGroup], run: Callable[[WorkerGroup], T]
+) -> list[T | BaseException]:
     """Run a function on every worker at once; returns what each returned or raised."""
     results: list[Any] = [None] * len(groups)
 

@@ -40,3 +40,23 @@ def test_no_file_is_longer_than_500_lines_and_no_function_than_60() -> None:
 def test_every_package_says_what_it_is_for() -> None:
     packages = [path for path in FILES if path.name == "__init__.py"]
     assert not [path for path in packages if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_no_two_classes_that_others_use_have_one_name() -> None:
+    found = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, number in found.items() if number > 1]
+
+
+def test_no_docstring_begins_with_a_question() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    assert not [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node) or "").startswith("What ")
+    ]

@@ -87,7 +87,7 @@ def submodule_of(node: FxNode, position: int) -> GraphModule:
 
 
 def branches_of(node: FxNode) -> tuple[GraphModule, GraphModule]:
-    """What a ``torch.cond`` runs where its condition holds, and where it does not."""
+    """The two graphs of a ``torch.cond``: where its condition holds, and where it does not."""
     return submodule_of(node, 1), submodule_of(node, 2)
 
 

@@ -64,7 +64,7 @@ class _LossFunction(nn.Module):
 
 
 class _Step(nn.Module):
-    """What is captured: the network, and its loss where one is asked for."""
+    """The code to capture: the network, and its loss where one is asked for."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _Step(nn.Module):
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """What to capture.
+    """A request to capture a network.
 
     Attributes:
         network: The user's network, in the right train or eval mode already.

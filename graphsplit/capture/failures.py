@@ -51,7 +51,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 def explain(network: nn.Module, error: BaseException, own: OwnError | None = None) -> CaptureError:
-    """What to tell the user of an error that came out of ``torch.export``.
+    """The text for the user on an error that came out of ``torch.export``.
 
     Args:
         network: The network.

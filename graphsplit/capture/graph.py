@@ -30,7 +30,7 @@ LOSS_PATH = "(loss)"
 
 
 class NodeKind(Enum):
-    """What a node stands for."""
+    """The kinds of nodes."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -158,7 +158,7 @@ class CapturedGraph:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """What forward and loss leave of the Python values around them."""
+        """The changes that forward and loss leave in the Python values around them."""
         return self.state.changes
 
     @property

@@ -149,7 +149,7 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 
 def reachable_values(function: Any, *, depth: int = 3) -> Iterator[Any]:
-    """What a function can see without being passed it: cells, defaults, and what it is bound to."""
+    """Values that a function sees without being passed them: cells, defaults, its ``self``."""
     if isinstance(function, functools.partial):
         held: list[Any] = [function.func, *function.args, *function.keywords.values()]
     else:

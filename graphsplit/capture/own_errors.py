@@ -41,7 +41,7 @@ class OwnError:
     given: tuple[str, ...]
 
     def __str__(self) -> str:
-        """What is raised, and where."""
+        """The error, and where it is raised."""
         where = {"": "", "network": "the network", "loss_fn": "the loss"}
         at = where.get(self.module, f"module {self.module!r}")
         given = f", given {', '.join(self.given)}" if self.given else ""
@@ -91,7 +91,7 @@ class _LastCall(TorchCalls):
             raise
 
     def again(self, error: Exception) -> Exception | None:
-        """What the function raises for tensors that have values: zeros."""
+        """The function's error for tensors that have values: zeros."""
         if self._call is None or self._error is not error:
             return None
         function, arguments = self._call

@@ -24,7 +24,8 @@ from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
 from graphsplit.capture.opaque.marks import marked_ones, marked_ones_whole
-from graphsplit.capture.opaque.record import Recorder
+from graphsplit.capture.opaque.padded_layers import padded_layers_whole
+from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.capture.operations.opaque_call import put_in_place
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
@@ -44,7 +45,6 @@ from graphsplit.capture.unrecordable_effects import (
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
-from graphsplit.torch_ext.nested_tensors import nested_tensors_kept_whole
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _record(
     left: Collection[Key] = (),
 ) -> tuple[Recorded, dict[Key, Any]]:
     attributes = Attributes(root, [*marked_ones(root), *whole])
-    recorder = Recorder(root)
+    recorder = OpaqueRecorder(root)
     export.watch.begin(root, lambda: recorder.is_inside)
     network = getattr(root, "network", root)
     try:
@@ -236,13 +236,15 @@ def _check_nothing_swallowed(signals: Signals, network: nn.Module) -> None:
 
 
 @contextmanager
-def _recording(recorder: Recorder, root: nn.Module, whole: Collection[nn.Module]) -> Iterator[None]:
+def _recording(
+    recorder: OpaqueRecorder, root: nn.Module, whole: Collection[nn.Module]
+) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(quiet_export())
         stack.enter_context(custom_functions_whole(recorder))
         stack.enter_context(kept_whole_unasked(recorder))
-        stack.enter_context(nested_tensors_kept_whole(lambda: recorder.is_recording))
         stack.enter_context(marked_ones_whole(recorder, root, whole))
+        stack.enter_context(padded_layers_whole(recorder, root))
         stack.enter_context(unrecordable_effects_refused(recorder))
         stack.enter_context(checkpoints_noted())
         stack.enter_context(_draws_checked())

@@ -133,7 +133,7 @@ def _open(value: Any, leaves: list[Any], where: str, above: tuple[int, ...]) -> 
 
 
 def open_object(value: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """What makes an object, and of which parts; None for what is known by a global name.
+    """A constructor of an object, and its parts; None for one that is known by a global name.
 
     Raises:
         TypeError: It cannot be copied.

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from graphsplit.capture.observe import is_tracked, reachable_values
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import comparable
 from graphsplit.torch_ext.private import CHECKPOINT_HOOK
@@ -61,7 +61,7 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
 
 
 @contextmanager
-def unrecordable_effects_refused(recorder: Recorder) -> Iterator[None]:
+def unrecordable_effects_refused(recorder: OpaqueRecorder) -> Iterator[None]:
     """Let the network's code stumble where it would do something that is not recorded."""
     with ExitStack() as stack:
         for owner, name, what, way_out in _REFUSED:
@@ -79,7 +79,7 @@ def unrecordable_effects_refused(recorder: Recorder) -> Iterator[None]:
 
 
 def _refusing(
-    recorder: Recorder, original: Callable[..., Any], what: str, way_out: str
+    recorder: OpaqueRecorder, original: Callable[..., Any], what: str, way_out: str
 ) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
@@ -89,8 +89,8 @@ def _refusing(
     return refuse
 
 
-def _differentiating(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """What backward computes is recorded like the rest, but not all of it can be."""
+def _differentiating(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Record backward like the rest; refuse it where that cannot be done."""
 
     def grad(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
@@ -108,7 +108,7 @@ def _differentiating(recorder: Recorder, original: Callable[..., Any]) -> Callab
     return grad
 
 
-def _entering(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _entering(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """Tensors saved for backward are not changed by checkpoints, nor by moving them to the CPU."""
     harmless = (torch.autograd.graph.save_on_cpu, CHECKPOINT_HOOK)
 
@@ -123,7 +123,7 @@ def _entering(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
     return enter
 
 
-def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _hooking(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """Record a hook on a value as an alias that carries it; later uses are the alias's."""
 
     def register_hook(self: torch.Tensor, hook: Any) -> Any:
@@ -142,7 +142,7 @@ def _hooking(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., 
         recorder.hooks.append(hook)
         name = getattr(hook, "__qualname__", type(hook).__name__)
         label = f"register_hook({name})"
-        whole = Whole(with_hook, label, in_parts=False, forward=(), backward=(hook,))
+        whole = OpaqueCode(with_hook, label, in_parts=False, forward=(), backward=(hook,))
         recorder.replace(self, whole)
         return handle
 

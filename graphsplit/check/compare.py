@@ -13,25 +13,25 @@ from graphsplit.check.record import (
     LIVES_SOMEWHERE,
     TORCHS,
     UNTOUCHED,
-    Kind,
-    Record,
-    Value,
+    NotedValue,
+    NoteKind,
+    Notes,
     What,
 )
 
 # What comes first in a step is most likely where a difference came from.
 _ORDER = (
-    Kind.THREADS,
-    Kind.METRIC,
-    Kind.OUTPUT,
-    Kind.LOSS,
-    Kind.BUFFER,
-    Kind.GRADIENT,
-    Kind.SCALER,
-    Kind.SETTING,
-    Kind.OPTIMIZER,
-    Kind.PARAMETER,
-    Kind.GENERATOR,
+    NoteKind.THREADS,
+    NoteKind.METRIC,
+    NoteKind.OUTPUT,
+    NoteKind.LOSS,
+    NoteKind.BUFFER,
+    NoteKind.GRADIENT,
+    NoteKind.SCALER,
+    NoteKind.SETTING,
+    NoteKind.OPTIMIZER,
+    NoteKind.PARAMETER,
+    NoteKind.GENERATOR,
 )
 
 
@@ -45,12 +45,12 @@ class Unequal:
         worker: The worker; None where no worker has any.
     """
 
-    plain: Value | None
-    found: Value | None
+    plain: NotedValue | None
+    found: NotedValue | None
     worker: int | None = None
 
     @property
-    def value(self) -> Value:
+    def value(self) -> NotedValue:
         """Either of them."""
         value = self.plain or self.found
         if value is None:
@@ -59,7 +59,7 @@ class Unequal:
 
 
 @dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The first moment at which not all is the same.
 
     Attributes:
@@ -67,7 +67,7 @@ class Difference:
         unequal: What differs; first what comes first in a step.
     """
 
-    record: Record
+    record: Notes
     unequal: tuple[Unequal, ...]
 
     @property
@@ -86,13 +86,13 @@ class Diverged:
         worker: The worker.
     """
 
-    plain: Record | None
-    found: Record | None
+    plain: Notes | None
+    found: Notes | None
     worker: int
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The outcome of a comparison.
 
     Attributes:
@@ -111,7 +111,7 @@ class Comparison:
     num_values: int = 0
     num_models: int = 0
     unseeded: tuple[str, ...] = ()
-    difference: Difference | Diverged | None = None
+    difference: RunDifference | Diverged | None = None
 
 
 @dataclass
@@ -136,7 +136,7 @@ class _Seeds:
     seeded: set[str] = field(default_factory=lambda: {TORCHS})
     unseeded: set[str] = field(default_factory=set)
 
-    def compare(self, expected: Record, found: Sequence[Record]) -> None:
+    def compare(self, expected: Notes, found: Sequence[Notes]) -> None:
         """Look at the states of one moment."""
         for name, states in _states((expected, *found)).items():
             if name in self.seeded | self.unseeded:
@@ -146,21 +146,21 @@ class _Seeds:
             elif states != {UNTOUCHED}:
                 self.seeded.add(name)
 
-    def counts(self, value: Value) -> bool:
+    def counts(self, value: NotedValue) -> bool:
         """Whether a value is to be compared."""
-        return value.kind is not Kind.GENERATOR or value.name not in self.unseeded
+        return value.kind is not NoteKind.GENERATOR or value.name not in self.unseeded
 
 
-def _states(records: Iterable[Record]) -> dict[str, set[str]]:
+def _states(records: Iterable[Notes]) -> dict[str, set[str]]:
     states: dict[str, set[str]] = {}
     for record in records:
         for value in record.values:
-            if value.kind is Kind.GENERATOR:
+            if value.kind is NoteKind.GENERATOR:
                 states.setdefault(value.name, set()).add(value.digest)
     return states
 
 
-def compare(plain: Sequence[Record], workers: Sequence[Sequence[Record]]) -> Comparison:
+def compare(plain: Sequence[Notes], workers: Sequence[Sequence[Notes]]) -> RunComparison:
     """Compare two runs of one script, up to the first difference.
 
     Args:
@@ -168,7 +168,7 @@ def compare(plain: Sequence[Record], workers: Sequence[Sequence[Record]]) -> Com
         workers: What each worker noted.
     """
     count, seeds = _Count(), _Seeds()
-    difference: Difference | Diverged | None = None
+    difference: RunDifference | Diverged | None = None
     for index in range(max(map(len, (plain, *workers)))):
         expected = plain[index] if index < len(plain) else None
         found = [records[index] if index < len(records) else None for records in workers]
@@ -181,7 +181,7 @@ def compare(plain: Sequence[Record], workers: Sequence[Sequence[Record]]) -> Com
         if difference is not None or expected is None:
             break
         _add(count, expected, found)
-    return Comparison(
+    return RunComparison(
         len(workers),
         count.steps,
         count.calls,
@@ -192,14 +192,14 @@ def compare(plain: Sequence[Record], workers: Sequence[Sequence[Record]]) -> Com
     )
 
 
-def _add(count: _Count, expected: Record, found: Sequence[Record | None]) -> None:
+def _add(count: _Count, expected: Notes, found: Sequence[Notes | None]) -> None:
     count.models.add(expected.model)
     count.steps += expected.what is What.STEP
     count.calls += expected.what in (What.EVAL, What.PREDICT)
     count.values += sum(len(record.values) for record in found if record is not None)
 
 
-def _diverged(expected: Record | None, found: Sequence[Record | None]) -> Diverged | None:
+def _diverged(expected: Notes | None, found: Sequence[Notes | None]) -> Diverged | None:
     for worker, record in enumerate(found):
         places = [one.place if one is not None else None for one in (expected, record)]
         if places[0] != places[1]:
@@ -207,7 +207,7 @@ def _diverged(expected: Record | None, found: Sequence[Record | None]) -> Diverg
     return None
 
 
-def _owned_later(records: Sequence[Record], index: int) -> frozenset[tuple[Kind, str]] | None:
+def _owned_later(records: Sequence[Notes], index: int) -> frozenset[tuple[NoteKind, str]] | None:
     """The part of a Model that a worker owns, before it is trained: only that counts of its start.
 
     Before there is a plan, each worker has everything.
@@ -221,14 +221,14 @@ def _owned_later(records: Sequence[Record], index: int) -> frozenset[tuple[Kind,
 
 
 def _difference(
-    expected: Record,
-    found: Sequence[Record],
-    owned: Sequence[frozenset[tuple[Kind, str]] | None],
+    expected: Notes,
+    found: Sequence[Notes],
+    owned: Sequence[frozenset[tuple[NoteKind, str]] | None],
     seeds: _Seeds,
-) -> Difference | None:
+) -> RunDifference | None:
     known = {value.key: value for value in expected.values if seeds.counts(value)}
     unequal: list[Unequal] = []
-    held: set[tuple[Kind, str]] = set()
+    held: set[tuple[NoteKind, str]] = set()
     for worker, record in enumerate(found):
         counting = filter(seeds.counts, _counting(record, owned[worker]))
         mine = {value.key: value for value in counting}
@@ -250,16 +250,16 @@ def _difference(
         ]
     if not unequal:
         return None
-    return Difference(expected, tuple(sorted(unequal, key=_rank(expected))))
+    return RunDifference(expected, tuple(sorted(unequal, key=_rank(expected))))
 
 
-def _counting(record: Record, owned: frozenset[tuple[Kind, str]] | None) -> Sequence[Value]:
+def _counting(record: Notes, owned: frozenset[tuple[NoteKind, str]] | None) -> Sequence[NotedValue]:
     if owned is None:
         return record.values
     return [v for v in record.values if v.key in owned or v.kind not in LIVES_SOMEWHERE]
 
 
-def _rank(expected: Record) -> Callable[[Unequal], tuple[int, int, int]]:
+def _rank(expected: Notes) -> Callable[[Unequal], tuple[int, int, int]]:
     """The order in which what differs is told."""
     positions = {value.key: position for position, value in enumerate(expected.values)}
 
@@ -267,7 +267,7 @@ def _rank(expected: Record) -> Callable[[Unequal], tuple[int, int, int]]:
         value = unequal.value
         position = positions.get(value.key, len(positions))
         # Backward computes the gradients of the last layers first.
-        is_backward = value.kind is Kind.GRADIENT
+        is_backward = value.kind is NoteKind.GRADIENT
         worker = -1 if unequal.worker is None else unequal.worker
         return _ORDER.index(value.kind), -position if is_backward else position, worker
 

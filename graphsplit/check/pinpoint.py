@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphsplit.check.compare import Unequal
-from graphsplit.check.record import Kind, Operation
+from graphsplit.check.record import NoteKind, Operation
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def pinpoint(
     reading = [
         (worker, op)
         for worker, op in forward
-        if first.value.kind is Kind.GRADIENT and first.value.name in op.reads
+        if first.value.kind is NoteKind.GRADIENT and first.value.name in op.reads
     ]
     if reading:
         worker, operation = reading[-1]

@@ -21,7 +21,7 @@ class What(Enum):
     PREDICT = "predict"
 
 
-class Kind(Enum):
+class NoteKind(Enum):
     """The kinds of values."""
 
     LOSS = "loss"
@@ -38,7 +38,7 @@ class Kind(Enum):
 
 
 LIVES_SOMEWHERE = frozenset(
-    {Kind.BUFFER, Kind.GRADIENT, Kind.OPTIMIZER, Kind.SETTING, Kind.PARAMETER}
+    {NoteKind.BUFFER, NoteKind.GRADIENT, NoteKind.OPTIMIZER, NoteKind.SETTING, NoteKind.PARAMETER}
 )
 """Kinds of which each worker has its own part. All others every worker has whole."""
 
@@ -52,7 +52,7 @@ each process."""
 
 
 @dataclass(frozen=True)
-class Value:
+class NotedValue:
     """One value.
 
     Attributes:
@@ -63,18 +63,18 @@ class Value:
         elements: Its elements as text, where they are few or were asked for.
     """
 
-    kind: Kind
+    kind: NoteKind
     name: str
     form: str
     digest: str
     elements: tuple[str, ...] = ()
 
     @property
-    def key(self) -> tuple[Kind, str]:
+    def key(self) -> tuple[NoteKind, str]:
         """The key by which it is compared."""
         return self.kind, self.name
 
-    def is_same(self, other: Value) -> bool:
+    def is_same(self, other: NotedValue) -> bool:
         """Whether both are the same bits of the same form."""
         return (self.form, self.digest) == (other.form, other.digest)
 
@@ -83,7 +83,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Record:
+class Notes:
     """A process's notes at one moment.
 
     Attributes:
@@ -97,7 +97,7 @@ class Record:
     what: What
     model: int
     number: int
-    values: tuple[Value, ...] = ()
+    values: tuple[NotedValue, ...] = ()
 
     @property
     def place(self) -> tuple[What, int, int]:

@@ -28,7 +28,7 @@ _REFUSALS = ".refusals"
 
 
 @dataclass(frozen=True)
-class Request:
+class NoteRequest:
     """The values that a process is asked to note.
 
     Attributes:
@@ -54,7 +54,7 @@ def operations_file(records: Path) -> Path:
     return records.with_suffix(".ops")
 
 
-def write_request(folder: Path, request: Request) -> None:
+def write_request(folder: Path, request: NoteRequest) -> None:
     """Ask the processes that will be given files in this folder."""
     (folder / _REQUEST).write_text(records.to_text(request))
 
@@ -65,14 +65,14 @@ def requested_file(environ: Mapping[str, str]) -> Path | None:
     return Path(path) if path else None
 
 
-def read_request(file: Path) -> Request:
+def read_request(file: Path) -> NoteRequest:
     """The request to the process that was given a file.
 
     Raises:
         ConfigurationError: There is no request beside the file.
     """
     try:
-        return records.from_text(Request, (file.parent / _REQUEST).read_text())
+        return records.from_text(NoteRequest, (file.parent / _REQUEST).read_text())
     except (OSError, ValueError):
         raise ConfigurationError(
             f"{VARIABLE}={file} is set, but there is no request of graphsplit check beside that "

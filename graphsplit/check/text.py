@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import indent
 
-from graphsplit.check.compare import Comparison, Difference, Diverged, Unequal
+from graphsplit.check.compare import Diverged, RunComparison, RunDifference, Unequal
 from graphsplit.check.pinpoint import Pinpoint
-from graphsplit.check.record import Kind, Operation, Record, Value, What
+from graphsplit.check.record import NotedValue, NoteKind, Notes, Operation, What
 
 _SHOWN = 3
 _GENERATORS = {"random": "Python's random", "numpy": "NumPy"}
@@ -40,7 +40,7 @@ class Findings:
     text: str
 
 
-def findings(comparison: Comparison, *, asked: int) -> Findings:
+def findings(comparison: RunComparison, *, asked: int) -> Findings:
     """The text for two runs that both ended well, as far as one pass shows it."""
     compared = _compared(comparison)
     difference = comparison.difference
@@ -85,7 +85,7 @@ def nothing_to_compare(why: str) -> str:
 
 
 def failed(
-    *, comparison: Comparison, job_status: int, plain_status: int, refusals: Sequence[str] = ()
+    *, comparison: RunComparison, job_status: int, plain_status: int, refusals: Sequence[str] = ()
 ) -> Findings:
     """The text where the job, or the plain loop, did not end well.
 
@@ -108,7 +108,7 @@ def failed(
     )
     lines = [what]
     difference = comparison.difference
-    if isinstance(difference, Difference):
+    if isinstance(difference, RunDifference):
         lines += [f"and before that, at {_moment(difference.record)}:", *_unequal(difference.first)]
     elif comparison.num_steps:
         lines.append("until there all is the same")
@@ -121,7 +121,7 @@ def failed(
     return Findings(1, _told(lines, compared, "mend what the error above names."))
 
 
-def difference_text(comparison: Comparison, difference: Difference, where: Pinpoint) -> str:
+def difference_text(comparison: RunComparison, difference: RunDifference, where: Pinpoint) -> str:
     """The text for a difference.
 
     Args:
@@ -138,15 +138,15 @@ def difference_text(comparison: Comparison, difference: Difference, where: Pinpo
     return _told(lines, _compared(comparison), _fix(difference))
 
 
-def _fix(difference: Difference) -> str:
-    if difference.first.value.kind is Kind.THREADS:
+def _fix(difference: RunDifference) -> str:
+    if difference.first.value.kind is NoteKind.THREADS:
         return _THREADS
     return _SEEDS if difference.record.what is What.START else _OURS
 
 
-def unstable(comparison: Comparison, difference: Difference | Diverged) -> str:
+def unstable(comparison: RunComparison, difference: RunDifference | Diverged) -> str:
     """Said where the plain loop itself gives other bits when it is run again."""
-    if isinstance(difference, Difference):
+    if isinstance(difference, RunDifference):
         lines = [
             f"the plain loop gives other bits each time it runs, first at "
             f"{_moment(difference.record)}: {difference.first.value}"
@@ -156,7 +156,7 @@ def unstable(comparison: Comparison, difference: Difference | Diverged) -> str:
     return _told([*lines, "so nothing can be compared with it"], _compared(comparison), _SEEDS)
 
 
-def _left_out(comparison: Comparison) -> list[str]:
+def _left_out(comparison: RunComparison) -> list[str]:
     """The values that were not compared, as a further line."""
     if not comparison.unseeded:
         return []
@@ -174,7 +174,7 @@ def _told(lines: list[str], compared: str, fix: str) -> str:
     return f"graphsplit check: {text}\n  Fix: {fix}"
 
 
-def _compared(comparison: Comparison) -> str:
+def _compared(comparison: RunComparison) -> str:
     if comparison.num_values == 0:
         return ""
     parts = [_count(comparison.num_steps, "training step")]
@@ -190,7 +190,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _moment(record: Record) -> str:
+def _moment(record: Notes) -> str:
     model = f"of Model {record.model}"
     if record.what is What.START:
         return f"the start, before the first training step {model}"
@@ -199,7 +199,7 @@ def _moment(record: Record) -> str:
     return f"call {record.number} of {record.what.value} {model}"
 
 
-def _did(record: Record | None) -> str:
+def _did(record: Notes | None) -> str:
     return "had ended" if record is None else f"was at {_moment(record)}"
 
 
@@ -244,8 +244,8 @@ def _at(operation: Operation) -> str:
     return f", {operation.source}" if operation.source else ""
 
 
-def _module_of(value: Value) -> str | None:
-    if value.kind not in (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER):
+def _module_of(value: NotedValue) -> str | None:
+    if value.kind not in (NoteKind.PARAMETER, NoteKind.GRADIENT, NoteKind.BUFFER):
         return None
     return value.name.rpartition(".")[0] or "(network)"
 
@@ -258,7 +258,7 @@ def _unequal(unequal: Unequal) -> list[str]:
     return lines + _elements(unequal.plain, unequal.found)
 
 
-def _shown(value: Value | None) -> str:
+def _shown(value: NotedValue | None) -> str:
     if value is None:
         return "none"
     if len(value.elements) == 1:
@@ -266,7 +266,7 @@ def _shown(value: Value | None) -> str:
     return f"{value.form} (SHA-256 {value.digest[:12]})"
 
 
-def _elements(plain: Value | None, found: Value | None) -> list[str]:
+def _elements(plain: NotedValue | None, found: NotedValue | None) -> list[str]:
     """The elements that differ."""
     if plain is None or found is None or plain.form != found.form:
         return []
@@ -281,10 +281,10 @@ def _elements(plain: Value | None, found: Value | None) -> list[str]:
     return [f"             {len(unequal)} of {len(pairs)} elements: {shown}{more}"]
 
 
-def _others(difference: Difference) -> str:
+def _others(difference: RunDifference) -> str:
     """The other differences at that moment, by kind."""
     first = difference.first.value.key
-    names: dict[Kind, dict[str, None]] = {}
+    names: dict[NoteKind, dict[str, None]] = {}
     for unequal in difference.unequal:
         if unequal.value.key != first:
             names.setdefault(unequal.value.kind, {})[unequal.value.name] = None

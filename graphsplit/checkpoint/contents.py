@@ -127,7 +127,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @dataclass
-class Contents:
+class CheckpointContents:
     """One worker's part of a save.
 
     Attributes:

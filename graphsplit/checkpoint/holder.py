@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from graphsplit.job.group import Group
-from graphsplit.planning.step_plan import Progress
+from graphsplit.job.group import WorkerGroup
+from graphsplit.planning.step_plan import TrainingProgress
 
 
-class Holder(ABC):
+class StateHolder(ABC):
     """Holds the state that is saved and loaded: in this process, or on all workers.
 
     Attributes:
@@ -18,11 +18,11 @@ class Holder(ABC):
         loader_rank: The worker whose loader counts.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     loader_rank: int = 0
 
     @abstractmethod
-    def group(self) -> Group:
+    def group(self) -> WorkerGroup:
         """All workers."""
 
     @abstractmethod

@@ -40,7 +40,7 @@ class Position:
     Attributes:
         num_steps: Training steps so far, of all calls of ``train`` and ``train_step``, those before
             a state was loaded included.
-        num_epochs: Whole epochs so far, counted likewise.
+        num_epochs: Complete epochs so far, counted likewise.
         epoch: Epoch that the running ``train`` is in, from 1, as callbacks see it; 0 outside of
             ``train``. At the end of an epoch it is the next one.
         step: Steps done in that epoch.
@@ -275,7 +275,7 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
     return found
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """A ``train`` that runs: how far it is, and what a save in its middle needs."""
 
     @property
@@ -297,7 +297,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class NoRun:
-    """As a ``Run``: no ``train`` runs; the loss is that of the last step so far."""
+    """As a ``TrainingRun``: no ``train`` runs; the loss is that of the last step so far."""
 
     loss: torch.Tensor | None = None
     position: tuple[int, int] = (0, 0)

@@ -21,7 +21,7 @@ from graphsplit.checkpoint.contents import (
     optimizers_of,
     parameters_of,
 )
-from graphsplit.checkpoint.disk.source import Request, Source
+from graphsplit.checkpoint.disk.source import Source, TensorRequest
 from graphsplit.checkpoint.own_state_code import own_code_of, own_loading
 from graphsplit.encoding.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
@@ -136,14 +136,14 @@ class NetworkLoader:
             self.problems.append(f"{name} is {found}; expected {expected}")
         self._wanted.append(Wanted(target, name, holds))
 
-    def requests(self, ownership: Ownership, num_workers: int) -> list[Request]:
+    def requests(self, ownership: Ownership, num_workers: int) -> list[TensorRequest]:
         """The tensors that every worker needs."""
         everybody = range(num_workers)
         stored = self._source.tensors["weights"]
         needed = self._state.values if self._load_whole is None else stored
-        extra = [Request(key, "weights", everybody) for key in needed if key in stored]
+        extra = [TensorRequest(key, "weights", everybody) for key in needed if key in stored]
         return extra + [
-            Request(w.name, w.holds, ownership.loaders(w.target, num_workers), w.target)
+            TensorRequest(w.name, w.holds, ownership.loaders(w.target, num_workers), w.target)
             for w in self._wanted
         ]
 
@@ -151,7 +151,7 @@ class NetworkLoader:
         """Load what this worker holds. Collective where not all see all files."""
         whole: dict[str, Any] = {}
 
-        def take(request: Request, tensor: torch.Tensor) -> None:
+        def take(request: TensorRequest, tensor: torch.Tensor) -> None:
             if request.target is None:
                 whole[request.name] = tensor
                 return
@@ -240,7 +240,7 @@ class OptimizerLoader:
             if mine != theirs
         ] + ([] if len(found) == len(names) else [f"{len(found)} parameters were saved"])
 
-    def requests(self, ownership: Ownership, num_workers: int) -> list[Request]:
+    def requests(self, ownership: Ownership, num_workers: int) -> list[TensorRequest]:
         """The sections that every worker needs.
 
         Raises:
@@ -248,19 +248,21 @@ class OptimizerLoader:
         """
         return self._settings_requests(num_workers) + self._state_requests(ownership, num_workers)
 
-    def _settings_requests(self, num_workers: int) -> list[Request]:
+    def _settings_requests(self, num_workers: int) -> list[TensorRequest]:
         names = tensor_names(self._saved.get("settings"))
-        return self._checked([Request(name, self._holds, range(num_workers)) for name in names])
+        return self._checked(
+            [TensorRequest(name, self._holds, range(num_workers)) for name in names]
+        )
 
-    def _state_requests(self, ownership: Ownership, num_workers: int) -> list[Request]:
+    def _state_requests(self, ownership: Ownership, num_workers: int) -> list[TensorRequest]:
         names = tensor_names(self._others())
-        found = [Request(name, self._holds, range(num_workers)) for name in names]
+        found = [TensorRequest(name, self._holds, range(num_workers)) for name in names]
         for index, entry in self._state().items():
             receivers = ownership.loaders(self._parameters[index], num_workers)
-            found += [Request(name, self._holds, receivers) for name in tensor_names(entry)]
+            found += [TensorRequest(name, self._holds, receivers) for name in tensor_names(entry)]
         return self._checked(found)
 
-    def _checked(self, requests: list[Request]) -> list[Request]:
+    def _checked(self, requests: list[TensorRequest]) -> list[TensorRequest]:
         check_present(requests, self._source)
         return requests
 
@@ -333,7 +335,7 @@ def optimizer_loaders(
     return loaders
 
 
-def check_present(requests: list[Request], source: Source) -> None:
+def check_present(requests: list[TensorRequest], source: Source) -> None:
     """Refuse a save that refers to tensors it does not have.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.contents import Contents, merge
+from graphsplit.checkpoint.contents import CheckpointContents, merge
 from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.checkpoint.disk.files import (
     FileRecord,
@@ -32,14 +32,14 @@ from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest, expected_nam
 from graphsplit.checkpoint.layout import FileInfo, FileLayout
 from graphsplit.encoding.values import meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.job.group import Group, read_message
+from graphsplit.job.group import WorkerGroup, read_message
 from graphsplit.tensor_meta import TensorMeta, octets_of, plain_meta
 from graphsplit.version import __version__
 
-Make = Callable[[], Contents]
+Make = Callable[[], CheckpointContents]
 
 
-def save_folder(folder: Path, make: Make, group: Group, *, gather: bool) -> None:
+def save_folder(folder: Path, make: Make, group: WorkerGroup, *, gather: bool) -> None:
     """Save a whole training state. Collective.
 
     Args:
@@ -52,7 +52,7 @@ def save_folder(folder: Path, make: Make, group: Group, *, gather: bool) -> None
         CheckpointError: Some worker could not save its part; the same on all workers.
     """
     problems: list[str] = []
-    contents, slot = Contents(), 0
+    contents, slot = CheckpointContents(), 0
     with _noting(problems, f"cannot save to {folder}"):
         contents = make()
         if not gather or group.rank == 0:
@@ -68,7 +68,7 @@ def save_folder(folder: Path, make: Make, group: Group, *, gather: bool) -> None
 
 
 def _write_shards(
-    folder: Path, contents: Contents, group: Group, slot: int, problems: list[str]
+    folder: Path, contents: CheckpointContents, group: WorkerGroup, slot: int, problems: list[str]
 ) -> None:
     records: list[FileRecord] = []
     with _noting(problems, f"cannot write into {folder}"):
@@ -81,7 +81,7 @@ def _write_shards(
 
 def write_shard(
     folder: Path,
-    contents: Contents,
+    contents: CheckpointContents,
     slot: int,
     shard: int,
     num_shards: int,
@@ -102,7 +102,7 @@ def write_shard(
 
 
 def _write_gathered(
-    folder: Path, contents: Contents, group: Group, slot: int, problems: list[str]
+    folder: Path, contents: CheckpointContents, group: WorkerGroup, slot: int, problems: list[str]
 ) -> None:
     weights, training = expected_names(slot, 1)
     aliases = _all_aliases(contents, group)
@@ -115,7 +115,7 @@ def _write_gathered(
     _commit(folder, mine, group, slot, 1, problems)
 
 
-def _all_aliases(contents: Contents, group: Group) -> dict[str, str]:
+def _all_aliases(contents: CheckpointContents, group: WorkerGroup) -> dict[str, str]:
     """The aliases of all workers, on worker 0."""
     told = group.gather(to_text(contents.aliases))
     return {k: v for text in told for k, v in read_message(text).items()}
@@ -124,7 +124,7 @@ def _all_aliases(contents: Contents, group: Group) -> dict[str, str]:
 def _commit(
     folder: Path,
     mine: Mapping[str, Any],
-    group: Group,
+    group: WorkerGroup,
     slot: int,
     num_shards: int,
     problems: list[str],
@@ -177,7 +177,7 @@ def write_manifest(folder: Path, told: list[dict[str, Any]], slot: int, num_shar
     write_text(folder / MANIFEST, to_text(manifest.to_json()))
 
 
-def save_file(path: Path, make: Make, group: Group, *, holds: str) -> None:
+def save_file(path: Path, make: Make, group: WorkerGroup, *, holds: str) -> None:
     """Stream all workers' tensors into one file, on worker 0's disk. Collective.
 
     Args:
@@ -190,7 +190,7 @@ def save_file(path: Path, make: Make, group: Group, *, holds: str) -> None:
         CheckpointError: It could not be written; the same on all workers.
     """
     problems: list[str] = []
-    contents = Contents()
+    contents = CheckpointContents()
     with _noting(problems, f"cannot save to {path}"):
         contents = make()
         if group.rank == 0:
@@ -208,7 +208,7 @@ def stream_file(
     path: Path,
     mine: Mapping[str, torch.Tensor],
     info: FileInfo,
-    group: Group,
+    group: WorkerGroup,
     problems: list[str],
 ) -> FileRecord | None:
     """Write tensors of all workers into one file of worker 0, which never holds a whole one.
@@ -240,7 +240,7 @@ def _write_streamed(
     layout: FileLayout,
     mine: Mapping[str, torch.Tensor],
     sources: Mapping[str, int],
-    group: Group,
+    group: WorkerGroup,
     problems: list[str],
 ) -> FileRecord | None:
     writer: TensorFileWriter | None = None

@@ -13,16 +13,16 @@ import torch
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.by_worker import CALLBACKS, RESUMPTION
 from graphsplit.checkpoint.contents import (
-    Contents,
+    CheckpointContents,
     NetworkState,
     Ownership,
     optimizers_of,
 )
-from graphsplit.checkpoint.disk.source import Request, Source
-from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.disk.source import Source, TensorRequest
+from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import EpochStart, NoRun, Position, Run
+from graphsplit.checkpoint.position import EpochStart, NoRun, Position, TrainingRun
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -125,20 +125,20 @@ class States:
     Attributes:
         more: Further objects whose state belongs to the training state, by name. Each is saved by
             worker 0 and loaded on all; one that is missing in a save is an error.
-        num_epochs: Whole epochs so far.
+        num_epochs: Complete epochs so far.
         run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
         resumption: Set by ``load``, for the next ``train``.
     """
 
-    def __init__(self, task: Task, holder: Holder) -> None:
+    def __init__(self, task: Task, holder: StateHolder) -> None:
         self._task = task
         self._holder = holder
         self.more: dict[str, Stateful] = {}
         if task.scaler is not None:
             self.more["scaler"] = task.scaler
         self.num_epochs = 0
-        self.run: Run = NoRun()
+        self.run: TrainingRun = NoRun()
         self.others = OtherLoaders()
         self.resumption: Resumption | None = None
 
@@ -160,8 +160,8 @@ class States:
         has_own_code = own_saving(self._task.network, with_extra=False)
         whole: Any = self._holder.state_dict() if has_own_code else None
 
-        def make() -> Contents:
-            contents = Contents()
+        def make() -> CheckpointContents:
+            contents = CheckpointContents()
             if whole is None:
                 contents.add_network(NetworkState.of(self._task), ownership, group.rank)
             elif group.rank == 0:
@@ -176,8 +176,8 @@ class States:
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
-        def make() -> Contents:
-            contents = Contents()
+        def make() -> CheckpointContents:
+            contents = CheckpointContents()
             for name, optimizer in optimizers_of(self._task).items():
                 contents.add_optimizer(name, optimizer, ownership, group.rank)
             return contents
@@ -228,12 +228,12 @@ class States:
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
-        def make() -> Contents:
-            contents, state = Contents(), NetworkState.of(self._task)
+        def make() -> CheckpointContents:
+            contents, state = CheckpointContents(), NetworkState.of(self._task)
             contents.add_network(state, ownership, group.rank)
             contents.add_others(state, ownership, group.rank)
             if self._task.optimizers:
-                between = not self._holder.progress.opens
+                between = self._holder.progress.keeps_gradients
                 contents.add_gradients(self._task, ownership, group.rank, between_updates=between)
             for name, optimizer in optimizers_of(self._task).items():
                 contents.add_optimizer(name, optimizer, ownership, group.rank)
@@ -258,6 +258,7 @@ class States:
         return {
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
+            "adds_up": self._holder.progress.adds_up,
             "generator": torch.default_generator.get_state(),
             "loss": self.run.loss,
             "more": {name: value.state_dict() for name, value in self.more.items()},
@@ -316,11 +317,11 @@ class States:
         self._take_over(found, values)
         return values
 
-    def _shared_requests(self, source: Source) -> list[Request]:
+    def _shared_requests(self, source: Source) -> list[TensorRequest]:
         """The values that every worker needs beside the network and the optimizers."""
         num_workers = self._holder.group().num_workers
         found = [
-            Request(name, "training", by_worker.takers(section, source.values, num_workers))
+            TensorRequest(name, "training", by_worker.takers(section, source.values, num_workers))
             for section, value in source.values.items()
             if section not in ("optimizers", "network")
             for name in tensor_names(value)
@@ -328,7 +329,7 @@ class States:
         check_present(found, source)
         return found
 
-    def _read_sections(self, source: Source, requests: list[Request]) -> dict[str, Any]:
+    def _read_sections(self, source: Source, requests: list[TensorRequest]) -> dict[str, Any]:
         group, sections = self._holder.group(), source.values
         tensors = source.fetch(requests)
         values = {
@@ -347,6 +348,7 @@ class States:
         if found.start.now is not None:
             torch.default_generator.set_state(found.start.now)
         progress.num_steps, progress.seed = position.num_steps, found.seed
+        progress.adds_up = values.get("adds_up") is True
         self.num_epochs = position.num_epochs
         self.resumption = None
         if position.epoch:
@@ -405,7 +407,7 @@ class States:
 
     def _requests(
         self, network: NetworkLoader | None, optimizers: list[OptimizerLoader]
-    ) -> list[Request]:
+    ) -> list[TensorRequest]:
         """The tensors to verify; what nobody owns yet is shared out, so that all is read once."""
         group, ownership = self._holder.group(), self._ownership()
         found = network.requests(ownership, group.num_workers) if network is not None else []
@@ -414,7 +416,7 @@ class States:
         if ownership.is_settled:
             return found
         return [
-            Request(request.name, request.holds, [index % group.num_workers])
+            TensorRequest(request.name, request.holds, [index % group.num_workers])
             for index, request in enumerate(found)
         ]
 

@@ -14,13 +14,13 @@ from types import FrameType
 
 import click
 
-from graphsplit.check.compare import Comparison, Difference, compare
+from graphsplit.check.compare import RunComparison, RunDifference, compare
 from graphsplit.check.pinpoint import Pinpoint, pinpoint
-from graphsplit.check.record import Operation, Record, What, read_lines
+from graphsplit.check.record import Notes, Operation, What, read_lines
 from graphsplit.check.request import (
     PLAIN,
     VARIABLE,
-    Request,
+    NoteRequest,
     operations_file,
     read_refusals,
     records_file,
@@ -143,15 +143,15 @@ class _Pass:
 
     job_status: int
     plain_status: int
-    plain: tuple[Record, ...]
-    workers: tuple[tuple[Record, ...], ...]
+    plain: tuple[Notes, ...]
+    workers: tuple[tuple[Notes, ...], ...]
 
     @property
     def has_ended_well(self) -> bool:
         """Whether both runs have come to their ends."""
         return self.job_status == 0 and self.plain_status == 0
 
-    def compared(self) -> Comparison:
+    def compared(self) -> RunComparison:
         """Both runs, compared: whole, or as far as all came."""
         if self.has_ended_well:
             return compare(self.plain, self.workers)
@@ -180,7 +180,7 @@ class _Check:
     def run(self, steps: int) -> Findings:
         """Run the script both ways, and once more where they differ."""
         console = terminal()
-        first = self._pass("first", Request(steps), self._options, console)
+        first = self._pass("first", NoteRequest(steps), self._options, console)
         comparison = first.compared()
         if not first.has_ended_well:
             return failed(
@@ -190,17 +190,17 @@ class _Check:
                 refusals=() if first.plain_status else self._refusals(steps),
             )
         difference = comparison.difference
-        if not isinstance(difference, Difference):
+        if not isinstance(difference, RunDifference):
             return findings(comparison, asked=steps)
         console.say("graphsplit check: not the same; running both again, to see from where on")
         return self._look_closer(first, comparison, difference, steps)
 
     def _look_closer(
-        self, first: _Pass, comparison: Comparison, difference: Difference, steps: int
+        self, first: _Pass, comparison: RunComparison, difference: RunDifference, steps: int
     ) -> Findings:
         place, value = difference.record, difference.first.value
         is_step = place.what is What.STEP
-        request = Request(
+        request = NoteRequest(
             place.number if is_step else steps,
             operations_of=place.number if is_step else 0,
             whole=(value.kind.value, value.name),
@@ -214,7 +214,7 @@ class _Check:
             return Findings(1, unstable(again, again.difference))
         found = second.compared().difference
         where = Pinpoint()
-        if isinstance(found, Difference) and found.record.place == place.place:
+        if isinstance(found, RunDifference) and found.record.place == place.place:
             difference = found
             if is_step:
                 where = self._pinpoint(difference)
@@ -224,18 +224,20 @@ class _Check:
         """All that a job would refuse: a job ends with the first."""
         folder = self._folder / "refusals"
         folder.mkdir()
-        write_request(folder, Request(steps, survey_for=self._options.num_workers))
+        write_request(folder, NoteRequest(steps, survey_for=self._options.num_workers))
         with _silent() as console:
             self._run_plain(folder, replace(self._options, log_dir=None), console)
         return read_refusals(records_file(folder, PLAIN))
 
-    def _pinpoint(self, difference: Difference) -> Pinpoint:
+    def _pinpoint(self, difference: RunDifference) -> Pinpoint:
         folder = self._folder / "second"
         plain = _operations(operations_file(records_file(folder, PLAIN)))
         workers = [_operations(operations_file(path)) for path in self._workers_files(folder)]
         return pinpoint(plain, workers, difference.first)
 
-    def _pass(self, name: str, request: Request, options: JobOptions, console: Console) -> _Pass:
+    def _pass(
+        self, name: str, request: NoteRequest, options: JobOptions, console: Console
+    ) -> _Pass:
         """Run the script as a job, then as the plain loop, which takes over the job's seed."""
         folder = self._folder / name
         folder.mkdir()
@@ -285,8 +287,8 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _records(path: Path) -> tuple[Record, ...]:
-    return read_lines(Record, _lines(path))
+def _records(path: Path) -> tuple[Notes, ...]:
+    return read_lines(Notes, _lines(path))
 
 
 def _operations(path: Path) -> tuple[Operation, ...]:

@@ -194,8 +194,10 @@ def run_job(
     console = console or terminal()
     with (
         kept_token(specs[0].variables, options.host, port),
-        _starting(options, console.say) as start,
+        _starting(options, console) as start,
     ):
+        workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
+        console.say(f"graphsplit: starting {workers}")
         return supervise(
             specs,
             script_command(options),
@@ -208,13 +210,13 @@ def run_job(
 
 
 @contextmanager
-def _starting(options: JobOptions, say: Callable[[str], None]) -> Iterator[StartChild]:
+def _starting(options: JobOptions, console: Console) -> Iterator[StartChild]:
     """How processes are started: by fork where the script allows it."""
     script = options.script
     if options.fresh or options.as_module or not may_fork(script):
         yield start_child
         return
-    warm = WarmStart(script, say)
+    warm = WarmStart(script, console.say, console.turn)
     try:
         yield warm.start
     finally:

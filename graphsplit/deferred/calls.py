@@ -85,7 +85,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class RecordedCall:
     """One recorded operation.
 
     Attributes:

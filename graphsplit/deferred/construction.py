@@ -43,14 +43,14 @@ from torch.utils.hooks import RemovableHandle
 
 from graphsplit.deferred import guard as deferred_guard
 from graphsplit.deferred.guard import GuardedTensors
-from graphsplit.deferred.recording import Recording
+from graphsplit.deferred.recording import InitRecording
 from graphsplit.deferred.recording_modes import OperationMode, ReadingMode
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.torch_ext.attributes import BUFFERS
 from graphsplit.torch_ext.stand_ins import plain_torch, without_memory
 
-_open: list[Recording] = []
+_open: list[InitRecording] = []
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def deferred_init() -> Iterator[None]:
     if _open:
         yield
         return
-    recording = Recording()
+    recording = InitRecording()
     _open.append(recording)
     try:
         with ReadingMode(recording), OperationMode(recording):
@@ -126,7 +126,7 @@ def _check_names(owned: Collection[str], known: set[str]) -> None:
         )
 
 
-def _finish(recording: Recording) -> None:
+def _finish(recording: InitRecording) -> None:
     """Guards what stays deferred, and fills everything else that is alive."""
     gc.collect()  # Initialisers leave cycles that would keep temporaries alive.
     found, stays = _find_tensors(recording)
@@ -144,7 +144,7 @@ def _finish(recording: Recording) -> None:
         _ForwardHook.watch(recording)
 
 
-def _find_tensors(recording: Recording) -> tuple[list[tuple[torch.Tensor, int]], set[int]]:
+def _find_tensors(recording: InitRecording) -> tuple[list[tuple[torch.Tensor, int]], set[int]]:
     """Returns the tensors on hollow storages, and the storages of parameters and buffers."""
     found: list[tuple[torch.Tensor, int]] = []
     stays: set[int] = set()
@@ -182,11 +182,11 @@ class _ForwardHook:
     a slower path, of other bits, when they see a parameter of a class of its own.
     """
 
-    _recordings: ClassVar[weakref.WeakSet[Recording]] = weakref.WeakSet()
+    _recordings: ClassVar[weakref.WeakSet[InitRecording]] = weakref.WeakSet()
     _handle: ClassVar[RemovableHandle | None] = None
 
     @classmethod
-    def watch(cls, recording: Recording) -> None:
+    def watch(cls, recording: InitRecording) -> None:
         """Starts to watch all modules, until the recording is gone or used up."""
         cls._recordings.add(recording)
         if cls._handle is None:

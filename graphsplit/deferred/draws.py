@@ -15,7 +15,7 @@ import zlib
 
 import torch
 
-from graphsplit.deferred.calls import Call, TensorSpec
+from graphsplit.deferred.calls import RecordedCall, TensorSpec
 from graphsplit.errors import DeferredInitError
 from graphsplit.optimizers.freed_memory import note_dropped
 
@@ -32,11 +32,11 @@ class DrawChain:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self._calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
         self._sizes: list[int] = []
         self._states: dict[int, torch.Tensor] = {}
         self._checksums: list[int] = []
-        self._positions: dict[Call, int] = {}
+        self._positions: dict[RecordedCall, int] = {}
         self._num_since_state = 0
         self._end: torch.Tensor | None = None
 
@@ -49,7 +49,7 @@ class DrawChain:
             self._num_since_state = 0
         self._num_since_state += num_elements
 
-    def after_draw(self, call: Call, size_bytes: int) -> None:
+    def after_draw(self, call: RecordedCall, size_bytes: int) -> None:
         """Appends a call that was just executed after `before_draw`, its result dropped."""
         self._end = self.generator.get_state()
         self._positions[call] = len(self._calls)
@@ -58,7 +58,7 @@ class DrawChain:
         self._checksums.append(_checksum(self._end))
         note_dropped(size_bytes)
 
-    def __contains__(self, call: Call) -> bool:
+    def __contains__(self, call: RecordedCall) -> bool:
         return call in self._positions
 
     def start_of(self, position: int) -> int:
@@ -71,7 +71,7 @@ class DrawChain:
         """Puts the generator into the state kept for this position."""
         self.generator.set_state(self._states[position])
 
-    def position_of(self, call: Call) -> int:
+    def position_of(self, call: RecordedCall) -> int:
         """Returns the call's place in the sequence."""
         return self._positions[call]
 
@@ -101,7 +101,7 @@ class DrawReplay:
         self._next: dict[int, int] = {}
         self._saved: dict[int, torch.Tensor] = {}
 
-    def prepare(self, call: Call) -> DrawChain:
+    def prepare(self, call: RecordedCall) -> DrawChain:
         """Brings the call's generator to where it stood before the call."""
         index = next(i for i, chain in enumerate(self._chains) if call in chain)
         chain = self._chains[index]

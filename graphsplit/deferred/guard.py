@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from graphsplit.deferred.recording import Recording
+from graphsplit.deferred.recording import InitRecording
 from graphsplit.torch_ext.stand_ins import SET_DATA, StandIn, plain_torch, take_back
 
 _ATTRIBUTE = "_graphsplit_recording"
@@ -47,7 +47,7 @@ def is_guarded(value: object) -> bool:
     return isinstance(value, DeferredTensor)
 
 
-def recording_of(tensor: torch.Tensor) -> Recording | None:
+def recording_of(tensor: torch.Tensor) -> InitRecording | None:
     """Returns the recording that a guarded tensor's value comes from, None if it is not guarded."""
     return tensor.__dict__.get(_ATTRIBUTE)
 
@@ -60,7 +60,7 @@ def is_hollow(tensor: torch.Tensor) -> bool:
 
 def fill(tensors: Iterable[torch.Tensor], *, because: str | None = None) -> None:
     """Gives guarded tensors their memory and values."""
-    by_recording: dict[Recording, set[int]] = {}
+    by_recording: dict[InitRecording, set[int]] = {}
     tensors = list(tensors)
     with plain_torch():
         for tensor in tensors:
@@ -74,7 +74,7 @@ def fill(tensors: Iterable[torch.Tensor], *, because: str | None = None) -> None
             unguard(tensor)
 
 
-def guard(tensor: torch.Tensor, recording: Recording) -> None:
+def guard(tensor: torch.Tensor, recording: InitRecording) -> None:
     """Turns a tensor into its guarded form."""
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     tensor.__class__ = DeferredParameter if is_parameter else DeferredTensor
@@ -91,7 +91,7 @@ def unguard(tensor: torch.Tensor) -> None:
 class GuardedTensors:
     """The guarded tensors of one recording; each is let go when its storage was filled."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         self._by_storage: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._recording = weakref.ref(recording)
         recording.on_filled = self._release

@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from graphsplit.deferred.calls import (
-    Call,
+    RecordedCall,
     TensorSpec,
     hollow_storage,
     new_storage,
@@ -49,13 +49,13 @@ def warn_if_large(size_bytes: int, because: str) -> None:
         )
 
 
-class Recording:
+class InitRecording:
     """Hollow storages and the calls that tell their contents. Not thread-safe."""
 
     def __init__(self) -> None:
         self.is_open = True
         self.on_filled: Callable[[set[int]], None] = lambda _: None
-        self._calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
         self._chains: list[DrawChain] = []
         self._hollow: dict[int, torch.UntypedStorage] = {}
         self._by_address: dict[int, int] = {}
@@ -94,7 +94,7 @@ class Recording:
         """Says that the storage has no content of its own: it comes from ``torch.empty``."""
         self._unset.add(number)
 
-    def append(self, call: Call) -> None:
+    def append(self, call: RecordedCall) -> None:
         """Adds an operation that was not executed, or whose result was dropped."""
         self._calls.append(call)
 
@@ -222,7 +222,7 @@ class Recording:
 
     def _run(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[RecordedCall],
         contents: dict[int, torch.UntypedStorage],
         replay: DrawReplay,
         *,
@@ -242,10 +242,12 @@ class Recording:
                 note_dropped(self._sizes[number])
 
 
-def _needed_for(calls: Sequence[Call], wanted: Iterable[int]) -> tuple[list[Call], set[int]]:
+def _needed_for(
+    calls: Sequence[RecordedCall], wanted: Iterable[int]
+) -> tuple[list[RecordedCall], set[int]]:
     """Returns the calls on which the wanted contents depend, and what must exist before them."""
     needed = set(wanted)
-    found: list[Call] = []
+    found: list[RecordedCall] = []
     for call in reversed(calls):
         if not needed:
             break
@@ -259,7 +261,7 @@ def _needed_for(calls: Sequence[Call], wanted: Iterable[int]) -> tuple[list[Call
 
 
 def _up_to_date(
-    calls: Sequence[Call], executed: Sequence[Call], before: Collection[int]
+    calls: Sequence[RecordedCall], executed: Sequence[RecordedCall], before: Collection[int]
 ) -> set[int]:
     """Returns the storages whose content is that of after all calls, though not all are executed.
 
@@ -271,7 +273,7 @@ def _up_to_date(
     return written | {number for number in before if number not in last_writer}
 
 
-def _dead_after(calls: Sequence[Call], keep: Collection[int]) -> list[set[int]]:
+def _dead_after(calls: Sequence[RecordedCall], keep: Collection[int]) -> list[set[int]]:
     """Returns for each call the storages whose content no later call, nor the caller, reads."""
     live = set(keep)
     dead: list[set[int]] = []

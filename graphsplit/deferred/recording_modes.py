@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from graphsplit.deferred.calls import SHAPE_ONLY, Call, TensorSpec, user_line
-from graphsplit.deferred.recording import Recording, warn_if_large
+from graphsplit.deferred.calls import SHAPE_ONLY, RecordedCall, TensorSpec, user_line
+from graphsplit.deferred.recording import InitRecording, warn_if_large
 from graphsplit.torch_ext.attributes import operator_schema
 from graphsplit.torch_ext.private import DisableTorchFunction, TorchDispatchMode, pytree
 from graphsplit.torch_ext.stand_ins import plain_torch
@@ -103,7 +103,7 @@ def _is_recordable(func: Any) -> bool:
 class OperationMode(TorchDispatchMode):
     """Records operations instead of executing them, as the module's table says."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
@@ -240,7 +240,7 @@ class OperationMode(TorchDispatchMode):
         created: list[TensorSpec],
         *,
         is_draw: bool = False,
-    ) -> Call:
+    ) -> RecordedCall:
         def describe(tensor: torch.Tensor) -> Any:
             if name in _SHAPE_ONLY:
                 return TensorSpec.of(tensor, SHAPE_ONLY)
@@ -261,7 +261,7 @@ class OperationMode(TorchDispatchMode):
             if all(not isinstance(s, TensorSpec) or s.storage != target for s in sources):
                 reads.discard(target)
                 overwrites.add(target)
-        return Call(
+        return RecordedCall(
             func=func,
             args=described[0],
             kwargs=described[1],
@@ -314,7 +314,7 @@ class ReadingMode(TorchFunctionMode):
 
     _READERS = _readers()
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: InitRecording) -> None:
         super().__init__()
         self._recording = recording
 

@@ -29,7 +29,7 @@ _P = TypeVar("_P", bound="Packed")
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where a tensor lies.
 
     Attributes:
@@ -55,7 +55,7 @@ class Slot:
         return octets.view(self.dtype).as_strided(self.shape, self.strides)
 
 
-class Slots(dict[str, Slot]):
+class Slots(dict[str, TensorSlot]):
     """Where each of several tensors lies, by name. Nobody changes it once it is complete."""
 
     @cached_property
@@ -106,7 +106,7 @@ class FlatTensors:
         self.slots, size = Slots(), 0
         for name, tensor in tensors.items():
             strides = _dense_strides(tensor)
-            slot = Slot(tensor.dtype, tuple(tensor.shape), strides, size)
+            slot = TensorSlot(tensor.dtype, tuple(tensor.shape), strides, size)
             self.slots[name] = slot
             size = -(-(size + slot.size_bytes) // _ALIGNMENT) * _ALIGNMENT
         if size > self.memory.numel():
@@ -197,7 +197,7 @@ class Packed:
             raise FrameError(f"{what} cannot be read: {error}") from None
 
 
-def _slots(node: Mapping[str, Any], size: int, what: str) -> Iterator[tuple[str, Slot]]:
+def _slots(node: Mapping[str, Any], size: int, what: str) -> Iterator[tuple[str, TensorSlot]]:
     for name, described in node.items():
         match described:
             case [str(dtype), list(shape), list(strides), int(offset)] if (
@@ -207,7 +207,7 @@ def _slots(node: Mapping[str, Any], size: int, what: str) -> Iterator[tuple[str,
                 and offset % _ALIGNMENT == 0
             ):
                 meta = meta_from_json([dtype, shape], what=name)
-                slot = Slot(meta.dtype, meta.shape, tuple(strides), offset)
+                slot = TensorSlot(meta.dtype, meta.shape, tuple(strides), offset)
                 if slot.size_bytes == meta.size_bytes and offset + slot.size_bytes <= size:
                     yield name, slot
                     continue

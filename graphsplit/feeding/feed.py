@@ -47,7 +47,7 @@ from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.tensor_meta import TensorMeta
 
 _FIX = (
@@ -68,7 +68,7 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
     return 0
 
 
-Fed = tuple[PlannedStep, Division | None, Callable[[], None] | None]
+FeedItem = tuple[PlannedStep, Division | None, Callable[[], None] | None]
 
 
 class _Cursor:
@@ -112,7 +112,7 @@ class Feed:
         readers: LoaderReaders,
         note: Note = str,
         start: EpochStart = FROM_THE_START,
-        progress: Progress | None = None,
+        progress: TrainingProgress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self._job = job
@@ -143,7 +143,7 @@ class Feed:
         self._next: Division | None = None  # drawn, but not yet announced
         self._next_checksum: int | None = None
 
-    def __iter__(self) -> Iterator[Fed]:
+    def __iter__(self) -> Iterator[FeedItem]:
         if self._job.num_workers == 1:
             yield from self._alone()
             return
@@ -156,14 +156,14 @@ class Feed:
     def _is_leading(self) -> bool:
         return self._job.rank == self.leader
 
-    def _alone(self) -> Iterator[Fed]:
+    def _alone(self) -> Iterator[FeedItem]:
         """There is nobody to tell, and nothing to compare."""
         cursor = self._open_cursor()
         while not self._is_stopped() and (division := cursor.draw()) is not None:
             yield self._planned(division.shape()), division, None
             self._step += 1
 
-    def _lead(self) -> Iterator[Fed]:
+    def _lead(self) -> Iterator[FeedItem]:
         watch, memory = GeneratorWatch(), loader_memory(self._loader)
         watch.look()
         cursor = self._open_cursor()
@@ -290,7 +290,7 @@ class Feed:
         """The workers that have the batch of a step."""
         return {self.leader, *planned.consumers}
 
-    def _follow(self) -> Iterator[Fed]:
+    def _follow(self) -> Iterator[FeedItem]:
         while True:
             ticket = self._tickets.receive(self.leader)
             self._compare_previous(ticket)

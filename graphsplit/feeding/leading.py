@@ -14,7 +14,7 @@ from graphsplit.feeding.feed import Feed, likely_first_reader
 from graphsplit.feeding.tickets import Tickets
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
 
 
@@ -28,7 +28,7 @@ class Leading:
         progress: How far training is.
     """
 
-    def __init__(self, task: Task, job: Job, planner: Planner, progress: Progress) -> None:
+    def __init__(self, task: Task, job: Job, planner: Planner, progress: TrainingProgress) -> None:
         self._task = task
         self._job = job
         self._planner = planner
@@ -73,20 +73,38 @@ class Leading:
             readers=self._job.readers,
         )
 
-    def given(self, mode: Mode, division: Division, step: int) -> PlannedStep:
+    def given(
+        self, mode: Mode, division: Division, step: int, *, scale: float | None = None
+    ) -> PlannedStep:
         """The step for a batch that all workers were given.
+
+        Args:
+            mode: Train or predict.
+            division: The batch.
+            step: Number of the step.
+            scale: What the loss is multiplied by, where the step only adds to gradients.
 
         Raises:
             LoaderMismatchError: They were given different ones.
         """
         batch = division.shape()
         if self._job.num_workers > 1:
-            self._compare_with_leader(mode, division, batch, step)
+            checksum = fingerprint(division.arguments)
+            if scale is not None:
+                checksum = fingerprint(((checksum, scale), {}))
+            self._compare_with_leader(mode, checksum, batch, step)
         if mode is not Mode.TRAIN:
             return plan_step(self._planner, mode, batch)
         if self._progress.seed is None:
             self._progress.begin()
-        return plan_step(self._planner, mode, batch, note=self._note, progress=self._progress)
+        return plan_step(
+            self._planner,
+            mode,
+            batch,
+            note=self._note,
+            progress=self._progress,
+            only_adds=scale is not None,
+        )
 
     def _note(self) -> str:
         """The text that workers must agree on besides plans, once training has begun."""
@@ -106,10 +124,9 @@ class Leading:
         return (likely_first_reader(task.network, task.unplaced, self._job.num_workers),)
 
     def _compare_with_leader(
-        self, mode: Mode, division: Division, batch: BatchDescription, step: int
+        self, mode: Mode, checksum: int, batch: BatchDescription, step: int
     ) -> None:
         leader = self._consumers(mode)[0]
-        checksum = fingerprint(division.arguments)
         if self._job.rank == leader:
             python = self._planner.python_step(mode, batch.first)
             self._tickets.send(batch, generator=None, checksum=checksum, python=python)
@@ -119,7 +136,7 @@ class Leading:
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
                 f"{mode.value} step {step + 1}\n"
-                f"  Fix: pass the same tensors on every worker, and let split and loss_weight "
-                f"depend on nothing else."
+                f"  Fix: pass the same tensors (and scale) on every worker, and let split and "
+                f"loss_weight depend on nothing else."
             )
         self._planner.check_python_step(mode, batch.first, ticket.python, leader)

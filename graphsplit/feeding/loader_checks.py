@@ -20,7 +20,7 @@ from graphsplit.checkpoint.generators import named_parts
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.readers import parts_of
 
 # A number of shares, and which one is meant: torch and transformers, Hugging Face's data sets,
@@ -63,7 +63,7 @@ def _number(part: Any, name: str) -> int:
     return found if type(found) is int else -1
 
 
-def compare_loaders(loader: Any, group: Group, *, with_states: bool) -> None:
+def compare_loaders(loader: Any, group: WorkerGroup, *, with_states: bool) -> None:
     """See that all workers were given the same loader. Collective; reads no batch.
 
     Args:
@@ -85,7 +85,7 @@ def compare_loaders(loader: Any, group: Group, *, with_states: bool) -> None:
 
 
 def _first_difference(told: list[str]) -> str:
-    """What differs first between worker 0 and another; empty if nothing does."""
+    """The first difference between worker 0 and another; empty if nothing does."""
     first = told[0].split("\n")
     for rank, text in enumerate(told):
         lines = text.split("\n")
@@ -102,7 +102,7 @@ def _first_difference(told: list[str]) -> str:
 
 
 def _facts(loader: Any, with_states: bool) -> Iterator[tuple[str, Any]]:
-    """What can be told of a loader without reading it: the same on all workers."""
+    """The facts of a loader that are known without reading it: the same on all workers."""
     yield "length", length_of(loader)
     yield "batch size", getattr(loader, "batch_size", None)
     yield "drop_last", getattr(loader, "drop_last", None)

@@ -28,7 +28,7 @@ def loader_memory(loader: Any) -> dict[str, Any]:
 
 
 def since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What to tell others of ``now``: of the data set only what was otherwise ``before``.
+    """The part of ``now`` to tell others: of the data set only what was otherwise ``before``.
 
     Other attributes may differ from worker to worker by right.
     """

@@ -38,7 +38,7 @@ _GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
 @dataclass(frozen=True)
 class Described:
-    """What a batch looks like, or microbatches that follow each other and look alike.
+    """The look of a batch, or of microbatches that follow each other and look alike.
 
     Attributes:
         digest: Of its signature.
@@ -53,7 +53,7 @@ class Described:
 
 @dataclass(frozen=True)
 class News:
-    """What a ticket tells that the one before it has not.
+    """The part of a ticket that the one before it has not told.
 
     Attributes:
         whole: The batch; None at the end of the epoch.
@@ -215,7 +215,7 @@ class Tickets:
         )
 
     def _learned(self, news: News, leader: int) -> BatchDescription | None:
-        """What the batch looks like, by what is believed of the news."""
+        """The look of the batch, by what is believed of the news."""
         if len(news.generator) not in (0, _GENERATOR_BYTES):
             raise FrameError(f"worker {leader} sent a generator state of a wrong size")
         if not all(state == b"" or is_state(state) for state in news.process):

@@ -1,1 +1,1 @@
-"""What a captured graph depends on besides its inputs: the Python values that its code has read."""
+"""The Python values that code has read, which a captured graph depends on beside its inputs."""

@@ -1,4 +1,4 @@
-"""What forward and loss leave in Python state, and leaving it again at every step.
+"""Changes that forward and loss leave in Python state, made again at every step.
 
 A captured graph computes values; it does not run the Python code again. So what the code leaves is
 found out when it is captured, taken away, and left at each step on every worker::
@@ -25,8 +25,8 @@ from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
     NUMBERS,
-    Difference,
     Frozen,
+    ValueDifference,
     any_leaf,
     differences,
     freeze,
@@ -126,7 +126,7 @@ def _pair_up(old: Any, now: Any, held: dict[int, Any]) -> None:
 
 
 def _held_by(held: Mapping[int, Any], new: Any) -> Any:
-    """What is left, in the containers that are there; in new ones where forward made them."""
+    """The value to leave, in the containers that are there; in new ones where forward made them."""
     if not isinstance(new, Frozen):
         return new
     if id(new.container) not in held:
@@ -138,7 +138,7 @@ def _held_by(held: Mapping[int, Any], new: Any) -> Any:
 def changes_of(
     noted: Mapping[Any, Noted], compute: Callable[[Any], Computed]
 ) -> tuple[Change, ...]:
-    """What is not as it was, of the places that were read or written; puts all of it back.
+    """Find changes in the places that were read or written, and put all of them back.
 
     Args:
         noted: The places.
@@ -179,7 +179,7 @@ def _holds_fake(value: Any, depth: int = 3) -> bool:
     return any_leaf(freeze(value), is_fake)
 
 
-def _is_noted(one: Noted, difference: Difference, noted: Mapping[Any, Noted]) -> bool:
+def _is_noted(one: Noted, difference: ValueDifference, noted: Mapping[Any, Noted]) -> bool:
     """Whether a difference is that of an entry which is a noted place of its own."""
     held = difference.container
     if held is None or difference.key is None:

@@ -31,8 +31,8 @@ from graphsplit.guards.compiled import (
 from graphsplit.guards.places import Place, PlaceKind, entry, inside
 from graphsplit.guards.values import (
     MISSING,
-    Difference,
     Frozen,
+    ValueDifference,
     differences,
     freeze,
     holder_of,
@@ -105,7 +105,7 @@ class Guards:
         self._types = [type(place.read()) for place in self.lifted]
         self._free = {place.identity for place in self.lifted}
         self._classes = [(one, type(one)) for one in (types or {}).values()]
-        self._versions = [(tensor, writes_of(tensor)) for tensor in tensors]
+        self._versions = [(t, writes_of(t), t.requires_grad) for t in tensors]
         self._switches = _switches() if with_switches else None
         self._compile()
 
@@ -150,7 +150,7 @@ class Guards:
         ]
         return Guards(
             watched,
-            tensors=[tensor for tensor, _ in self._versions],
+            tensors=[tensor for tensor, *_ in self._versions],
             lifted=tuple(map(move, self.lifted)),
             with_switches=self._switches is not None,
         )
@@ -197,9 +197,12 @@ class Guards:
             if type(one) is not kind:
                 place = Place(PlaceKind.FIELD, one, "__class__", f"the class of a {kind.__name__}")
                 yield Failure(place, kind, type(one))
-        for tensor, version in self._versions:
+        for tensor, version, is_marked in self._versions:
+            label = f"a {list(tensor.shape)} tensor that is neither parameter nor buffer"
+            if tensor.requires_grad is not is_marked:
+                place = Place(PlaceKind.FIELD, tensor, "requires_grad", f"requires_grad of {label}")
+                yield Failure(place, is_marked, tensor.requires_grad)
             if writes_of(tensor) != version:
-                label = f"a {list(tensor.shape)} tensor that is neither parameter nor buffer"
                 place = Place(PlaceKind.FIELD, tensor, WRITES, label)
                 yield Failure(place, f"version {version}", f"version {writes_of(tensor)}")
 
@@ -287,7 +290,7 @@ class Guards:
 
 
 def _switches() -> tuple[Any, ...]:
-    """What PyTorch and ``decimal`` keep for all code, and a graph depends on."""
+    """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
     decimals = decimal.getcontext()  # of this thread
     return (
         torch.get_default_dtype(),
@@ -326,7 +329,7 @@ def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
             yield frozen.container, index, item
 
 
-def _place_of(place: Place, difference: Difference) -> Place:
+def _place_of(place: Place, difference: ValueDifference) -> Place:
     """The innermost place that differs: the watched one, or an entry of what is there."""
     held = difference.container
     if held is None or difference.key is None or isinstance(held, tuple):

@@ -50,7 +50,7 @@ _OF_TORCH = (
 
 @dataclass(frozen=True)
 class Hooks:
-    """What to call.
+    """Functions to call.
 
     Attributes:
         read: ``read(object, name, value)``; ``MISSING`` where there is no such attribute.

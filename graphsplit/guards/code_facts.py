@@ -1,4 +1,4 @@
-"""What a piece of code may read and write besides its arguments, read off its instructions.
+"""Names that a piece of code may read and write besides its arguments, by its instructions.
 
 A global, a variable of a closure or an attribute that is at once asked for one item
 (``CONFIG["beta"]``, ``self.table[i]``, ``self.settings.rate``) is read in that item only. Wherever
@@ -49,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True)
 class CodeFacts:
-    """What a piece of code may touch.
+    """Names that a piece of code may touch.
 
     Attributes:
         globals_read: Every global name that it loads, with the only items of it that are read;

@@ -2,12 +2,13 @@
 
 MappingProxyType(d), d.values() and memoryview(b) show another container; ChainMap, Queue and the
 dictionaries of weakref keep theirs in attributes; threading.local and ContextVar hold what this
-thread sees of them; a weak reference leads to an object.
+thread sees of them; a weak reference leads to an object, multiprocessing.Value to memory.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -29,12 +30,15 @@ _VIEWS: tuple[type, ...] = (
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 # Of these, objects hold values of the user's; those of others have their own lives (threads).
 _HOLDING_MODULES = frozenset(
-    ("_thread", "collections", "configparser", "functools", "queue", "string", "types", "weakref")
+    (
+        *("_thread", "_weakrefset", "collections", "configparser", "functools", "queue", "string"),
+        *("types", "weakref"),
+    )
 )
 
 
 def hidden_places(value: Any, label: str) -> Iterator[Place]:
-    """What holds values behind an object of Python's own."""
+    """The holders of values behind an object of Python's own."""
     if isinstance(value, ContextVar):
         yield Place(PlaceKind.CONTEXT, value, value.name, f"the context variable {value.name}")
     elif isinstance(value, _VIEWS):
@@ -44,14 +48,23 @@ def hidden_places(value: Any, label: str) -> Iterator[Place]:
     elif isinstance(value, memoryview):
         if isinstance(value.obj, CONTAINERS):
             yield itself(value.obj, label)
-    elif type(value).__module__ in _HOLDING_MODULES and not isinstance(value, type):
+    elif isinstance(value, BaseException):
+        yield Place(PlaceKind.FIELD, value, "args", f"{label}.args")
+    elif isinstance(value, logging.Logger):  # what decides whether it logs, but for its cache
+        while value is not None:
+            for name in ("level", "disabled"):
+                yield entry(vars(value), name, f"{name} of the logger {value.name}")
+            value = value.parent
+    elif type(value).__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
+        yield itself(value.get_obj(), label)
+    elif _may_hold(value):
         held = value.__dict__ if isinstance(value, threading.local) else _dictionary(value)
         if type(held) is dict:
             yield itself(held, f"the attributes of {label}")
 
 
 def hidden_values(value: Any) -> Iterator[Any]:
-    """What an object of Python's own leads to without holding it."""
+    """Values that an object of Python's own leads to without holding them."""
     if isinstance(value, weakref.ReferenceType):
         yield value()
     elif type(value) in _PROXIES:
@@ -59,11 +72,18 @@ def hidden_values(value: Any) -> Iterator[Any]:
 
 
 def cached_results(cache: Any, label: str) -> Iterator[Place]:
-    """What a ``functools.lru_cache`` keeps: once it is gone, its function is called again."""
+    """Values in a ``functools.lru_cache``: once they are gone, its function is called again."""
     for held, following in pairwise(gc.get_referents(cache)):
         if following is cache.__wrapped__ and type(held) is dict:
             for key in held:
                 yield entry(held, key, f"the result of {label} for {shown(key)}")
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether an object of Python's own keeps values of the user's in its attributes."""
+    if isinstance(value, (threading.local, threading.Event)):
+        return True
+    return type(value).__module__ in _HOLDING_MODULES and not isinstance(value, type)
 
 
 def _dictionary(value: Any) -> Any:

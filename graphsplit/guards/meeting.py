@@ -32,6 +32,7 @@ from graphsplit.guards.code_facts import Item, facts_of
 from graphsplit.guards.hidden import hidden_places, hidden_values
 from graphsplit.guards.places import Place, PlaceKind, cell, entry, inside, itself
 from graphsplit.guards.values import (
+    BUFFERS,
     BY_VALUE,
     CONTAINERS,
     NUMBERS,
@@ -74,7 +75,7 @@ class Noted:
     is_written: bool = False
 
 
-class Meeting:
+class ValueVisitor:
     """The values that were met, and the places through which they were.
 
     Args:
@@ -173,7 +174,7 @@ class Meeting:
         self.meet_class(type(module))
 
     def _meet_items(self, value: Any, label: str) -> None:
-        if isinstance(value, (bytearray, *CONTAINERS[-3:])):
+        if isinstance(value, BUFFERS):
             return
         for item in items_of(value):
             self.meet(item, f"{label}[…]")

@@ -51,7 +51,7 @@ class Place:
 
     @property
     def identity(self) -> tuple[int, PlaceKind, Any]:
-        """What is equal for one place, while it is held."""
+        """A key that is equal for one place, while it is held."""
         key = self.key if isinstance(self.key, Hashable) else repr(self.key)
         return id(self.holder), self.kind, (type(key), key)
 

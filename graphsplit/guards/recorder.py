@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,8 +47,8 @@ from graphsplit.guards.classes import (
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
 from graphsplit.guards.meeting import (
-    Meeting,
     Noted,
+    ValueVisitor,
     is_torchs,
     is_watchable_module,
     named_place,
@@ -87,9 +88,9 @@ class ReadRecorder:
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
         self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
-        self._meeting = Meeting(root, labels, self._classes)
+        self._meeting = ValueVisitor(root, labels, self._classes)
         self._by_name = AskedByName(self._asked)
-        self._trace = _tracing(self._ran)
+        self._trace = _tracing(self._ran, self._imported)
         self._is_off = True
         self._is_paused = is_paused
         self._root = root
@@ -186,7 +187,7 @@ class ReadRecorder:
         return self._meeting.tensors
 
     def results_kept(self) -> Iterator[Place]:
-        """What the caches of the user's functions hold by now."""
+        """The contents of the caches of the user's functions by now."""
         for one, label in self._meeting.met.values():
             if isinstance(one, functools._lru_cache_wrapper):
                 code = getattr(one.__wrapped__, "__code__", None)
@@ -269,11 +270,15 @@ class ReadRecorder:
                 above = package.split(".")
                 above = above[: len(above) + 1 - _dots(name)]
                 whole = ".".join((*above, name.strip("."))).rstrip(".")
-            parts = whole.split(".")
-            for count in range(1, len(parts) + 1):
-                module = sys.modules.get(".".join(parts[:count]))
-                if module is not None:
-                    self._meeting.meet(module, ".".join(parts[:count]))
+            self._imported(whole)
+
+    def _imported(self, name: str) -> None:
+        """A module, and the packages that it is in, may be read from."""
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            module = sys.modules.get(".".join(parts[:count]))
+            if module is not None:
+                self._meeting.meet(module, ".".join(parts[:count]))
 
     def _asked(self, holder: Any, name: str | None, is_read: bool) -> None:
         """A module, a class, a function or all globals are asked for a name that was computed."""
@@ -364,7 +369,13 @@ class ReadRecorder:
             return
         if isinstance(one, nn.Module) and not is_users(asker.f_code.co_filename):
             return
-        self._meeting.note_all_of(one, self._label_of(one))
+        label = self._label_of(one)
+        self._meeting.note_all_of(one, label)
+        asker = users_frame(asker)
+        texts = asker.f_code.co_consts if asker is not None else ()
+        for text in texts:  # vars(one).get("name"), which is not there yet
+            if isinstance(text, str) and text.isidentifier() and text not in held:
+                self._meeting.note(entry(held, text, f"{label}.{text}", *self._where(held)))
 
     def _write(self, one: Any, name: str) -> None:
         """An attribute is about to be written or deleted."""
@@ -404,7 +415,7 @@ class ReadRecorder:
         return None
 
     def _note_absence(self, one: Any, held: Any, name: str, label: str, owner: type) -> None:
-        """What would be found before a class's attribute, if it were there."""
+        """The attribute that would hide a class's, if it were there."""
         if held is not None and not hasattr(type(vars(owner)[name]), "__set__"):
             self._meeting.note(entry(held, name, label, *self._where(held)))
         for kind in type(one).__mro__:
@@ -468,7 +479,9 @@ def _is_put_there_by_capture(value: Any) -> bool:
 _passed: dict[int, CodeType] = {}  # code of files that are not watched; held, as modules hold it
 
 
-def _tracing(ran: Callable[[CodeType, dict[str, Any]], None]) -> Callable[..., None]:
+def _tracing(
+    ran: Callable[[CodeType, dict[str, Any]], None], imported: Callable[[str], None]
+) -> Callable[..., None]:
     """A trace function that tells of the user's functions; of others as quickly as it can."""
     passed = _passed
 
@@ -478,6 +491,9 @@ def _tracing(ran: Callable[[CodeType, dict[str, Any]], None]) -> Callable[..., N
             return
         if is_watched_code(code, frame.f_globals):
             ran(code, frame.f_globals)
+        elif code is importlib.import_module.__code__:
+            name, package = frame.f_locals["name"], frame.f_locals["package"]
+            imported(importlib.util.resolve_name(name, package))
         elif not code.co_filename.startswith("<"):
             passed[id(code)] = code
 

@@ -66,6 +66,6 @@ def _check_not_wrapped(value: Any, name: str, where: str) -> None:
 
 
 def _given(function: FunctionType) -> tuple[Any, ...]:
-    """What a function holds in its defaults and attributes."""
+    """Values in a function's defaults and attributes."""
     by_name = function.__kwdefaults__ or {}
     return (*(function.__defaults__ or ()), *by_name.values(), *vars(function).values())

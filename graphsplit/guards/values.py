@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import copy
+import ctypes
 import enum
 import re
 from collections import OrderedDict, deque
@@ -37,9 +38,10 @@ BY_VALUE = (
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
-_BUFFERS = (np.ndarray, array.array, bytearray)
-CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *_BUFFERS)
-MUTABLE = (list, deque, set, dict, SimpleNamespace, *_BUFFERS)
+_IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes
+BUFFERS = (np.ndarray, array.array, bytearray, _IN_C)
+CONTAINERS = (*_SEQUENCES, *_SETS, dict, SimpleNamespace, *BUFFERS)
+MUTABLE = (list, deque, set, dict, SimpleNamespace, *BUFFERS)
 
 
 class Missing:
@@ -71,7 +73,7 @@ class Frozen:
 
 
 def reference_of(frozen: Any) -> Any:
-    """What a snapshot was taken of."""
+    """The value that a snapshot was taken of."""
     return frozen.container if isinstance(frozen, Frozen) else frozen
 
 
@@ -79,7 +81,7 @@ def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
     """The snapshot of a value; the value itself where it is no container."""
     if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or id(value) in _inside:
         return value
-    if isinstance(value, _BUFFERS):
+    if isinstance(value, BUFFERS):
         return Frozen(value, content=_content(value))
     inside = (*_inside, id(value))
     keys = tuple(keys_of(value)) if is_mapping(value) else ()
@@ -92,7 +94,7 @@ def is_mapping(value: Any) -> bool:
 
 
 def holder_of(container: Any) -> Any:
-    """What holds the items of a container: itself, but for a namespace its dictionary."""
+    """The holder of a container's items: itself, but for a namespace its dictionary."""
     return vars(container) if isinstance(container, SimpleNamespace) else container
 
 
@@ -114,7 +116,7 @@ def values_of(value: Any) -> ValuesView[Any]:
 
 
 def items_of(value: Any) -> Iterator[Any]:
-    """What a container holds, whatever its class makes of iterating over it."""
+    """A container's items, whatever its class makes of iterating over it."""
     if is_mapping(value):
         return iter(values_of(value))
     kind = next(kind for kind in (*_SEQUENCES, *_SETS) if isinstance(value, kind))
@@ -126,7 +128,8 @@ def _content(value: Any) -> tuple[Any, ...]:
         # An array of objects has no bits to speak of: what it holds is compared by identity.
         held = tuple(value.ravel().tolist()) if value.dtype.hasobject else value.tobytes()
         return (str(value.dtype), value.shape, held)
-    return (getattr(value, "typecode", "b"), len(value), bytes(value))
+    size = ctypes.sizeof(value) if isinstance(value, _IN_C) else len(value)
+    return (getattr(value, "typecode", "b"), size, bytes(value))
 
 
 def thaw(frozen: Any) -> Any:
@@ -195,9 +198,11 @@ def _array_of(frozen: Frozen) -> Any:
 
 def _fill_array(frozen: Frozen) -> None:
     """Let an array have the content of its snapshot."""
-    container, (kind, size, held) = frozen.container, frozen.content or ("", 0, b"")
+    container, (_, size, held) = frozen.container, frozen.content or ("", 0, b"")
     if isinstance(container, bytearray):
         container[:] = held
+    elif isinstance(container, _IN_C):
+        ctypes.memmove(ctypes.addressof(container), held, size)
     elif isinstance(container, array.array):
         del container[:]
         container.frombytes(held)
@@ -205,7 +210,7 @@ def _fill_array(frozen: Frozen) -> None:
         for index, item in enumerate(held):
             container.flat[index] = item
     else:
-        container[...] = np.frombuffer(held, dtype=kind).reshape(size)
+        container[...] = np.frombuffer(held, dtype=container.dtype).reshape(size)
 
 
 def _holds_exactly(frozen: Frozen, items: list[Any]) -> bool:
@@ -239,7 +244,7 @@ def same(frozen: Any, value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """Where a value is not the one of its snapshot.
 
     Attributes:
@@ -257,9 +262,9 @@ class Difference:
 
 def differences(
     frozen: Any, value: Any, *, within: Any = None, key: Any = None
-) -> Iterator[Difference]:
+) -> Iterator[ValueDifference]:
     """All places in which a value is not the one of its snapshot, the innermost ones."""
-    whole = Difference(within, key, frozen, value)
+    whole = ValueDifference(within, key, frozen, value)
     if not isinstance(frozen, Frozen):
         if frozen is not value and not _same_bits(frozen, value):
             yield whole

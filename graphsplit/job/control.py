@@ -1,7 +1,7 @@
 """The workers of a job, over channels that need no plan.
 
-Every pair of workers has one for step tickets (one small message each) and one for messages of any
-length (a stream of chunks). They are opened when first used.
+Every pair of workers has one for step tickets (one small message each), one for messages of any
+length (a stream of chunks), and such a one for what scripts send. They are opened when first used.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Container, Iterable, Iterator
 import torch
 
 from graphsplit.errors import FrameError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.stream import (
     MESSAGES,
     TICKET_BYTES,
     TICKETS,
-    Incoming,
-    Outgoing,
+    IncomingStream,
+    OutgoingStream,
     channel_spec,
     send,
 )
@@ -25,7 +25,7 @@ from graphsplit.tensor_meta import TensorMeta, octets_of
 from graphsplit.transport.base import Receiver, Sender, Transport
 
 
-class ControlChannels(Group):
+class ControlChannels(WorkerGroup):
     """The workers of a job, as one of them sees them. Used by one thread.
 
     All workers call the methods that name several workers in the same order.
@@ -35,6 +35,7 @@ class ControlChannels(Group):
         rank: This worker.
         num_workers: How many there are.
         tick: Shows the others that this worker is alive.
+        use: What messages are for: ``MESSAGES`` or ``SENT``.
     """
 
     def __init__(
@@ -43,13 +44,16 @@ class ControlChannels(Group):
         rank: int,
         num_workers: int,
         tick: Callable[[], None] = lambda: None,
+        *,
+        use: int = MESSAGES,
     ) -> None:
+        self._use = use
         self._transport = transport
         self.rank = rank
         self.num_workers = num_workers
         self._tick = tick
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
+        self._outgoing: dict[int, OutgoingStream] = {}
+        self._incoming: dict[int, IncomingStream] = {}
         self._ticket_senders: dict[int, Sender] = {}
         self._ticket_receivers: dict[int, Receiver] = {}
         self._num_sent = 0
@@ -58,7 +62,7 @@ class ControlChannels(Group):
         self._ticket = torch.empty(0, dtype=torch.uint8)
 
     def tick(self) -> None:
-        """See ``Group.tick``."""
+        """See ``WorkerGroup.tick``."""
         self._tick()
 
     def send_ticket(self, data: bytes, *, quiet: Container[int] = ()) -> None:
@@ -123,21 +127,21 @@ class ControlChannels(Group):
         return result.copy_(self.receive_tensor(meta, source=source))
 
     def send(self, *pieces: torch.Tensor, to: Iterable[int]) -> None:
-        """See ``Group.send``."""
+        """See ``WorkerGroup.send``."""
         ends = []
         for peer in to:
             if peer not in self._outgoing:
-                self._outgoing[peer] = Outgoing(self._open_sender(MESSAGES, peer))
+                self._outgoing[peer] = OutgoingStream(self._open_sender(self._use, peer))
             ends.append(self._outgoing[peer])
         send(ends, [octets_of(piece) for piece in pieces])
 
     def receive(
         self, size_bytes: int, *, source: int, is_exact: bool = True
     ) -> Iterator[torch.Tensor]:
-        """See ``Group.receive``."""
+        """See ``WorkerGroup.receive``."""
         if source not in self._incoming:
-            receiver = self._open_receiver(MESSAGES, source)
-            self._incoming[source] = Incoming(receiver, source=source)
+            receiver = self._open_receiver(self._use, source)
+            self._incoming[source] = IncomingStream(receiver, source=source)
         return self._incoming[source].receive(size_bytes, is_exact=is_exact)
 
     def _open_sender(self, use: int, peer: int) -> Sender:

@@ -24,7 +24,7 @@ _MAX_VALUE_BYTES = 1 << 40
 _T = TypeVar("_T")
 
 
-class Group:
+class WorkerGroup:
     """All workers, as one of them sees them. This one is alone: it sends and receives nothing.
 
     Every worker calls the same methods in one order.
@@ -56,6 +56,10 @@ class Group:
     def tick(self) -> None:
         """This worker is alive, and busy with its disk."""
 
+    def name(self, rank: int) -> str:
+        """One of them, as people know it."""
+        return f"worker {rank}"
+
     def others(self, rank: int) -> list[int]:
         """All workers but one."""
         return [peer for peer in range(self.num_workers) if peer != rank]
@@ -78,7 +82,7 @@ class Group:
         try:
             return joined(self.receive(_MAX_TEXT_BYTES, source=source, is_exact=False)).decode()
         except UnicodeDecodeError as error:
-            raise FrameError(f"worker {source} sent no text: {error}") from None
+            raise FrameError(f"{self.name(source)} sent no text: {error}") from None
 
     def gather(self, text: str) -> list[str]:
         """Every worker's text, on worker 0; elsewhere nothing."""
@@ -130,10 +134,17 @@ class Group:
         if self.rank == source:
             packed = Packed.of(value, what=what)
             self.send(*packed.pieces(), to=self.others(source))
-        else:
-            came = self.receive(_MAX_VALUE_BYTES, source=source, is_exact=False)
-            packed = Packed.read(list(came), what=f"{what}, which worker {source} sent,")
-        return packed.value()
+            return packed.value()
+        return self.receive_value(source=source, what=what)
+
+    def receive_value(self, *, source: int, what: str) -> Any:
+        """Take a nested value from one worker, of which ``Packed`` made the message.
+
+        Raises:
+            FrameError: It is none.
+        """
+        came = self.receive(_MAX_VALUE_BYTES, source=source, is_exact=False)
+        return Packed.read(list(came), what=f"{what}, which {self.name(source)} sent,").value()
 
     def agree_none(self, problems: list[str]) -> None:
         """Raise the same error on every worker if any of them has problems.

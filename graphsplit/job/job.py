@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 from graphsplit.cluster.member.member import Member
@@ -23,6 +24,7 @@ from graphsplit.job.data_plane import DataPlane
 from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
+from graphsplit.job.stream import SENT
 from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.settings import FAIL_FAST
 from graphsplit.transport.base import Transport
@@ -103,6 +105,11 @@ class Job:
         """Where the one who asks first writes a trace; empty for all others."""
         folder, self._trace_folder = self._trace_folder, ""
         return folder
+
+    @cached_property
+    def sent(self) -> ControlChannels:
+        """The channels of ``gs.send``, whose values are taken at any later time."""
+        return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=SENT)
 
     def _channels(self) -> ControlChannels:
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick)

@@ -21,7 +21,7 @@ from graphsplit.job.data_plane import GENERATOR_KEY, DataPlane
 from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 from graphsplit.job.when_joined import on_joined
 from graphsplit.marks.annotations import WORKER_ROLE, never_used
 from graphsplit.metrics_port import serve_metrics
@@ -48,7 +48,7 @@ def init() -> None:
     Raises:
         ConfigurationError: Variables are missing or malformed, a port is in use, or a second call.
         ClusterError: The scheduler is not there.
-        RegistrationRefusedError: The scheduler does not want this worker.
+        RegistrationRefusedError: The scheduler refuses this worker.
         JobFailedError: Not all workers came in time, or one failed.
     """
     global _job, _one_process
@@ -258,7 +258,7 @@ def barrier() -> None:
     """
     job = current()
     if job is not None:
-        job.script.collective(Call("barrier", _wait_barrier, (job,)))
+        job.script.collective(ModelCall("barrier", _wait_barrier, (job,)))
 
 
 def _wait_barrier(job: Job) -> None:

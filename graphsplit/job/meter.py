@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from graphsplit.metrics_port import COUNTER, GAUGE, HISTOGRAM, Metric, Samples
-from graphsplit.transport.metered import PeerTraffic, Traffic
+from graphsplit.metrics_port import COUNTER, GAUGE, HISTOGRAM, Gauge, Samples
+from graphsplit.transport.metered import MeteredTraffic, PeerTraffic
 
 _Part = TypeVar("_Part")
 
@@ -47,7 +47,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        self.traffic = MeteredTraffic()
         self._steps: dict[str, StepTimes] = {}
 
     def timed(self, mode: str, parts: Iterator[_Part]) -> Iterator[_Part]:
@@ -59,10 +59,10 @@ class Meter:
             times = self._steps[mode] = StepTimes()
         times.add(time.perf_counter() - start)
 
-    def metrics(self, generation: int) -> Iterator[Metric]:
+    def metrics(self, generation: int) -> Iterator[Gauge]:
         """Everything, as it is now."""
         steps = dict(self._steps)
-        yield Metric(
+        yield Gauge(
             "step_seconds",
             "Seconds that steps took on this worker.",
             HISTOGRAM,
@@ -76,8 +76,8 @@ class Meter:
             return tuple(((str(peer),), float(value(one))) for peer, one in peers.items())
 
         for name, text, value in _TRAFFIC:
-            yield Metric(name, text, COUNTER, ("peer",), by_peer(value))
-        yield Metric(
+            yield Gauge(name, text, COUNTER, ("peer",), by_peer(value))
+        yield Gauge(
             "generation", "The generation that this worker is part of.", GAUGE, (),
             (((), float(generation)),),
         )  # fmt: skip

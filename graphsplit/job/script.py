@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One call.
 
     Attributes:
@@ -41,7 +41,12 @@ class Script:
 
     Args:
         calls: Notes the calls that all workers make; None where there is nobody else.
+
+    Attributes:
+        gives_again: Whether calls are remembered, for a process that comes back to the job.
     """
+
+    gives_again = False
 
     def __init__(self, calls: CallHistory | None = None) -> None:
         self._calls = calls
@@ -62,7 +67,7 @@ class Script:
             return calls
         return self._calls.around(calls)
 
-    def collective(self, call: Call) -> Any:
+    def collective(self, call: ModelCall) -> Any:
         """Run a call that all workers make."""
         if self._calls is None:
             return call()

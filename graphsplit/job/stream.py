@@ -26,10 +26,10 @@ CHUNK_BYTES = 1024 * 1024
 TOGETHER_BYTES = 64 * 1024
 """Smaller pieces are copied together: a chunk costs more than the copy."""
 TICKET_BYTES = 128 * 1024
-TICKETS, MESSAGES, SNAPSHOTS = range(3)
-"""What the channels are for that every two workers have, without any plan."""
-_LABELS = ("step tickets", "messages", "snapshots")
-_DEPTHS = (2, 2, 4)
+TICKETS, MESSAGES, SNAPSHOTS, SENT = range(4)
+"""The uses of the channels that every two workers have, without any plan."""
+_LABELS = ("step tickets", "messages", "snapshots", "values of gs.send")
+_DEPTHS = (2, 2, 4, 4)
 HEADER = struct.Struct("<qqq")
 """Of every message: kind, number, size in bytes of what follows."""
 MESSAGE, TICKET = 0, -1
@@ -77,7 +77,7 @@ def joined(pieces: Iterable[torch.Tensor]) -> bytes:
     return b"".join(piece.numpy().tobytes() for piece in pieces)
 
 
-class Outgoing:
+class OutgoingStream:
     """The sending end."""
 
     def __init__(self, sender: Sender) -> None:
@@ -125,7 +125,7 @@ class Outgoing:
         self._count += 1
 
 
-def send(ends: Sequence[Outgoing], pieces: Sequence[torch.Tensor]) -> None:
+def send(ends: Sequence[OutgoingStream], pieces: Sequence[torch.Tensor]) -> None:
     """Send one message to several workers, side by side; waits where there is no room."""
     for chunk in _chunks(MESSAGE, 0, pieces):
         for end in ends:
@@ -155,7 +155,7 @@ def _most_chunks(size: int) -> int:
     return 3 * num_large + 1  # of each large piece the last, what is before it, and all others
 
 
-class Incoming:
+class IncomingStream:
     """The receiving end.
 
     Args:
@@ -205,7 +205,7 @@ class Incoming:
         self._header = None
 
     def _take(self, limit_bytes: int, *, least_bytes: int = 0) -> torch.Tensor:
-        """What the next chunk holds of a message."""
+        """The part of a message that the next chunk holds."""
         chunk = self._receiver.receive(step=self._count, microbatch=0)
         self._count += 1
         if chunk is None:

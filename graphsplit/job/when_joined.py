@@ -1,4 +1,4 @@
-"""What is done with a job that this process joins, by whoever knows more of what it does."""
+"""Calls on a job that this process joins, by whoever knows more of what it does."""
 
 from __future__ import annotations
 

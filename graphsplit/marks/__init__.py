@@ -1,1 +1,1 @@
-"""What users write: placements on modules and operations, rules in mappings and files, opt-outs."""
+"""Marks of users: placements on modules and operations, rules in mappings and files, opt-outs."""

@@ -32,7 +32,7 @@ class ChildError(GraphsplitError, RuntimeError):
     """A child could not be started, or did not report."""
 
 
-class Child:
+class ForkedTrial:
     """A child process at work, until the end of the ``with`` block.
 
     Args:
@@ -60,7 +60,7 @@ class Child:
             _be_child(work, writer, deadline_s)
         os.close(writer)
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> ForkedTrial:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -26,7 +26,7 @@ from graphsplit.optimizers.own_step import (
 )
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
-from graphsplit.optimizers.trial import Part, Trial, note_step
+from graphsplit.optimizers.trial import Trial, TrialPart, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
 
 
@@ -183,12 +183,12 @@ class OwnedOptimizer:
         if owners == (residence.rank,):
             return _Judged(code, members, owners, is_known=False)
         trial = Trial(self._optimizer, residence, self._only_owned)
-        reason = trial.difference(Part.OWN)
+        reason = trial.difference(TrialPart.OWN)
         if reason is None:
             return _Judged(code, members, owners, is_known=False)
         verdict, has_some = _Verdict.REFUSE, residence.rank in owners
         if not has_some:
-            reason = trial.difference(Part.NONE)
+            reason = trial.difference(TrialPart.NONE)
             verdict = _Verdict.LEAVE if reason is None else verdict
         return _Judged(code, members, owners, verdict, reason or "", has_some, is_known=False)
 

@@ -1,4 +1,4 @@
-"""What a script's old loop did with a loss and an optimizer, and what its Model does now.
+"""Calls of a script's old loop on a loss and an optimizer, which its Model does now.
 
 A second step would count twice, and the state of one worker is a part of it all. And what decides
 what a step does, apart from settings: its code, what the user says of it, and the hooks around it.
@@ -24,12 +24,13 @@ from graphsplit.torch_ext.attributes import (
 )
 
 _here = threading.local()
-# What the last step of a Model has used up, in one process: an own loop makes new gradients.
+# The gradients that a Model made last, in one process: an own loop makes others.
 _USED = "_graphsplit_used"
 _DONE = (
-    "train_step and train have done backward and the optimizer's step already, and each worker has "
-    "its own parameters only\n  Fix: leave optimizer.step(), loss.backward() and "
-    "optimizer.zero_grad() out."
+    "train_step and train have done backward and the optimizer's step already, forward_backward "
+    "has done backward, and each worker has its own parameters only\n  Fix: leave "
+    "optimizer.step(), loss.backward() and optimizer.zero_grad() out; after forward_backward call "
+    "model.step()."
 )
 _SAID = "_graphsplit_per_parameter"
 
@@ -43,7 +44,7 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def by_the_model() -> Iterator[None]:
-    """What graphsplit itself asks of an optimizer."""
+    """Let graphsplit itself call an optimizer."""
     before = getattr(_here, "is_models", False)
     _here.is_models = True
     try:
@@ -75,7 +76,8 @@ def refuse_partial_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def note_used(optimizer: torch.optim.Optimizer) -> None:
-    """Note the gradients of a step in one process, where other loops may step as well."""
+    """Note gradients that are the Model's in one process, where other loops may step as well."""
+    guard_step(optimizer)
     setattr(optimizer, _USED, _first_gradient(optimizer))
 
 
@@ -83,7 +85,7 @@ def refuse_own_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     """The hook.
 
     Raises:
-        OwnershipError: The script has called ``step`` after ``train_step``.
+        OwnershipError: The script has called ``step`` after ``train_step`` or ``forward_backward``.
     """
     if getattr(_here, "is_models", False):
         return
@@ -106,7 +108,7 @@ def guard_backward(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
-    raise OwnershipError(f"backward() was called on what train_step returned; {_DONE}")
+    raise OwnershipError(f"backward() was called on a loss that a Model returned; {_DONE}")
 
 
 def _no_state() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 
 from graphsplit.guards.values import comparable
 from graphsplit.optimizers import partial_norm
-from graphsplit.optimizers.child_process import Child, ChildError, raised_where
+from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
 from graphsplit.optimizers.own_step import by_the_model, step_hooks
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -45,7 +45,7 @@ OnlyOwned = Callable[[], AbstractContextManager[None]]
 _Kept = dict[Path, str]
 
 
-class Part(enum.Enum):
+class TrialPart(enum.Enum):
     """Over what a child steps."""
 
     ALL = "all parameters"
@@ -67,7 +67,7 @@ class Trial:
     residence: Residence
     only_owned: OnlyOwned
 
-    def difference(self, part: Part) -> str | None:
+    def difference(self, part: TrialPart) -> str | None:
         """The difference between a step over some parameters and one over all, in words.
 
         Args:
@@ -81,8 +81,8 @@ class Trial:
         except ChildError as error:
             return f"it could not be tried out: {error}"
 
-    def _difference(self, part: Part, kind: str) -> str | None:
-        whole, own = self._run([Part.ALL, part], kind)
+    def _difference(self, part: TrialPart, kind: str) -> str | None:
+        whole, own = self._run([TrialPart.ALL, part], kind)
         if whole.raised or own.raised:
             return _raised(whole, own, part) if kind == "finite" else None
         if whole.drawn or own.drawn:
@@ -90,18 +90,20 @@ class Trial:
         differing = self._differing(whole, own)
         if differing and not any(_is_value(path) for _, path in differing):
             # A clock, for example: what differs between two equal runs says nothing.
-            (again,) = self._run([Part.ALL], kind)
+            (again,) = self._run([TrialPart.ALL], kind)
             noise = {path for _, path in self._differing(whole, again)}
             differing = [place for place in differing if place[1] not in noise]
         if not differing:
             return None
         return f"{_in_words(differing[0][1])} differs between a step over all and over {part.value}"
 
-    def _run(self, parts: Sequence[Part], kind: str) -> list[_Left]:
+    def _run(self, parts: Sequence[TrialPart], kind: str) -> list[_Left]:
         with ExitStack() as stack:
             children = [
                 stack.enter_context(
-                    Child(functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S)
+                    ForkedTrial(
+                        functools.partial(_report, self, part, kind), deadline_s=_DEADLINE_S
+                    )
                 )
                 for part in parts
             ]
@@ -145,7 +147,7 @@ class _Left:
         return cls(kept, raised, drawn)
 
 
-def _raised(whole: _Left, own: _Left, part: Part) -> str:
+def _raised(whole: _Left, own: _Left, part: TrialPart) -> str:
     if whole.raised:
         return f"it could not be tried out: its step raised {whole.raised}"
     return f"its step over {part.value} raised {own.raised}"
@@ -170,11 +172,11 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 # In the child.
 
 
-def _report(trial: Trial, part: Part, kind: str) -> Any:
+def _report(trial: Trial, part: TrialPart, kind: str) -> Any:
     return _try(trial, part, kind).as_json()
 
 
-def _try(trial: Trial, part: Part, kind: str) -> _Left:
+def _try(trial: Trial, part: TrialPart, kind: str) -> _Left:
     before, kept = _generators(), []
     try:
         trained = _make_small(trial, part)
@@ -183,8 +185,8 @@ def _try(trial: Trial, part: Part, kind: str) -> _Left:
                 index: _gradient(parameter, index, number, kind)
                 for index, parameter in trained.items()
             }
-            if part is not Part.NONE:
-                with nullcontext() if part is Part.ALL else trial.only_owned():
+            if part is not TrialPart.NONE:
+                with nullcontext() if part is TrialPart.ALL else trial.only_owned():
                     trial.optimizer.zero_grad(set_to_none=True)
                     for index, parameter in trained.items():
                         parameter.grad = gradients[index]
@@ -217,10 +219,10 @@ def _random(like: torch.Tensor, index: int, step: int) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator, dtype=dtype).to(like.dtype)
 
 
-def _make_small(trial: Trial, part: Part) -> dict[int, torch.Tensor]:
+def _make_small(trial: Trial, part: TrialPart) -> dict[int, torch.Tensor]:
     """Give parameters small random values; returns the trained ones that are here, by number."""
     residence = trial.residence
-    if part is Part.ALL:
+    if part is TrialPart.ALL:
         partial_norm.forget()
         for tensor in residence.unique():
             if is_elsewhere(tensor):

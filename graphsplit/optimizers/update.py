@@ -2,13 +2,13 @@
 
 What a plain loop does over all parameters, each worker does over those it owns::
 
-    scaler.scale(loss).backward()                              loss_gradient
-    scaler.unscale_(optimizer)                                 tally
-    clip_grad_norm_(network.parameters(), max_norm)            tally, clip
+    scaler.scale(loss * loss_scale).backward()                 loss_gradient
+    scaler.unscale_(optimizer)                                 partial
+    clip_grad_norm_(network.parameters(), max_norm)            partial, clip
     scaler.step(optimizer); scaler.update()                    step
     optimizer.zero_grad()                                      zero_gradients
 
-``tally`` gives the numbers that the other workers need: for each optimizer whether one of its
+``partial`` gives the numbers that the other workers need: for each optimizer whether one of its
 gradients is infinite or NaN, and the norm of every gradient. ``clip`` takes those of all workers.
 """
 
@@ -25,7 +25,7 @@ from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.partial_norm import Share
-from graphsplit.partition.tally import TALLY_DTYPE
+from graphsplit.partition.reduction import REDUCTION_DTYPE
 from graphsplit.torch_ext.attributes import GROWTH
 
 _NOTHING_CHECKED, _FINITE = -1.0, 0.0
@@ -65,7 +65,7 @@ class UpdateRules:
         """Whether the loss is scaled."""
         return self.scaler is not None and self.scaler.is_enabled()
 
-    def tally_sizes(self, owners: Sequence[int], num_workers: int) -> tuple[int, ...] | None:
+    def partial_sizes(self, owners: Sequence[int], num_workers: int) -> tuple[int, ...] | None:
         """How many numbers each worker tells the others in a step; None if there is no need.
 
         Args:
@@ -98,12 +98,14 @@ class Updater:
     Attributes:
         on_gradients: Called when the owned gradients are complete and unscaled, before clipping.
         last_norm: The norm of all gradients at the last clipping; None before, and without it.
+        loss_scale: The factor of the loss that the script has chosen, applied before backward.
     """
 
     def __init__(self, rules: UpdateRules, parameters: Iterable[torch.Tensor]) -> None:
         self.rules = rules
         self.on_gradients: Callable[[], None] | None = None
         self.last_norm: torch.Tensor | None = None
+        self.loss_scale = 1.0
         self._parameters = tuple(parameters)
         self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
         self._owners: tuple[int, ...] = ()
@@ -140,22 +142,23 @@ class Updater:
     def loss_gradient(self, loss: torch.Tensor) -> torch.Tensor:
         """The gradient with which the backward of a loss begins: one, or that of its scaling."""
         scaler, accumulate = self.rules.scaler, self.rules.accumulate
-        if not self.rules.scales and accumulate == 1:
+        if not self.rules.scales and accumulate == 1 and self.loss_scale == 1.0:
             return torch.ones_like(loss, memory_format=torch.preserve_format)
         with torch.enable_grad():
             leaf = loss.detach().requires_grad_(True)
-            scaled = leaf if accumulate == 1 else leaf / accumulate
+            scaled = leaf if self.loss_scale == 1.0 else leaf * self.loss_scale
+            scaled = scaled if accumulate == 1 else scaled / accumulate
             scaled = scaled if scaler is None else scaler.scale(scaled)
             (gradient,) = torch.autograd.grad(scaled, leaf)
         return gradient
 
-    def tally(self) -> torch.Tensor:
+    def partial(self) -> torch.Tensor:
         """This worker's part: first a flag per optimizer, then two numbers per owned parameter."""
         numbers = self._unscale() if self.rules.scales else []
         self._tell()
         if isinstance(self.rules.clip, GlobalNorm):
             numbers += self._norms(self.rules.clip)
-        return torch.tensor(numbers, dtype=TALLY_DTYPE)
+        return torch.tensor(numbers, dtype=REDUCTION_DTYPE)
 
     def clip(self, parts: Mapping[int, torch.Tensor]) -> None:
         """Clip the owned gradients.
@@ -181,7 +184,7 @@ class Updater:
 
     def step(self) -> None:
         """Step the optimizers."""
-        if not self._needs_tally:
+        if not self.needs_reduction:
             self._tell()
             if isinstance(self.rules.clip, Value):
                 self.rules.clip.in_one_process(self._owned())
@@ -192,7 +195,8 @@ class Updater:
             scaler.update()
 
     @property
-    def _needs_tally(self) -> bool:
+    def needs_reduction(self) -> bool:
+        """Whether a step needs numbers of other workers' gradients: their ``partial``."""
         return self.rules.scales or isinstance(self.rules.clip, GlobalNorm)
 
     def _tell(self) -> None:

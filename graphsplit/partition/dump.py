@@ -9,7 +9,7 @@ from graphsplit.tensor_meta import TensorMeta
 
 
 def describe_plan(plan: PartitionPlan) -> str:
-    """Placement, segments, edges and gradient folds of a plan."""
+    """Placement, segments, edges and gradient sums of a plan."""
     nodes, workers = plan.placed.graph.nodes, plan.placed.workers
     lines = [plan.placed.graph.describe(), f"plan for {plan.num_workers} worker(s)"]
     for position, node in enumerate(nodes):
@@ -31,16 +31,16 @@ def describe_plan(plan: PartitionPlan) -> str:
         about = f" %{edge.value} {nodes[edge.value].name}"
         lines.append(
             f"  edge{edge.index} {edge.kind.value}"
-            f"{'' if edge.kind is EdgeKind.TALLY else about}{what}: "
+            f"{'' if edge.kind is EdgeKind.REDUCTION else about}{what}: "
             f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
             f"{format_bytes(edge.meta)}"
         )
-    if plan.tally is not None:
+    if plan.reduction is not None:
         lines.append(
-            f"  tally of {list(plan.tally.sizes)} numbers by worker, gathered by worker "
-            f"{plan.tally.root}"
+            f"  reduction of {list(plan.reduction.sizes)} numbers by worker, gathered by worker "
+            f"{plan.reduction.root}"
         )
-    for value, terms in plan.folds.items():
+    for value, terms in plan.gradient_sums.items():
         lines.append(f"  gradient of %{value} = {_sum(terms)}")
     for contribution, terms in plan.seeds.items():
         lines.append(f"  backward of leaf{contribution} begins with {_sum(terms)}")

@@ -104,11 +104,12 @@ class _Partitioner:
         self._add_generator_edges()
         self._add_process_generator_edges()
         workers = self.workers
-        folds = {
-            v: self._fold(v, fold, workers[v]) for v, fold in sorted(self.gradients.folds.items())
+        sums = {
+            v: self._sum_terms(v, order, workers[v])
+            for v, order in sorted(self.gradients.sums.items())
         }
         seeds = {
-            c.index: self._fold(c.value, c.seed, self._worker_of(c))
+            c.index: self._sum_terms(c.value, c.seed, self._worker_of(c))
             for c in self.gradients.contributions
             if c.seed
         }
@@ -118,7 +119,7 @@ class _Partitioner:
             io=self._segment_io(),
             edges=tuple(self.edges),
             contributions=self.gradients.contributions,
-            folds=folds,
+            gradient_sums=sums,
             seeds=seeds,
             home=self.home,
             is_microbatched=self.is_microbatched,
@@ -203,10 +204,12 @@ class _Partitioner:
                 edge = Edge(number, kind, drawing, source, worker, PROCESS_GENERATORS_META)
                 self.edges.append(edge)
 
-    def _fold(self, value: int, fold: tuple[int, ...], destination: int) -> tuple[SumTerm, ...]:
-        """Add the gradient edges of a value; fold on the sender what may be folded there."""
+    def _sum_terms(
+        self, value: int, order: tuple[int, ...], destination: int
+    ) -> tuple[SumTerm, ...]:
+        """Add the gradient edges of a value; sum on the sender what may be summed there."""
         terms: list[SumTerm] = []
-        by_worker = groupby(fold, key=lambda c: self._worker_of(self.gradients.contributions[c]))
+        by_worker = groupby(order, key=lambda c: self._worker_of(self.gradients.contributions[c]))
         for worker, group in by_worker:
             contributions = tuple(group)
             if worker == destination:
@@ -249,7 +252,7 @@ class _Partitioner:
             roots = tuple(
                 p
                 for p in outputs
-                if p in self.gradients.folds or (p == loss and self.graph.has_gradients)
+                if p in self.gradients.sums or (p == loss and self.graph.has_gradients)
             )
             result.append(
                 SegmentIO(
@@ -266,7 +269,7 @@ class _Partitioner:
     def _latest_use(self, value: int) -> tuple[int, int]:
         """Two outputs may turn out to be one tensor: its gradient then comes in eager's order."""
         position, index = max(
-            (use for c in self.gradients.folds.get(value, ()) for use in self._uses_of(c)),
+            (use for c in self.gradients.sums.get(value, ()) for use in self._uses_of(c)),
             key=lambda use: (use[0], -use[1]),
             default=(len(self.nodes), 0),
         )

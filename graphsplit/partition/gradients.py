@@ -4,21 +4,21 @@ Floating-point addition is not associative. Eager autograd runs backward by fall
 so the gradients of a value's uses are added latest use first, one after the other::
 
     forward      a = f(v)    b = g(v)    c = h(v)            uses of v in program order: a, b, c
-    backward     total = (grad_c + grad_b) + grad_a          a left fold, latest use first
+    backward     total = (grad_c + grad_b) + grad_a          from left to right, latest use first
 
 Cut into segments, each segment that uses ``v`` holds its own *leaf* copies of it; what a leaf
-collects is one *contribution*. The producer folds the contributions in the same order. One leaf may
-serve several uses only where they are the first terms of the fold: ``(x + (c + b)) + a`` is not
+collects is one *contribution*. The producer adds the contributions in the same order. One leaf may
+serve several uses only where they are the first terms of the sum: ``(x + (c + b)) + a`` is not
 ``((x + c) + b) + a``.
 
 Some operations use an operand several times inside, in an order of their own (``Node.repeated``).
-Their terms cannot be taken apart. Where such a use is not first in the fold, the total of all
+Their terms cannot be taken apart. Where such a use is not first in the sum, the total of all
 earlier terms travels to its segment, and enters that leaf's backward before the segment's own terms
 do, as in eager. Contributions with such a *seed* wait for those that it is made of, so these must
 lie on higher levels: ``delays`` asks for that.
 
 Uses in the producing segment itself need no leaf if all contributions are later than all of them:
-the fold of the contributions enters that segment's backward first, then autograd adds the own uses,
+the sum of the contributions enters that segment's backward first, then autograd adds the own uses,
 latest first. Otherwise the own uses must move to a later segment, where they get leaves like all
 others. (That one own term followed by one contribution may be swapped, since a + b = b + a, is
 true of the numbers only: the sum takes the strides of its first term, and sums over it then differ
@@ -48,7 +48,7 @@ class Contribution:
         value: The node whose gradient it is part of.
         segment: The segment that holds the leaf.
         uses: The operands that read the leaf, in program order.
-        seed: Contributions whose fold enters the leaf's backward first, and is part of this one.
+        seed: Contributions whose sum enters the leaf's backward first, and is part of this one.
     """
 
     index: int
@@ -60,27 +60,27 @@ class Contribution:
 
 @dataclass(frozen=True)
 class GradientOrder:
-    """Every contribution, and for each value the order of its fold.
+    """Every contribution, and for each value the order of its sum.
 
     Attributes:
         contributions: All contributions, by index.
-        folds: For each value that has contributions, the indices of those that its producer adds,
+        sums: For each value that has contributions, the indices of those that its producer adds,
             in order; what is part of another one's seed is not among them.
         conflicts: Values whose uses on the producing worker must move to a later segment.
         delays: Pairs of operations, of which the second must lie on a higher level.
     """
 
     contributions: tuple[Contribution, ...]
-    folds: dict[int, tuple[int, ...]]
+    sums: dict[int, tuple[int, ...]]
     conflicts: frozenset[int]
     delays: frozenset[tuple[int, int]]
 
 
 def order_gradients(placed: PlacedGraph, segmentation: Segmentation) -> GradientOrder:
-    """Find the leaves that every segment needs, and the order in which producers fold."""
+    """Find the leaves that every segment needs, and the order in which producers add."""
     nodes = placed.graph.nodes
     uses = differentiable_uses(nodes) if placed.graph.has_gradients else {}
-    folds: dict[int, tuple[int, ...]] = {}
+    sums: dict[int, tuple[int, ...]] = {}
     conflicts: set[int] = set()
     contributions: list[Contribution] = []
     segment_of = segmentation.segment_of
@@ -93,19 +93,19 @@ def order_gradients(placed: PlacedGraph, segmentation: Segmentation) -> Gradient
         if not _autograd_keeps_order([piece.segment == home for piece in pieces]):
             conflicts.add(value)
             continue
-        fold: tuple[int, ...] = ()
+        order: tuple[int, ...] = ()
         for piece in pieces:
             if piece.segment == home:
                 continue
             index = len(contributions)
-            seed = fold if piece.is_whole else ()
+            seed = order if piece.is_whole else ()
             contributions.append(
                 Contribution(index, value, piece.segment, tuple(sorted(piece.uses)), seed)
             )
-            fold = (index,) if seed else (*fold, index)
-        folds[value] = fold
+            order = (index,) if seed else (*order, index)
+        sums[value] = order
     delays = _delays(contributions, segmentation)
-    return GradientOrder(tuple(contributions), folds, frozenset(conflicts), delays)
+    return GradientOrder(tuple(contributions), sums, frozenset(conflicts), delays)
 
 
 def _delays(
@@ -155,7 +155,7 @@ def _home(placed: PlacedGraph, segmentation: Segmentation, value: int, uses: lis
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Uses whose gradients are one term of the fold.
+    """Uses whose gradients are one term of the sum.
 
     Attributes:
         segment: Where they lie.
@@ -171,7 +171,7 @@ class _Piece:
 def _pieces(
     uses: list[Use], segment_of: Sequence[int], home: int, repeated: AbstractSet[int]
 ) -> list[_Piece]:
-    """Group uses into the terms of the fold: only the first, and whole ones, have several uses."""
+    """Group uses into the terms of the sum: only the first, and whole ones, have several uses."""
     pieces: list[_Piece] = []
     for segment, group in groupby(uses, key=lambda use: segment_of[use[0]]):
         run = tuple(group)
@@ -184,5 +184,5 @@ def _pieces(
 
 
 def _autograd_keeps_order(is_own: Sequence[bool]) -> bool:
-    """Whether adding the fold of all contributions first, then own uses, is eager's order."""
+    """Whether adding the sum of all contributions first, then own uses, is eager's order."""
     return True not in is_own or all(is_own[is_own.index(True) :])

@@ -1,4 +1,4 @@
-"""What partitioning gives: segments, edges and gradient folds, as one frozen value."""
+"""The result of partitioning: segments, edges and gradient sums, as one frozen value."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
 from graphsplit.placement.resolve import PlacedGraph
@@ -15,13 +14,13 @@ from graphsplit.tensor_meta import TensorMeta
 
 
 class EdgeKind(Enum):
-    """What travels along an edge."""
+    """The kinds of edges, by what travels along them."""
 
     VALUE = "value"
     GRADIENT = "gradient"
     GENERATOR = "generator"
     PROCESS_GENERATORS = "process generators"
-    TALLY = "tally"
+    REDUCTION = "reduction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Edge:
         source: Sending worker.
         destination: Receiving worker.
         meta: What is carried.
-        contributions: For gradients: the contributions it carries, already folded, in order.
+        contributions: For gradients: the contributions it carries, already summed, in order.
         per_step: Sent once, not per microbatch: borrowed state that no operation modifies.
     """
 
@@ -61,7 +60,7 @@ class SumTerm:
 
 @dataclass(frozen=True, slots=True)
 class SegmentIO:
-    """What goes into and comes out of one segment.
+    """Inputs and outputs of one segment.
 
     Attributes:
         values: Nodes read from outside, in program order: state, inputs, constants, and values
@@ -132,7 +131,7 @@ class BackwardSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class Reduction:
     """Numbers that all workers share between the last gradient and the optimizer.
 
     Attributes:
@@ -154,12 +153,12 @@ class PartitionPlan:
         io: Inputs and outputs of each segment, by segment.
         edges: All edges, by index.
         contributions: All leaves that collect gradients, by index.
-        folds: For each value with contributions: the terms of its gradient, in order.
+        gradient_sums: For each value with contributions: the terms of its gradient, in order.
         seeds: For each contribution with a seed: the terms of the seed, in order.
         home: The worker that has the outputs and computes metrics.
         is_microbatched: Whether it runs microbatches of a step: each draws from a generator state
             of its own, so that no state is left for the end of the step.
-        tally: What workers share before the optimizer steps; None if it is nothing.
+        reduction: What workers share before the optimizer steps; None if it is nothing.
         splits: The segments whose backward may be run in two parts; see ``partition.splitting``.
         recomputed: By segment, groups of operations that backward runs again; see
             ``partition.recomputation``.
@@ -171,11 +170,11 @@ class PartitionPlan:
     io: tuple[SegmentIO, ...]
     edges: tuple[Edge, ...]
     contributions: tuple[Contribution, ...]
-    folds: dict[int, tuple[SumTerm, ...]]
+    gradient_sums: dict[int, tuple[SumTerm, ...]]
     seeds: dict[int, tuple[SumTerm, ...]]
     home: int
     is_microbatched: bool = False
-    tally: Tally | None = None
+    reduction: Reduction | None = None
     splits: Mapping[int, BackwardSplit] = field(default_factory=dict)
     recomputed: Mapping[int, tuple[RecomputedGroup, ...]] = field(default_factory=dict)
     run_twice: frozenset[int] = frozenset()
@@ -204,16 +203,6 @@ class PartitionPlan:
     def segments_of(self, worker: int) -> tuple[Segment, ...]:
         """A worker's segments in forward order."""
         return tuple(s for s in self.segments if s.worker == worker)
-
-    def inputs_of(self, worker: int) -> frozenset[int]:
-        """Positions of the graph inputs that a worker consumes."""
-        nodes = self.placed.graph.nodes
-        return frozenset(
-            value
-            for segment in self.segments_of(worker)
-            for value in self.io[segment.index].values
-            if nodes[value].kind is NodeKind.INPUT
-        )
 
     def owned_state(self, worker: int) -> tuple[int, ...]:
         """Parameters and buffers that live on a worker."""

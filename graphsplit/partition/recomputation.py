@@ -80,7 +80,7 @@ class _Finder:
                 yield RecomputedGroup(group, repeats_writes=key[0] == _CHECKPOINT)
 
     def written_twice(self, groups: Iterable[tuple[RecomputedGroup, ...]]) -> frozenset[int]:
-        """What a checkpoint of the network modifies once more, and no group does: counters.
+        """Counters that a checkpoint of the network modifies once more, and no group does.
 
         They depend on nothing but themselves, so forward can do it at once.
         """

@@ -28,7 +28,7 @@ from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one worker runs without waiting.
+    """Operations that one worker runs without waiting.
 
     Attributes:
         index: Position among all segments; ordered by level, then worker.

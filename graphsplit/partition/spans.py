@@ -55,7 +55,7 @@ def gradient_spans(plan: PartitionPlan) -> dict[int, int]:
         io = plan.io[segment.index]
         metas = (nodes[p].meta for p in (*segment.nodes, *io.values))
         sizes = [max(m.size_bytes, m.span_bytes) for m in metas if m is not None]
-        sizes += [reach_of(plan.folds.get(root, ())) for root in io.roots]
+        sizes += [reach_of(plan.gradient_sums.get(root, ())) for root in io.roots]
         sizes += [reach_of(plan.seeds.get(leaf, ())) for leaf in io.leaves]
         reach[segment.index] = max(sizes, default=0)
     return {

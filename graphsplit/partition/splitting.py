@@ -12,7 +12,7 @@ operations that are worth it (``least_work``) and whose weights are used
 
 * nowhere else: then autograd's one term is the parameter's whole gradient, or
 * in other segments too, but here only by this operation, through a leaf of its own: then the term
-  is sent or folded as ever, only later.
+  is sent or summed as ever, only later.
 
 Where eager's order of a sum needs more than that (several uses in one segment, sums that begin in
 another segment), an operation stays whole, and so do those that backward runs again. A segment of

@@ -40,7 +40,7 @@ def match_rules(graph: CapturedGraph, rules: Sequence[OperationRule]) -> Matched
     """
     if not rules:
         return Matched({}, (), ())
-    own = _operations_by_module(graph)
+    own = operations_by_module(graph)
     deciding: dict[int, OperationRule] = {}
     matched: dict[OperationRule, list[int]] = {}
     for rule in rules:
@@ -62,7 +62,7 @@ def match_rules(graph: CapturedGraph, rules: Sequence[OperationRule]) -> Matched
     return Matched(deciding, tuple(dead), (*faults, *_contradictions(graph, deciding)))
 
 
-def _operations_by_module(graph: CapturedGraph) -> dict[str, list[tuple[int, str]]]:
+def operations_by_module(graph: CapturedGraph) -> dict[str, list[tuple[int, str]]]:
     """Positions and names of each module's own operations, in program order."""
     own: dict[str, list[tuple[int, str]]] = {}
     for position, node in enumerate(graph.nodes):

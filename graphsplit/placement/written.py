@@ -18,13 +18,13 @@ from typing import Any
 import yaml
 from torch import nn
 
-from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, NodeKind
+from graphsplit.capture.graph import LOSS_PATH
 from graphsplit.errors import InvariantError
 from graphsplit.marks.annotations import Annotation
 from graphsplit.marks.pattern import NETWORK, read_names, read_pattern, read_slice
 from graphsplit.marks.rules import OperationRule
 from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule
-from graphsplit.placement.match import operation_name
+from graphsplit.placement.match import operations_by_module
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
 from graphsplit.placement.whole import nearest
 
@@ -108,7 +108,7 @@ class _Writer:
         # What stands in the code stays there, under the new rules as under the old ones.
         self._code = {path: a for path, a in rules.modules.items() if not a.by_rule}
         self._unplaced = rules.unplaced
-        self._own = _own_operations(placed.graph)
+        self._own = operations_by_module(placed.graph)
         self._module_of = dict(network.named_modules(remove_duplicate=False))
         self._modules: dict[str, int] = {}
         self._operations: dict[tuple[str, str], int] = {}
@@ -273,15 +273,6 @@ class _Writer:
             named = [named[rule.which]]
         reasons = {self._placed.reasons[position] for position in named}
         return reasons.pop() if len(reasons) == 1 else ""
-
-
-def _own_operations(graph: CapturedGraph) -> dict[str, list[tuple[int, str]]]:
-    own: dict[str, list[tuple[int, str]]] = {}
-    for position, node in enumerate(graph.nodes):
-        if node.kind is NodeKind.OPERATION and not node.with_producer:
-            named = (position, operation_name(node.target))
-            own.setdefault(node.module_path, []).append(named)
-    return own
 
 
 def _rule(path: str, operation: str, rank: int) -> OperationRule:

@@ -1,4 +1,4 @@
-"""What the leader tells of the Python values behind a step, and comparing one's own with it.
+"""The leader's message on the Python values behind a step, and comparing one's own with it.
 
 Every worker runs the same script, so all must find the same recording, with the same numbers. One
 whose Python went another way must not take part in the step: the numbers would be of no plain loop.
@@ -34,7 +34,7 @@ class PythonStep:
 
     @classmethod
     def without(cls, changed: Sequence[Failure]) -> PythonStep:
-        """What there is to tell where no recording holds."""
+        """The message where no recording holds."""
         told = tuple((f.place.label[:200], shown(f.new)) for f in changed[:_MAX_TOLD])
         return cls(changed=told)
 

@@ -22,8 +22,8 @@ from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
+from graphsplit.partition.reduction import with_reduction
 from graphsplit.partition.splitting import with_splits
-from graphsplit.partition.tally import with_tally
 from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
@@ -134,8 +134,8 @@ def make_plan(
     if update is not None and part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in network.named_parameters()]
         owned = all_owners(placed, owners, names, rules.modules)
-        sizes = update.tally_sizes([owned[name] for name in names], num_workers)
-        plan = with_tally(plan, sizes) if sizes is not None else plan
+        sizes = update.partial_sizes([owned[name] for name in names], num_workers)
+        plan = with_reduction(plan, sizes) if sizes is not None else plan
     verify(plan)
     return plan, lower_plan(plan, part, schedule)
 

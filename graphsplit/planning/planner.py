@@ -36,8 +36,9 @@ from graphsplit.planning.passes import (
     lower_plan,
     make_plan,
 )
+from graphsplit.planning.progress import say_begun, say_planned
 from graphsplit.planning.python_values import PythonValues
-from graphsplit.planning.recordings import Found, Recordings
+from graphsplit.planning.recordings import Match, Recordings
 from graphsplit.planning.task import (
     Task,
     check_trained,
@@ -110,11 +111,11 @@ class Planner:
         self._modified: set[str] = set()  # by any graph so far
         self.owners: dict[str, int] = {}
         self.expected_owners: dict[str, int] = {}
-        self.on_settled: Callable[[], None] = _nothing
+        self.on_settled: Callable[[], None] = lambda: None
         self._max_plans = _MAX_PLANS
         self.recordings = Recordings(self._record, self._circumstances, self._tensors)
         self.python_values = PythonValues(self.recordings, task)
-        self._found: tuple[Mode, Signature, Found | None] | None = None
+        self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self._num_found = 0
@@ -157,7 +158,7 @@ class Planner:
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
-    def look(self, mode: Mode, signature: Signature) -> Found | None:
+    def look(self, mode: Mode, signature: Signature) -> Match | None:
         """The recording that holds for a step as Python's values are now; None if none does.
 
         What was found is used by the ``plan_for`` that follows.
@@ -167,7 +168,7 @@ class Planner:
         return found
 
     def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
-        """What to tell others of the Python values behind the next step."""
+        """The message to others on the Python values behind the next step."""
         self.begin_step(mode)
         found = self.look(mode, signature)
         if found is None:
@@ -193,7 +194,7 @@ class Planner:
             changed=self.recordings.changed(mode, signature),
         )
 
-    def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Found:
+    def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Match:
         """The recording that holds; made now where there is none, which is collective.
 
         Raises:
@@ -207,6 +208,7 @@ class Planner:
             found = looked[2]
         if found is None:
             self._renew()
+            say_begun(self._job.rank, "capturing", mode)
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
@@ -221,7 +223,7 @@ class Planner:
         self._check_again(found)
         return found
 
-    def _made(self, mode: Mode, signature: Signature) -> Found:
+    def _made(self, mode: Mode, signature: Signature) -> Match:
         """A new recording; a second one if what the loader gives was missed here, and decides."""
         try:
             found = self.recordings.make(mode, signature)
@@ -234,7 +236,7 @@ class Planner:
         self.recordings.drop(found)
         return self.recordings.make(mode, signature)
 
-    def _check_again(self, found: Found) -> None:
+    def _check_again(self, found: Match) -> None:
         """Every so many steps, see whether a recording is still what it was."""
         self._num_found += 1
         every = self._job.recapture_every
@@ -248,7 +250,7 @@ class Planner:
                 f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
             )
 
-    def plan_for(self, found: Found, part: StepPart = WHOLE_STEP, *, note: Note = str) -> ReadyPlan:
+    def plan_for(self, found: Match, part: StepPart = WHOLE_STEP, *, note: Note = str) -> ReadyPlan:
         """The plan for a recorded step; made now if it is new.
 
         Collective where it is new. The 64 plans used last are kept.
@@ -315,9 +317,10 @@ class Planner:
     def _circumstances(self) -> tuple[tuple[bool, ...], Any]:
         return self.requires_grad(), self._task.loss_fn
 
-    def _make(self, found: Found, part: StepPart, note: Note) -> ReadyPlan:
+    def _make(self, found: Match, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording
         mode, number = recording.mode, self._job.next_plan_number()
+        say_begun(self._job.rank, "planning", mode)
         plan, programs = self._pure_passes(recording.graph, part)
         text = "\n".join(
             [
@@ -331,6 +334,7 @@ class Planner:
         self._job.member.agree(f"plan {number} ({mode.value})", text)
         made = self._open(number, plan, programs, found.numbers)
         recording.graph.state.guards.settle()
+        say_planned(self._job.rank, plan, is_compiled=self._task.compiler is not None)
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 
@@ -411,7 +415,7 @@ class Planner:
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-        """What every worker computes alike; a simulation of many workers does it once."""
+        """The results that every worker computes alike; a simulation of many does it once."""
         return make_plan(
             graph,
             network=self._task.network,
@@ -493,7 +497,3 @@ class Planner:
         return {
             p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
         }
-
-
-def _nothing() -> None:
-    """Nobody waits for owners."""

@@ -38,12 +38,12 @@ class _Known:
 
     @property
     def name(self) -> tuple[str, int]:
-        """What it is called on all workers."""
+        """Its name on all workers."""
         return self.place.label, self.loss
 
 
 class PythonValues:
-    """What snapshots keep of the places that recordings watch.
+    """The values in snapshots of the places that recordings watch.
 
     Args:
         recordings: A Model's recordings.
@@ -89,7 +89,7 @@ class PythonValues:
                     place.write(thaw(value) if is_shared else put_into(value, there))
 
     def kept(self) -> list[list[Any]]:
-        """What is not as it was when it was first read, as values that can be written.
+        """Values that are not as they were when first read, in a form that can be written.
 
         Raises:
             StateError: One of them cannot be written; names it.

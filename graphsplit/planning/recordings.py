@@ -93,7 +93,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Found:
+class Match:
     """A recording that holds now.
 
     Attributes:
@@ -148,7 +148,7 @@ class Recordings:
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
 
-    def find(self, mode: Mode, signature: Signature, circumstances: Circumstances) -> Found | None:
+    def find(self, mode: Mode, signature: Signature, circumstances: Circumstances) -> Match | None:
         """The recording that holds now, if there is one.
 
         Args:
@@ -168,15 +168,15 @@ class Recordings:
             if numbers is not None:
                 if index:
                     self._latest.insert(0, self._latest.pop(index))
-                return Found(recording, lifted, numbers)
+                return Match(recording, lifted, numbers)
         return None
 
     def changed(self, mode: Mode, signature: Signature) -> list[Failure]:
-        """What has changed since the recording of such a step that was used last."""
+        """The change since the recording of such a step that was used last."""
         before = self._before(mode, signature)
         return before.graph.state.guards.failures() if before is not None else []
 
-    def make(self, mode: Mode, signature: Signature) -> Found:
+    def make(self, mode: Mode, signature: Signature) -> Match:
         """Record the step as it is now. All workers do so at the same point.
 
         Raises:
@@ -207,15 +207,15 @@ class Recordings:
         numbers = recording.numbers(signature, lifted)
         if numbers is None:
             raise CaptureError("a recorded step does not hold for the batch that it was made for")
-        return Found(recording, lifted, numbers)
+        return Match(recording, lifted, numbers)
 
-    def drop(self, found: Found) -> None:
+    def drop(self, found: Match) -> None:
         """Forget the recording that was made last, and all counts with it: it is made again."""
         self._latest.remove(found.recording)
         self._num_made -= 1
         self._num_lifts, self._num_changes = self._counts_before
 
-    def record_again(self, found: Found) -> str | None:
+    def record_again(self, found: Match) -> str | None:
         """Record a step once more; says where that gives another graph, which must not be."""
         recording = found.recording
         again = self._record(recording.mode, recording.signature, ())

@@ -32,23 +32,31 @@ from graphsplit.runtime.step_state import Microbatches
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a Model's training is: what the random numbers of its microbatches follow from.
 
     Attributes:
         num_steps: How many training steps are done.
         seed: ``torch.initial_seed()`` where training started; None before.
         accumulate: Over how many batches gradients are added up before the optimizer steps.
+        adds_up: Whether gradients stay until the script resets them: ``forward_backward`` has
+            added some.
     """
 
     num_steps: int = 0
     seed: int | None = None
     accumulate: int = 1
+    adds_up: bool = False
 
     @property
     def opens(self) -> bool:
         """Whether gradients are set to None before the next batch."""
         return self.num_steps % self.accumulate == 0
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the next batch adds to gradients that are there."""
+        return self.adds_up or not self.opens
 
     @property
     def closes(self) -> bool:
@@ -66,7 +74,7 @@ class Progress:
         return microbatch_rng_state(self.seed, self.num_steps, microbatch)
 
     def agreement(self, divider: Divider) -> str:
-        """What workers must agree on, as a line of text."""
+        """The facts that workers must agree on, as a line of text."""
         ways = [
             f"{name}=fn" for name in ("split", "loss_weight") if getattr(divider, name) is not None
         ]
@@ -75,7 +83,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Phase:
+class StepPhase:
     """One plan of a step, with what it works on.
 
     Attributes:
@@ -92,8 +100,8 @@ class Phase:
     weights: Sequence[float]
     mark: Callable[[], None] | None = None
 
-    def microbatches(self, progress: Progress) -> Microbatches:
-        """What its microbatches do not have in common, where the batch is not whole."""
+    def microbatches(self, progress: TrainingProgress) -> Microbatches:
+        """The microbatches' weights, and the random state in which each begins."""
         return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
 
 
@@ -131,7 +139,7 @@ class PlannedStep:
         """Whether the step modifies the batch."""
         return any(plan.written_inputs for plan in self.plans)
 
-    def phases(self, division: Division | None) -> list[Phase]:
+    def phases(self, division: Division | None) -> list[StepPhase]:
         """The plans with what each works on.
 
         Args:
@@ -142,7 +150,7 @@ class PlannedStep:
         for plan, size, mark in zip(self.plans, self.sizes, marks, strict=True):
             part = slice(start, start + size)
             inputs = _inputs(plan, size, division, part)
-            found.append(Phase(plan, start, inputs, self.weights[part], mark))
+            found.append(StepPhase(plan, start, inputs, self.weights[part], mark))
             start += size
         return found
 
@@ -174,7 +182,8 @@ def plan_step(
     shape: BatchDescription,
     *,
     note: Note = str,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
+    only_adds: bool = False,
 ) -> PlannedStep:
     """The plans for a batch of a shape; made now where they are new.
 
@@ -184,11 +193,14 @@ def plan_step(
         shape: The batch and its microbatches.
         note: Gives what workers must agree on besides the plans, where one is new.
         progress: How far training is, for a training step.
+        only_adds: Whether the step adds to gradients, and does not reset or use them.
 
     Raises:
         CaptureError, PlacementError, PlanMismatchError: As ``Planner.plan_for``.
     """
     opens, closes = (True, True) if progress is None else (progress.opens, progress.closes)
+    if only_adds:
+        opens = closes = False
     planner.begin_step(mode)
     if not shape.parts:
         part = StepPart(first=opens, last=closes)

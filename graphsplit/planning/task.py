@@ -1,4 +1,4 @@
-"""What a Model wants to run, and what its network and loss hold."""
+"""The task of a Model, and the tensors that its network and loss hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from graphsplit.runtime.segments.compiled import Compiler
 
 @dataclass
 class Task:
-    """What a Model wants to run, apart from the batch. A Model may swap its loss and optimizer.
+    """All that a Model runs, apart from the batch. A Model may swap its loss and optimizer.
 
     Attributes:
         network: The user's network.
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def update_rules(self) -> UpdateRules:
-        """What happens to gradients."""
+        """The treatment of gradients."""
         return UpdateRules(
             self.optimizers, self.clip, self.scaler, self.set_to_none, self.accumulate
         )

@@ -1,4 +1,4 @@
-"""What is trained, and what a loss must be like; the same in one process and many.
+"""Which parameters are trained, and what a loss must be; the same in one process and many.
 
 A loss that is a parameter, or a view of one, has no memory of its own: when the optimizer has
 stepped, it holds another number on the worker that owns the parameter, and on that one alone.

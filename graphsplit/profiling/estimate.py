@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.profiling.measurements import Measurements
-from graphsplit.profiling.recorder import Run
+from graphsplit.profiling.recorder import TimedRun
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
-from graphsplit.schedule.costs import Costs, Host, Link
+from graphsplit.schedule.costs import Costs, Host, LinkCost
 from graphsplit.schedule.simulation.memory import peak_bytes
 from graphsplit.schedule.simulation.timeline import Span, Timeline
 
@@ -190,7 +190,7 @@ def _middle_mean(samples: Sequence[float]) -> float:
 
 def _moving(
     plan: PartitionPlan, measured: _Measured, sends: Mapping[int, float]
-) -> tuple[dict[int, float], dict[tuple[int, int], Link]]:
+) -> tuple[dict[int, float], dict[tuple[int, int], LinkCost]]:
     """The costs of receiving, by edge, and the links."""
     sent: dict[_Message, int] = {}
     received: dict[_Message, _Moment] = {}
@@ -225,13 +225,13 @@ def _links(
     measurements: Sequence[Measurements],
     sends: Mapping[int, float],
     waited: Mapping[int, Sequence[tuple[float, float]]],
-) -> dict[tuple[int, int], Link]:
+) -> dict[tuple[int, int], LinkCost]:
     pairs = dict.fromkeys((edge.source, edge.destination) for edge in plan.edges)
     samples: dict[tuple[int, int], list[float]] = {pair: [] for pair in pairs}
-    links: dict[tuple[int, int], Link] = {}
+    links: dict[tuple[int, int], LinkCost] = {}
     for pair in pairs:
         low, high = sorted(pair)
-        links[pair] = measurements[low].pings.get(high, Link(0.0, float("inf")))
+        links[pair] = measurements[low].pings.get(high, LinkCost(0.0, float("inf")))
     for index, found in waited.items():
         edge = plan.edges[index]
         pair = (edge.source, edge.destination)
@@ -241,7 +241,7 @@ def _links(
     for pair, found_latencies in samples.items():
         if found_latencies:
             latency = _middle_mean(found_latencies)
-            links[pair] = Link(latency, links[pair].bytes_per_s)
+            links[pair] = LinkCost(latency, links[pair].bytes_per_s)
     return links
 
 
@@ -281,7 +281,7 @@ def _timeline(plan: PartitionPlan, measured: _Measured, costs: Costs) -> Timelin
     return Timeline(workers, median * _NS, peak_bytes(plan, workers, costs))
 
 
-def _before(run: Run) -> int:
+def _before(run: TimedRun) -> int:
     return run.before_ns if run.before_ns >= 0 else run.begin_ns
 
 

@@ -14,9 +14,9 @@ from typing import Annotated
 from graphsplit.encoding.fields import integer, string
 from graphsplit.errors import FrameError
 from graphsplit.job.group import read_record
-from graphsplit.profiling.recorder import Run
+from graphsplit.profiling.recorder import TimedRun
 from graphsplit.program.lower import WorkerProgram
-from graphsplit.schedule.costs import Costs, Count, Link, Size
+from graphsplit.schedule.costs import Costs, Count, LinkCost, Size
 from graphsplit.schedule.simulation.timeline import Timeline
 
 _MAX_NS = 1 << 62
@@ -46,9 +46,9 @@ class Measurements:
     cores: Count
     num_threads: Count
     offset_ns: Annotated[int, integer(-_MAX_NS, _MAX_NS)]
-    runs: tuple[Run, ...]
+    runs: tuple[TimedRun, ...]
     activations: Mapping[int, Size] = field(default_factory=dict)
-    pings: Mapping[int, Link] = field(default_factory=dict)
+    pings: Mapping[int, LinkCost] = field(default_factory=dict)
     resident_bytes: Size = 0
 
 
@@ -78,7 +78,7 @@ def read_measurements(text: str, *, worker: int, num_instructions: int) -> Measu
 
 @dataclass(frozen=True)
 class Estimate:
-    """What worker 0 makes of all workers' measurements.
+    """Worker 0's conclusion from all workers' measurements.
 
     Attributes:
         costs: What computing and moving cost.

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from graphsplit.job.control import ControlChannels
-from graphsplit.schedule.costs import Link
+from graphsplit.schedule.costs import LinkCost
 from graphsplit.tensor_meta import TensorMeta
 
 _ROUNDS = 20
@@ -40,14 +40,14 @@ def clock_offset_ns(trips: Sequence[RoundTrip]) -> int:
     return -((t1 - t0) + (t2 - t3)) // 2
 
 
-def link_of(small_s: Sequence[float], large_s: Sequence[float], large_bytes: int) -> Link:
+def link_of(small_s: Sequence[float], large_s: Sequence[float], large_bytes: int) -> LinkCost:
     """A link, from the seconds of round trips of small and of large messages.
 
     The quickest ones show what bytes cost; others were held up by something else.
     """
     growth = (min(large_s) - min(small_s)) / 2
     rate = min(large_bytes / max(growth, _MIN_SECONDS), _MOST_BYTES_PER_S)
-    return Link(statistics.median(small_s) / 2, rate)
+    return LinkCost(statistics.median(small_s) / 2, rate)
 
 
 def measure_offset(control: ControlChannels) -> int:
@@ -65,12 +65,14 @@ def measure_offset(control: ControlChannels) -> int:
     return found
 
 
-def measure_links(control: ControlChannels, pairs: Iterable[tuple[int, int]]) -> dict[int, Link]:
+def measure_links(
+    control: ControlChannels, pairs: Iterable[tuple[int, int]]
+) -> dict[int, LinkCost]:
     """Links from this worker to those of higher rank. All workers call it with the same pairs.
 
     One pair after the other, so that none disturbs another one.
     """
-    found: dict[int, Link] = {}
+    found: dict[int, LinkCost] = {}
     for low, high in sorted({(min(pair), max(pair)) for pair in pairs}):
         if control.rank == low:
             small = [_round_trip(control, high, 1) for _ in range(_ROUNDS)]

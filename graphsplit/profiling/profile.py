@@ -19,7 +19,7 @@ import torch
 
 from graphsplit.encoding import records
 from graphsplit.errors import ConfigurationError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.planner import ReadyPlan
@@ -31,14 +31,14 @@ from graphsplit.profiling.measurements import (
     read_estimate,
     read_measurements,
 )
-from graphsplit.profiling.recorder import Recorder
+from graphsplit.profiling.recorder import StepRecorder
 from graphsplit.profiling.trial_run import bounding_line, compute_lines
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.schedule.simulation.timeline import Timeline
-from graphsplit.viz.report import Report, describe_report, seconds_in_words, write_report
+from graphsplit.viz.report import StepReport, describe_report, seconds_in_words, write_report
 
 # Steps that are simulated one after the other, until they repeat.
 _STEPS = 3
@@ -75,8 +75,8 @@ class Profile:
         return self.predicted.step_s / self.measured.step_s
 
     @property
-    def _report(self) -> Report:
-        return Report(
+    def _report(self) -> StepReport:
+        return StepReport(
             self.plan,
             self.predicted,
             self.measured,
@@ -97,7 +97,7 @@ class Profile:
         ]
 
     def compute(self) -> list[str]:
-        """What each worker computes in a step, as a table."""
+        """Each worker's computing in a step, as a table."""
         return compute_lines(self.plan, self.costs, self.part.num_microbatches)
 
     def save(self, folder: str | Path) -> None:
@@ -121,13 +121,13 @@ class Profiler:
         latest: What was found last.
     """
 
-    def __init__(self, job: Job, group: Callable[[], Group]) -> None:
+    def __init__(self, job: Job, group: Callable[[], WorkerGroup]) -> None:
         self.is_on = False
         self.latest: Profile | None = None
         self._found: Profile | None = None  # since it was turned on
         self._job = job
         self._group = group
-        self._recorders: dict[ProgramRunner, tuple[ReadyPlan, Recorder]] = {}
+        self._recorders: dict[ProgramRunner, tuple[ReadyPlan, StepRecorder]] = {}
 
     def turn_on(self) -> None:
         """Measure every plan from now on."""
@@ -144,7 +144,7 @@ class Profiler:
         """It has run."""
         known = self._recorders.get(planned.runner)
         if known is None:
-            self._recorders[planned.runner] = (planned, Recorder(planned.runner, _NUM_RUNS))
+            self._recorders[planned.runner] = (planned, StepRecorder(planned.runner, _NUM_RUNS))
         else:
             known[1].end()
 
@@ -230,7 +230,7 @@ class Profiler:
         )
         return self.latest
 
-    def _mine(self, planned: ReadyPlan, recorder: Recorder) -> Measurements:
+    def _mine(self, planned: ReadyPlan, recorder: StepRecorder) -> Measurements:
         control = self._job.control
         clock, (cores, num_cores) = pings.clock_name(), pings.usable_cores()
         return Measurements(

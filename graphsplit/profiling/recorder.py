@@ -27,7 +27,7 @@ _NEVER = -1
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One run of a worker's program.
 
     Attributes:
@@ -49,7 +49,7 @@ class Run:
     ends_cpu_ns: tuple[int, ...]
 
 
-class Recorder:
+class StepRecorder:
     """Watches one runner, from ``start`` to ``stop``.
 
     Args:
@@ -62,7 +62,7 @@ class Recorder:
     """
 
     def __init__(self, runner: ProgramRunner, num_runs: int) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[TimedRun] = []
         self._num_runs = num_runs
         self.activations: dict[int, int] = {}
         self._runner = runner
@@ -99,7 +99,7 @@ class Recorder:
             follows = self._last[0] == self._step - 1
             before = self._last[1:] if follows else (_NEVER, 0)
             ends = tuple(self._ends), tuple(self._cpu_ends)
-            self.runs.append(Run(self._step, *before, *self._begin, *ends))
+            self.runs.append(TimedRun(self._step, *before, *self._begin, *ends))
         self._last = (self._step, time.perf_counter_ns(), time.thread_time_ns())
 
     def stop(self) -> None:

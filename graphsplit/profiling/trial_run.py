@@ -1,4 +1,4 @@
-"""What a plan's segments cost, tried in this process on one batch before anything is trained.
+"""The costs of a plan's segments, tried in this process on one batch before training.
 
 Each segment runs forward and backward as its worker would run it, one after the other, on copies of
 what it modifies. What messages take is assumed.
@@ -71,7 +71,7 @@ def tried_costs(
 def _values(
     plan: PartitionPlan, state: Mapping[str, torch.Tensor], inputs: Sequence[Any]
 ) -> dict[int, Any]:
-    """What is there before the first segment runs, by node."""
+    """Values that are there before the first segment runs, by node."""
     graph, found = plan.placed.graph, dict[int, Any]()
     numbers: Mapping[str, Any] = {}
     if graph.sizes is not None:

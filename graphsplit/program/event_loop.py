@@ -162,7 +162,7 @@ class ProgramPlay(EventLoop):
         self.release(worker)
 
     def finish(self, worker: int) -> None:
-        """What a worker is at is done."""
+        """Note that a worker has done its present task."""
         instruction = self.programs[worker][self.positions[worker]]
         self.positions[worker] += 1
         if instruction is None:

@@ -3,13 +3,13 @@
 ============================  ==========================================================
 ``ZERO_GRADIENTS``            set the owned parameters' gradients to None
 ``FORWARD mb0 seg2``          run a segment
-``BACKWARD mb0 seg2``         run a segment's backward: fold what came back, then autograd
+``BACKWARD mb0 seg2``         run a segment's backward: sum what came back, then autograd
 ``BACKWARD_INPUT mb0 seg2``   the part of it that others wait for
 ``BACKWARD_WEIGHT mb0 seg2``  the rest of it: gradients of large weights
-``ACCUMULATE mb0 v7``         fold the gradients of a parameter that several segments use
+``ACCUMULATE mb0 v7``         sum the gradients of a parameter that several segments use
 ``SEND mb0 edge3``            send the edge's value to its destination
 ``RECEIVE mb0 edge3``         wait for the edge's value from its source
-``TALLY``                     unscale the owned gradients; note norms, and whether all are finite
+``REDUCE``                    unscale the owned gradients; note norms, and whether all are finite
 ``CLIP``                      clip the owned gradients by what all workers have noted
 ``OPTIMIZER``                 step the optimizer over the owned parameters
 ============================  ==========================================================
@@ -33,7 +33,7 @@ class Opcode(Enum):
     ACCUMULATE = "ACCUMULATE"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
-    TALLY = "TALLY"
+    REDUCE = "REDUCE"
     CLIP = "CLIP"
     OPTIMIZER = "OPTIMIZER"
 

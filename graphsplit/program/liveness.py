@@ -5,7 +5,7 @@
     SEND mb0 edge5      frees mb0 v9     seg2 made v9, and this was its last receiver
 
 What autograd holds is freed by the backward of its segment, and gradients are taken out where they
-are folded or sent; so this is about the values of nodes alone. Without it they would be kept for
+are summed or sent; so this is about the values of nodes alone. Without it they would be kept for
 every microbatch until the end of the step.
 """
 
@@ -17,34 +17,24 @@ from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 
-Held = tuple[int, int]  # (microbatch, node)
+HeldValue = tuple[int, int]  # (microbatch, node)
 GENERATOR = -1  # in the place of a node: the state of a microbatch's generator
 
 
-def last_uses(plan: PartitionPlan, program: WorkerProgram) -> dict[int, tuple[Held, ...]]:
+def last_uses(plan: PartitionPlan, program: WorkerProgram) -> dict[int, tuple[HeldValue, ...]]:
     """The values that nothing reads any more once an instruction has run, by its position.
 
     Outputs of the graph are not among it: they are what a step is for.
     """
     uses = _Uses(plan, program.worker)
-    latest: dict[Held, int] = {}
+    latest: dict[HeldValue, int] = {}
     for position, instruction in enumerate(program.instructions):
         for held in uses.of(instruction):
             latest[held] = position
-    found: dict[int, list[Held]] = {}
+    found: dict[int, list[HeldValue]] = {}
     for held, position in latest.items():
         found.setdefault(position, []).append(held)
     return {position: tuple(held) for position, held in found.items()}
-
-
-def describe_liveness(plan: PartitionPlan, program: WorkerProgram) -> str:
-    """A program as text, with what is freed after each instruction."""
-    freed = last_uses(plan, program)
-    lines = program.describe().splitlines()
-    for position, held in freed.items():
-        names = (f"mb{m} {'generator' if v == GENERATOR else f'v{v}'}" for m, v in held)
-        lines[position + 1] += f"    frees {', '.join(names)}"
-    return "\n".join(lines)
 
 
 class _Uses:
@@ -57,7 +47,7 @@ class _Uses:
         # By segment: nodes that are held once per microbatch, and once per step.
         self._reads: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
-    def of(self, instruction: Instruction) -> Iterator[Held]:
+    def of(self, instruction: Instruction) -> Iterator[HeldValue]:
         microbatch, operand = instruction.microbatch, instruction.operand
         if instruction.opcode is Opcode.FORWARD:
             each, once = self._of_segment(operand)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.traffic import Traffic
+from graphsplit.program.traffic import PlanTraffic
 
 # A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD and
 # ACCUMULATE instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD
@@ -80,7 +80,7 @@ def lower(
     """
     common = _Common(
         plan,
-        Traffic(plan),
+        PlanTraffic(plan),
         late_edges(plan),
         num_microbatches,
         first,
@@ -97,7 +97,7 @@ class _Common:
     """The tables that the lowering of all workers has in common."""
 
     plan: PartitionPlan
-    traffic: Traffic
+    traffic: PlanTraffic
     late: frozenset[int]
     num_microbatches: int
     first: bool
@@ -130,7 +130,9 @@ class _Lowering:
             if instruction.opcode is Opcode.FORWARD:
                 self._forward(instruction)
             elif instruction.opcode is Opcode.ACCUMULATE:
-                self._receive_terms(self.plan.folds[instruction.operand], instruction.microbatch)
+                self._receive_terms(
+                    self.plan.gradient_sums[instruction.operand], instruction.microbatch
+                )
                 self.out.append(instruction)
             else:
                 self._backward(instruction)
@@ -184,7 +186,7 @@ class _Lowering:
         segment, microbatch = instruction.operand, instruction.microbatch
         io = self.plan.io[segment]
         if instruction.opcode is not Opcode.BACKWARD_WEIGHT:
-            sums = [self.plan.folds.get(root, ()) for root in io.roots]
+            sums = [self.plan.gradient_sums.get(root, ()) for root in io.roots]
             sums += [self.plan.seeds.get(leaf, ()) for leaf in io.leaves]
             self._receive_terms(itertools.chain.from_iterable(sums), microbatch)
         self.out.append(instruction)
@@ -202,26 +204,26 @@ class _Lowering:
     def _finish(self) -> None:
         for microbatch in self.microbatches:
             for edge in self.outgoing:
-                if edge.kind is not EdgeKind.TALLY:
+                if edge.kind is not EdgeKind.REDUCTION:
                     self._move(edge, microbatch, Opcode.SEND)
         if self.is_training and self.common.last:
-            self._share_tally()
+            self._share_reduction()
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:
             for edge in self.incoming:
                 self._move(edge, microbatch, Opcode.RECEIVE)
 
-    def _share_tally(self) -> None:
-        """Parts to the root, then the whole to everybody; see ``partition.tally``."""
-        tally = self.plan.tally
-        if tally is None:
+    def _share_reduction(self) -> None:
+        """Parts to the root, then the whole to everybody; see ``partition.reduction``."""
+        reduction = self.plan.reduction
+        if reduction is None:
             return
-        outgoing = [edge for edge in self.outgoing if edge.kind is EdgeKind.TALLY]
-        incoming = [edge for edge in self.incoming if edge.kind is EdgeKind.TALLY]
+        outgoing = [edge for edge in self.outgoing if edge.kind is EdgeKind.REDUCTION]
+        incoming = [edge for edge in self.incoming if edge.kind is EdgeKind.REDUCTION]
         moves = [(edge, Opcode.SEND) for edge in outgoing]
         received = [(edge, Opcode.RECEIVE) for edge in incoming]
-        self.out.append(Instruction(Opcode.TALLY))
-        for edge, opcode in received + moves if self.worker == tally.root else moves + received:
+        self.out.append(Instruction(Opcode.REDUCE))
+        for edge, opcode in received + moves if self.worker == reduction.root else moves + received:
             self._move(edge, 0, opcode)
         self.out.append(Instruction(Opcode.CLIP))
 

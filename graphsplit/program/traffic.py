@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 
 
-class Traffic:
+class PlanTraffic:
     """The edges of a plan by those who need them. Edges stand in the order of their indices.
 
     Attributes:
@@ -32,7 +32,7 @@ class Traffic:
             self.outgoing[edge.source].append(edge)
             if edge.kind is EdgeKind.GRADIENT:
                 self.carrier.update(dict.fromkeys(edge.contributions, edge))
-            elif edge.kind is not EdgeKind.TALLY and segment_of[edge.value] >= 0:
+            elif edge.kind is not EdgeKind.REDUCTION and segment_of[edge.value] >= 0:
                 self.made[segment_of[edge.value]].append(edge)
         self.awaited = _awaited(plan)
         self.modified = _modified(plan)

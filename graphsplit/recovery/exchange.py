@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CheckpointError, FrameError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.stream import joined
 from graphsplit.recovery.agreement import Target
 from graphsplit.recovery.results import MAX_RESULTS_BYTES
@@ -20,7 +20,7 @@ _MAX_PART_BYTES = 1 << 40  # memory is taken for what has come, not for what is 
 
 
 def exchange_parts(
-    group: Group, target: Target, held: Pieces, log: Pieces
+    group: WorkerGroup, target: Target, held: Pieces, log: Pieces
 ) -> tuple[SnapshotShard, list[str]] | None:
     """Give every worker that has just started the part of the one whose place it takes.
 
@@ -64,7 +64,7 @@ def _lines(pieces: Iterable[torch.Tensor]) -> list[str]:
         raise FrameError(f"remembered calls are no text: {error}") from None
 
 
-def share_script(group: Group, folder: SnapshotFolder | None, number: int) -> dict[str, Any]:
+def share_script(group: WorkerGroup, folder: SnapshotFolder | None, number: int) -> dict[str, Any]:
     """The place in the script that a snapshot on disk has, from the first who sees it.
 
     Raises:

@@ -15,7 +15,7 @@ from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch, Position
 from graphsplit.checkpoint.states import Loaded, Stateful
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 from graphsplit.planning.modes import ensure_training
 from graphsplit.recovery.log import Entry
 from graphsplit.recovery.results import pack, unpack
@@ -25,10 +25,10 @@ from graphsplit.torch_ext.private import pytree
 from graphsplit.train.epochs import load_callbacks
 
 
-class Kind:
+class CallKind:
     """A call that returns plain values or tensors, and leaves nothing else behind."""
 
-    def pack(self, call: Call, result: Any) -> Any:
+    def pack(self, call: ModelCall, result: Any) -> Any:
         """The result as JSON.
 
         Raises:
@@ -36,20 +36,20 @@ class Kind:
         """
         return pack(result, what=f"{call.name}()")
 
-    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
+    def unpack(self, call: ModelCall, share: ModelSnapshot | None, node: Any) -> Any:
         """The result again."""
         return unpack(node, what=f"{call.name}()")
 
-    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
+    def after(self, call: ModelCall, share: ModelSnapshot | None, entry: Entry) -> Any:
         """The further effects of a call, beside what snapshots hold; None if there are none."""
         return None
 
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         """Leave it again."""
 
 
-class _Train(Kind):
-    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
+class _Train(CallKind):
+    def after(self, call: ModelCall, share: ModelSnapshot | None, entry: Entry) -> Any:
         assert share is not None
         _, loader, callbacks, *_ = call.arguments
         states = [[type(c).__qualname__, c.state_dict()] for c in callbacks]
@@ -61,7 +61,7 @@ class _Train(Kind):
         }
         return pack(values, what="callbacks and loader after train()")
 
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         _, loader, callbacks, *_ = call.arguments
         values = unpack(after, what="callbacks and loader after train()")
@@ -78,12 +78,26 @@ class _Train(Kind):
         _mark_stepped(share)
 
 
-class _TrainStep(Kind):
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+class _TrainStep(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         ensure_training(share.task.network)
         share.engine.progress.begin()
         share.engine.progress.num_steps += 1
+        _mark_stepped(share)
+
+
+class _ForwardBackward(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
+        assert share is not None
+        ensure_training(share.task.network)
+        share.engine.progress.begin()
+        share.engine.progress.num_steps += 1
+
+
+class _Step(CallKind):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
+        assert share is not None
         _mark_stepped(share)
 
 
@@ -93,28 +107,28 @@ def _mark_stepped(share: ModelSnapshot) -> None:
         note_stepped(optimizer)
 
 
-class _Eval(Kind):
-    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
+class _Eval(CallKind):
+    def after(self, call: ModelCall, share: ModelSnapshot | None, entry: Entry) -> Any:
         state = LoaderWatch(call.arguments[0]).state()
         has_any = state is not None and not is_same(state, entry.loader)
         return pack(state, what="the loader after eval()") if has_any else None
 
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         share.task.network.eval()
         if after is not None:
             put_loader(call.arguments[0], unpack(after, what="the loader after eval()"))
 
 
-class _Predict(Kind):
+class _Predict(CallKind):
     """Outputs have the network's own structure, which a capture tells again."""
 
-    def pack(self, call: Call, result: Any) -> Any:
+    def pack(self, call: ModelCall, result: Any) -> Any:
         if _is_plain(result):
             return pack({"plain": result}, what="predict()")
         return pack({"leaves": pytree.tree_leaves(result)}, what="predict()")
 
-    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
+    def unpack(self, call: ModelCall, share: ModelSnapshot | None, node: Any) -> Any:
         assert share is not None
         found = unpack(node, what="predict()")
         if "plain" in found:
@@ -122,7 +136,7 @@ class _Predict(Kind):
         graph = share.engine.planner.graph_of(Mode.PREDICT, Signature.of(call.arguments))
         return graph.output_spec.rebuild(found["leaves"])
 
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         share.task.network.eval()
 
@@ -136,50 +150,52 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (torch.Tensor, bool, int, float, str)
 
 
-class _Load(Kind):
-    def pack(self, call: Call, result: Any) -> Any:
+class _Load(CallKind):
+    def pack(self, call: ModelCall, result: Any) -> Any:
         values = {"position": vars(result.position), "extra": dict(result.extra)}
         return pack(values, what="load()")
 
-    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
+    def unpack(self, call: ModelCall, share: ModelSnapshot | None, node: Any) -> Any:
         found = unpack(node, what="load()")
         return Loaded(Position.read(found["position"]), found["extra"])
 
-    def after(self, call: Call, share: ModelSnapshot | None, entry: Entry) -> Any:
+    def after(self, call: ModelCall, share: ModelSnapshot | None, entry: Entry) -> Any:
         states = {n: v.state_dict() for n, v in _stateful(call).items()}
         return pack(states, what="extra after load()") if states else None
 
-    def give_again(self, call: Call, share: ModelSnapshot | None, after: Any) -> None:
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         if after is not None:
             states = unpack(after, what="extra after load()")
             for name, value in _stateful(call).items():
                 value.load_state_dict(copy.deepcopy(states[name]))
 
 
-def _stateful(call: Call) -> Mapping[str, Stateful]:
+def _stateful(call: ModelCall) -> Mapping[str, Stateful]:
     return {n: v for n, v in call.arguments[1].items() if isinstance(v, Stateful)}
 
 
-class _Path(Kind):
-    def pack(self, call: Call, result: Any) -> Any:
+class _Path(CallKind):
+    def pack(self, call: ModelCall, result: Any) -> Any:
         return pack(None if result is None else str(result), what=f"{call.name}()")
 
-    def unpack(self, call: Call, share: ModelSnapshot | None, node: Any) -> Any:
+    def unpack(self, call: ModelCall, share: ModelSnapshot | None, node: Any) -> Any:
         found = unpack(node, what=f"{call.name}()")
         return None if found is None else Path(found)
 
 
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, CallKind] = {
     "train": _Train(),
     "train_step": _TrainStep(),
+    "forward_backward": _ForwardBackward(),
+    "step": _Step(),
     "eval": _Eval(),
     "predict": _Predict(),
     "load": _Load(),
     "latest_checkpoint": _Path(),
 }
-_PLAIN = Kind()
+_PLAIN = CallKind()
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> CallKind:
     """The kind of a call, by its name."""
     return _KINDS.get(name, _PLAIN)

@@ -13,7 +13,7 @@ from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
 from graphsplit.checkpoint.position import LoaderWatch
 from graphsplit.checkpoint.states import Resumption, Stateful
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
     Given,
@@ -28,7 +28,12 @@ from graphsplit.train.epochs import load_callbacks
 from graphsplit.train.outputs import predicted_loader
 
 _TAKES_TENSORS = frozenset(
-    {"train_step", "predict", "load_state_dict", "load_optimizer_state_dict"}
+    (
+        *("train_step", "forward_backward", "predict"),
+        *("load_state_dict", "load_optimizer_state_dict"),
+        *("all_reduce", "reduce", "broadcast", "broadcast_object"),
+        *("all_gather", "gather", "scatter"),
+    )
 )
 
 
@@ -42,7 +47,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.shape, strides)
 
 
-def kept_call(call: Call) -> Call:
+def kept_call(call: ModelCall) -> ModelCall:
     """A call whose arguments stay as they are now, whatever the script does with them."""
     if call.name in _TAKES_TENSORS:
         return replace(call, arguments=pytree.tree_map_only(torch.Tensor, kept, call.arguments))
@@ -129,14 +134,14 @@ class Entry:
     """
 
     ordinal: int
-    call: Call
+    call: ModelCall
     generators: tuple[torch.Tensor, Mapping[str, Any]]
     models: list[ModelBefore]
     loader: dict[str, Any] | None = None
     callbacks: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, ordinal: int, call: Call, shares: Sequence[ModelSnapshot]) -> Entry:
+    def of(cls, ordinal: int, call: ModelCall, shares: Sequence[ModelSnapshot]) -> Entry:
         """A call that is about to run."""
         entry = cls(
             ordinal,
@@ -166,7 +171,7 @@ class Entry:
         set_all_generators(self.generators)
 
 
-def _loader_of(call: Call) -> Any:
+def _loader_of(call: ModelCall) -> Any:
     """The loader that a call goes through; None if it goes through none."""
     if call.name == "predict":
         return predicted_loader((call.arguments[0], call.arguments[1]))
@@ -188,7 +193,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def refuse_what_ends(call: Call, refuse: Callable[[str], None]) -> None:
+def refuse_what_ends(call: ModelCall, refuse: Callable[[str], None]) -> None:
     """Refuse a loader that can be gone through only once: its call could not be run again."""
     given = _loader_of(call)
     if given is not None and getattr(given, "__next__", None) is not None:

@@ -33,7 +33,7 @@ from graphsplit.errors import (
     StateError,
 )
 from graphsplit.job.job import Job
-from graphsplit.job.script import Call, Script
+from graphsplit.job.script import ModelCall, Script
 from graphsplit.recovery.kinds import kind_of
 from graphsplit.recovery.log import Entry, refuse_what_ends
 from graphsplit.recovery.results import Memory, Results, pack, unpack
@@ -43,7 +43,7 @@ from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
 from graphsplit.train.cluster_engine import ClusterEngine
 
 T = TypeVar("T")
-_STEPPING = ("train", "train_step")
+_STEPPING = ("train", "train_step", "forward_backward")
 
 
 class RecoveringScript(Script):
@@ -53,6 +53,8 @@ class RecoveringScript(Script):
         job: The job.
         settings: How often snapshots are taken.
     """
+
+    gives_again = True
 
     def __init__(self, job: Job, settings: SnapshotSettings) -> None:
         self._job = job
@@ -89,7 +91,7 @@ class RecoveringScript(Script):
 
     # Calls.
 
-    def collective(self, call: Call) -> Any:
+    def collective(self, call: ModelCall) -> Any:
         """Run a call that all workers make; or return what it returned before."""
         if self._depth:  # made by a callback: part of another call
             with self._nested():
@@ -107,7 +109,7 @@ class RecoveringScript(Script):
             self._restore()  # the snapshot is inside this call
         return self._carry_out(entry)
 
-    def local(self, call: Call) -> Any:
+    def local(self, call: ModelCall) -> Any:
         """Run a call that changes nothing; or return what it returned before."""
         if self._depth:
             return call()
@@ -155,14 +157,14 @@ class RecoveringScript(Script):
         finally:
             self._depth -= 1
 
-    def _share(self, call: Call) -> ModelSnapshot | None:
+    def _share(self, call: ModelCall) -> ModelSnapshot | None:
         return self._by_engine.get(id(call.engine))
 
-    def _index(self, call: Call) -> int:
+    def _index(self, call: ModelCall) -> int:
         share = self._share(call)
         return -1 if share is None else share.index
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: ModelCall) -> None:
         """Refuse, before it begins, what could not be brought back."""
         with self._job.reporting():
             refuse_what_ends(call, _refuse)
@@ -174,7 +176,7 @@ class RecoveringScript(Script):
                     f"with fail_fast."
                 )
 
-    def _enter(self, ordinal: int, call: Call) -> Entry:
+    def _enter(self, ordinal: int, call: ModelCall) -> Entry:
         entry = Entry.of(ordinal, call, self._shares)
         self._note_draws(entry)
         self._entries[ordinal] = entry
@@ -228,7 +230,7 @@ class RecoveringScript(Script):
             self._take(entry, inside=False)
             with self._job.reporting():
                 self._snapshots.wait_committed()
-        elif entry.call.name == "train_step":
+        elif entry.call.name in ("train_step", "step"):
             self._check_shares()
             self._steps += 1
             if self._steps >= self.settings.every:
@@ -285,7 +287,7 @@ class RecoveringScript(Script):
         """The last call that returns without running."""
         return place.first_needed - 1
 
-    def _give_again(self, ordinal: int, call: Call) -> Any:
+    def _give_again(self, ordinal: int, call: ModelCall) -> Any:
         assert self._memory is not None
         with self._job.reporting():
             found = self._memory.call(ordinal, call.name, self._index(call))
@@ -388,16 +390,16 @@ class RecoveringScript(Script):
 
 
 class _Recorded:
-    """Has the methods of some calls; each goes to the script as a ``Call`` of its name."""
+    """Has the methods of some calls; each goes to the script as a ``ModelCall`` of its name."""
 
-    def __init__(self, engine: Any, calls: Any, run: Callable[[Call], Any]) -> None:
+    def __init__(self, engine: Any, calls: Any, run: Callable[[ModelCall], Any]) -> None:
         self._engine = engine
         self._calls = calls
         self._run = run
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._calls, name)
-        return lambda *arguments: self._run(Call(name, method, arguments, self._engine))
+        return lambda *arguments: self._run(ModelCall(name, method, arguments, self._engine))
 
 
 def _refuse(message: str) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from graphsplit.capture.graph import Mode, Node, NodeKind
-from graphsplit.cluster.member.identity import Position
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import GENERATOR, Held, is_held_once, last_uses
+from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.channels import (
@@ -33,7 +33,7 @@ from graphsplit.runtime.random.generators import (
     bind_receive_generators,
     bind_send_generators,
 )
-from graphsplit.runtime.segments.autograd import fold
+from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.runtime.segments.backward import BackwardBinder
 from graphsplit.runtime.segments.changing_state import (
     changing_state,
@@ -42,7 +42,7 @@ from graphsplit.runtime.segments.changing_state import (
 )
 from graphsplit.runtime.segments.code import SegmentCode, build_code
 from graphsplit.runtime.segments.compiled import Compiler
-from graphsplit.runtime.sharing import bind_receive_tally, bind_send_tally, bind_tally
+from graphsplit.runtime.sharing import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.step_state import Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
 from graphsplit.transport.base import Sender, Transport
@@ -76,7 +76,7 @@ class RunnerParts:
     state: Mapping[int, torch.Tensor]
     transport: Transport | None
     updater: Updater
-    position: Position = field(default_factory=Position)
+    position: ReportedPosition = field(default_factory=ReportedPosition)
     compiler: Compiler | None = None
     hook_state: tuple[HookState, ...] = ()
 
@@ -324,7 +324,7 @@ class ProgramRunner:
         if opcode in (Opcode.ZERO_GRADIENTS, Opcode.OPTIMIZER):
             call = updater.step if opcode is Opcode.OPTIMIZER else updater.zero_gradients
             return lambda state: call()
-        return bind_tally(opcode, updater, self._parts.program.worker)
+        return bind_reduce(opcode, updater, self._parts.program.worker)
 
     def _code_key(self, instruction: Instruction) -> tuple[int, bool]:
         """A segment, and whether its weight gradients are computed apart."""
@@ -400,8 +400,8 @@ class ProgramRunner:
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
         send = self._senders[edge.index].send
         value = edge.value
-        if edge.kind is EdgeKind.TALLY:
-            return bind_send_tally(self._plan, edge, send)
+        if edge.kind is EdgeKind.REDUCTION:
+            return bind_send_reduction(self._plan, edge, send)
         if edge.kind in GENERATORS:
             return bind_send_generators(self._plan, edge, microbatch, send)
         if edge.kind is EdgeKind.GRADIENT:
@@ -410,7 +410,7 @@ class ProgramRunner:
             def send_gradient(state: StepState) -> None:
                 collected = state.collected[microbatch]
                 found = [collected.pop(c) for c in contributions]
-                total = found[0] if len(found) == 1 else fold(found)
+                total = found[0] if len(found) == 1 else gradient_sum(found)
                 if total is not None and total.layout is not torch.strided:
                     raise sparse_gradient(self._nodes[value], edge)
                 send(total, step=state.step, microbatch=microbatch)
@@ -426,8 +426,8 @@ class ProgramRunner:
     def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
         receive = self._receivers[edge.index].receive
         index, value = edge.index, edge.value
-        if edge.kind is EdgeKind.TALLY:
-            return bind_receive_tally(self._plan, edge, receive)
+        if edge.kind is EdgeKind.REDUCTION:
+            return bind_receive_reduction(self._plan, edge, receive)
         if edge.kind in GENERATORS:
             return bind_receive_generators(self._plan, edge, microbatch, receive)
 
@@ -486,7 +486,7 @@ def _letting_others_first(action: Action) -> Action:
     return yield_and_run
 
 
-def _freeing(action: Action, held: Sequence[Held]) -> Action:
+def _freeing(action: Action, held: Sequence[HeldValue]) -> Action:
     """Forget afterwards what nothing reads any more; see ``program.liveness``."""
 
     def run_and_free(state: StepState) -> None:

@@ -1,4 +1,4 @@
-"""The tally of all gradients: its instructions, and its messages."""
+"""The reduction over all gradients: its instructions, and its messages."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from graphsplit.runtime.step_state import StepState
 Action = Callable[[StepState], None]
 
 
-def bind_tally(opcode: Opcode, updater: Updater, worker: int) -> Action:
-    """An instruction that makes this worker's part of the tally, or uses all parts."""
+def bind_reduce(opcode: Opcode, updater: Updater, worker: int) -> Action:
+    """An instruction that makes this worker's part of the reduction, or uses all parts."""
     if opcode is Opcode.CLIP:
-        return lambda state: updater.clip(state.tallies)
+        return lambda state: updater.clip(state.partials)
 
-    def tally(state: StepState) -> None:
-        state.tallies[worker] = updater.tally()
+    def reduce(state: StepState) -> None:
+        state.partials[worker] = updater.partial()
 
-    return tally
+    return reduce
 
 
-def bind_send_tally(plan: PartitionPlan, edge: Edge, send: Callable[..., Any]) -> Action:
+def bind_send_reduction(plan: PartitionPlan, edge: Edge, send: Callable[..., Any]) -> Action:
     """Send this worker's part to the root, or, from there, the whole."""
-    assert plan.tally is not None
-    if edge.source != plan.tally.root:
-        return lambda state: send(state.tallies[edge.source], step=state.step, microbatch=0)
-    givers = [worker for worker, size in enumerate(plan.tally.sizes) if size]
+    assert plan.reduction is not None
+    if edge.source != plan.reduction.root:
+        return lambda state: send(state.partials[edge.source], step=state.step, microbatch=0)
+    givers = [worker for worker, size in enumerate(plan.reduction.sizes) if size]
 
     def send_whole(state: StepState) -> None:
-        whole = torch.cat([state.tallies[worker] for worker in givers])
+        whole = torch.cat([state.partials[worker] for worker in givers])
         send(whole, step=state.step, microbatch=0)
 
     return send_whole
 
 
-def bind_receive_tally(plan: PartitionPlan, edge: Edge, receive: Callable[..., Any]) -> Action:
+def bind_receive_reduction(plan: PartitionPlan, edge: Edge, receive: Callable[..., Any]) -> Action:
     """Receive a worker's part, at the root, or there from the whole."""
-    assert plan.tally is not None
-    if edge.destination == plan.tally.root:
+    assert plan.reduction is not None
+    if edge.destination == plan.reduction.root:
 
         def receive_part(state: StepState) -> None:
-            state.tallies[edge.source] = receive(step=state.step, microbatch=0)
+            state.partials[edge.source] = receive(step=state.step, microbatch=0)
 
         return receive_part
-    sizes = plan.tally.sizes
+    sizes = plan.reduction.sizes
 
     def receive_whole(state: StepState) -> None:
         parts = receive(step=state.step, microbatch=0).split(sizes)
-        state.tallies.update(enumerate(parts))
+        state.partials.update(enumerate(parts))
 
     return receive_whole

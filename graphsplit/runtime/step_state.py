@@ -42,7 +42,7 @@ class StepState:
         received: For each microbatch, gradients that came back, by edge.
         pending: For each microbatch, weight gradients that are still to be computed, by segment.
         generators: For each microbatch, the state of its generator between random segments.
-        tallies: What each worker tells the others about its gradients, by worker.
+        partials: What each worker tells the others about its gradients, by worker.
     """
 
     step: int
@@ -56,4 +56,4 @@ class StepState:
     received: list[dict[int, Gradient]]
     pending: list[dict[int, tuple[Any, ...]]]
     generators: dict[int, torch.Tensor] = field(default_factory=dict)
-    tallies: dict[int, torch.Tensor] = field(default_factory=dict)
+    partials: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -57,8 +57,8 @@ def _about(plan: PartitionPlan, instruction: Instruction) -> str:
     if instruction.opcode in (Opcode.SEND, Opcode.RECEIVE):
         edge = plan.edges[instruction.operand]
         node = nodes[edge.value]
-        if edge.kind is EdgeKind.TALLY:
-            return f" (tally of gradients, worker {edge.source} -> worker {edge.destination})"
+        if edge.kind is EdgeKind.REDUCTION:
+            return f" (reduction over gradients, worker {edge.source} -> worker {edge.destination})"
         return (
             f" ({edge.kind.value} of {node.name}, {node.module_path or 'network'}, "
             f"worker {edge.source} -> worker {edge.destination})"

@@ -28,12 +28,12 @@ from graphsplit.schedule.clock import CostClock
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import NAMED, RULES, ZERO_BUBBLE, Orders
-from graphsplit.schedule.play import Rule, play
+from graphsplit.schedule.play import Preference, play
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.schedule.warm_up import WarmUp
 
 _BACKWARD_FIRST = "zero_bubble, backward first"
-_RULES: Mapping[str, Rule] = {
+_RULES: Mapping[str, Preference] = {
     _BACKWARD_FIRST: replace(ZERO_BUBBLE, backward_first=True),
     **{name: RULES[name] for name in ("zero_bubble", "1f1b", "interleaved_1f1b")},
 }
@@ -147,7 +147,7 @@ def _candidates(
         yield f"{name}, by costs", play(plan, num_microbatches, rule, clock)
 
 
-def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Rule]]:
+def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Preference]]:
     """Rules to try, the most promising first."""
     for more in (1, 2, 0, 4, -1, -num_microbatches):
         if more >= num_microbatches:
@@ -159,7 +159,7 @@ def _rules(plan: PartitionPlan, num_microbatches: int) -> Iterator[tuple[str, Ru
                 if first + last < num_microbatches:
                     ends = f"{named}, whole but the first {first} and the last {last}"
                     yield ends, replace(changed, ends=(first, last))
-    yield "all under way", Rule(warm_up=WarmUp.NONE, splits=True)
+    yield "all under way", Preference(warm_up=WarmUp.NONE, splits=True)
 
 
 def _limits(given: Any, num_workers: int) -> Mapping[int, int]:

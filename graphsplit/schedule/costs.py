@@ -17,7 +17,7 @@ Size = Annotated[int, integer(0, 1 << 62)]
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """The cost of moving a message from one worker to another.
 
     Attributes:
@@ -77,7 +77,7 @@ class Costs:
     backward_input: Mapping[int, Seconds]
     backward_weight: Mapping[int, Seconds]
     activations: Mapping[int, Size] = field(default_factory=dict)
-    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    links: Mapping[tuple[int, int], LinkCost] = field(default_factory=dict)
     optimizer: Mapping[int, Seconds] = field(default_factory=dict)
     send: Mapping[int, Seconds] = field(default_factory=dict)
     receive: Mapping[int, Seconds] = field(default_factory=dict)

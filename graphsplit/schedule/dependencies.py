@@ -17,7 +17,7 @@ class Dependencies:
         forward: For each segment, those whose forward its own forward waits for.
         backward: For each segment, those whose backward its own backward waits for; None where it
             has no backward. Its own forward comes before it in any case.
-        accumulate: For each parameter whose gradient is folded, the segments whose backward makes
+        accumulate: For each parameter whose gradient is summed, the segments whose backward makes
             its terms. Its worker adds them up.
         next_microbatch: Pairs of segments: the first one's forward must be done for a microbatch
             before the second one's begins for the next, as both touch memory that is modified in
@@ -60,7 +60,7 @@ def _backward(plan: PartitionPlan) -> tuple[frozenset[int] | None, ...]:
         if not plan.placed.graph.has_gradients or not (io.roots or io.leaves):
             found.append(None)
             continue
-        sums = [plan.folds.get(root, ()) for root in io.roots]
+        sums = [plan.gradient_sums.get(root, ()) for root in io.roots]
         sums += [plan.seeds.get(leaf, ()) for leaf in io.leaves]
         before = _contributing(plan, itertools.chain.from_iterable(sums))
         found.append(frozenset(before - {index}))
@@ -82,7 +82,7 @@ def _accumulate(plan: PartitionPlan) -> dict[int, frozenset[int]]:
     nodes = plan.placed.graph.nodes
     return {
         value: frozenset(_contributing(plan, terms))
-        for value, terms in plan.folds.items()
+        for value, terms in plan.gradient_sums.items()
         if nodes[value].is_state
     }
 

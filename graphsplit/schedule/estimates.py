@@ -11,14 +11,14 @@ from dataclasses import replace
 from graphsplit.capture.graph import Node
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.splitting import work_of
-from graphsplit.schedule.costs import Costs, Link
-from graphsplit.schedule.simulation.memory import activation_bytes
+from graphsplit.schedule.costs import Costs, LinkCost
+from graphsplit.schedule.saved_memory import saved_bytes
 
 _WORK_PER_S = 3e10  # multiplications and additions of a core
 _BYTES_PER_S = 8e9  # that operations read and write
 _PER_OPERATION_S = 5e-6
 _APART_S = 100e-6  # what computing an operation's weight gradients apart takes in addition
-LINK = Link(latency_s=30e-6, bytes_per_s=2e9)
+LINK = LinkCost(latency_s=30e-6, bytes_per_s=2e9)
 
 
 def estimated_costs(plan: PartitionPlan) -> Costs:
@@ -35,7 +35,7 @@ def estimated_costs(plan: PartitionPlan) -> Costs:
         forward,
         whole,
         {},
-        activations=activation_bytes(plan),
+        activations=saved_bytes(plan),
         links=dict.fromkeys(pairs, LINK),
         source="estimated from the graph",
     )

@@ -41,22 +41,22 @@ from types import MappingProxyType
 
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction
-from graphsplit.schedule.play import Rule, play
+from graphsplit.schedule.play import Preference, play
 from graphsplit.schedule.warm_up import WarmUp
 
 Orders = tuple[Sequence[Instruction], ...]
-ZERO_BUBBLE = Rule(warm_up=WarmUp.BY_LEVEL, splits=True)
-RULES: Mapping[str, Rule] = MappingProxyType(
+ZERO_BUBBLE = Preference(warm_up=WarmUp.BY_LEVEL, splits=True)
+RULES: Mapping[str, Preference] = MappingProxyType(
     {
-        "1f1b": Rule(backward_first=True, warm_up=WarmUp.BY_LEVEL),
+        "1f1b": Preference(backward_first=True, warm_up=WarmUp.BY_LEVEL),
         "zero_bubble": ZERO_BUBBLE,
-        "interleaved_1f1b": Rule(warm_up=WarmUp.BY_CHUNK, in_groups=True),
-        "gpipe": Rule(forward_first=True, warm_up=WarmUp.NONE),
+        "interleaved_1f1b": Preference(warm_up=WarmUp.BY_CHUNK, in_groups=True),
+        "gpipe": Preference(forward_first=True, warm_up=WarmUp.NONE),
     }
 )
 
 
-def _policy(rule: Rule) -> Callable[[PartitionPlan, int], Orders]:
+def _policy(rule: Preference) -> Callable[[PartitionPlan, int], Orders]:
     def policy(plan: PartitionPlan, num_microbatches: int) -> Orders:
         """The compute of all workers, each in the order to run it."""
         return play(plan, num_microbatches, rule)

@@ -24,7 +24,7 @@ from graphsplit.schedule.warm_up import WarmUp
 
 
 @dataclass(frozen=True)
-class Rule:
+class Preference:
     """The preference of a free worker.
 
     Of several forwards, or backwards, earlier microbatches come first. Weight gradients that are
@@ -59,7 +59,7 @@ _Ready = tuple[int, int, int, int, Instruction]  # the smallest of what is ready
 
 
 def play(
-    plan: PartitionPlan, num_microbatches: int, rule: Rule, clock: Clock | None = None
+    plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock | None = None
 ) -> tuple[Sequence[Instruction], ...]:
     """The compute of all workers, each in the order to run it."""
     return _RulePlay(plan, num_microbatches, rule, clock or UnitClock()).orders_of_all()
@@ -69,7 +69,7 @@ class _RulePlay(EventLoop):
     """Plays a rule through."""
 
     def __init__(
-        self, plan: PartitionPlan, num_microbatches: int, rule: Rule, clock: Clock
+        self, plan: PartitionPlan, num_microbatches: int, rule: Preference, clock: Clock
     ) -> None:
         super().__init__(plan.num_workers)
         self.plan = plan

@@ -114,7 +114,7 @@ class Training:
         )
 
     def workers(self, start: _Start) -> _Workers:
-        """What makes the workers' tasks."""
+        """The maker of the workers' tasks."""
         make_task = functools.partial(
             Task,
             unplaced=self.unplaced,

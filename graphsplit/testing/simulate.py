@@ -28,7 +28,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.capture.state.owned_tensors import make_buffers
-from graphsplit.cluster.member.identity import Position
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
@@ -37,7 +37,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.modes import evaluating
 from graphsplit.planning.passes import capture_graph
 from graphsplit.planning.planner import Planner, ReadyPlan
-from graphsplit.planning.step_plan import Phase, PlannedStep, Progress, plan_step
+from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
@@ -121,7 +121,7 @@ class _Member:
     """Membership as a planner sees it."""
 
     def __init__(self, rank: int, shared: _Shared) -> None:
-        self.position = Position()
+        self.position = ReportedPosition()
         self._rank = rank
         self._texts = shared.texts
 
@@ -203,7 +203,7 @@ class SimulatedWorker:
     planner: Planner
     generator: torch.Tensor
     process: torch.Tensor | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -245,7 +245,7 @@ class SimulatedCluster:
                 task = make_task()
                 planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
                 state = torch.default_generator.get_state()
-                progress = Progress(accumulate=task.accumulate)
+                progress = TrainingProgress(accumulate=task.accumulate)
                 self.workers.append(SimulatedWorker(rank, task, planner, state, progress=progress))
             self._process = process_generators()
 
@@ -339,7 +339,7 @@ class SimulatedCluster:
             return plan_step(worker.planner, mode, division.shape(), note=note, progress=progress)
 
     def _run_phase(
-        self, step: int, phases: Sequence[Phase]
+        self, step: int, phases: Sequence[StepPhase]
     ) -> tuple[PartitionPlan, list[StepState]]:
         states = []
         for worker, phase in zip(self.workers, phases, strict=True):

@@ -92,17 +92,17 @@ def writes_of(tensor: torch.Tensor) -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a view is a view of; the tensor itself if it is none."""
+    """The base of a view; the tensor itself if it is none."""
     return tensor if tensor._base is None else tensor._base
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """What is equal for tensors that share memory."""
+    """A number that tensors have in common if they share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What is equal for two objects that stand for one memory."""
+    """The same number, of the memory itself."""
     return int(storage._cdata)
 
 
@@ -134,7 +134,7 @@ def code_of_scripted(module: Any) -> str:
 
 
 def in_cplusplus(module: torch.jit.ScriptModule) -> Any:
-    """What stands behind a scripted module."""
+    """The C++ object behind a scripted module."""
     return module._c
 
 
@@ -150,7 +150,7 @@ def forget_source(filename: str) -> None:
 
 
 def scaler_findings(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """What a scaler found in gradients since its last update, by the optimizer's identity."""
+    """A scaler's findings in gradients since its last update, by the optimizer's identity."""
     findings: dict[int, dict[str, Any]] = scaler._per_optimizer_states
     return findings
 

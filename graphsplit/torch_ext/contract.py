@@ -1,4 +1,4 @@
-"""What graphsplit relies on in torch (and transformers) beyond documentation, and why.
+"""Undocumented names of torch (and transformers) that graphsplit relies on, and why.
 
 Each entry is looked up by ``tests/torch_contract`` under the torch that is installed: a release
 that moves one fails the test of its name. ``docs/how-to/port-to-a-new-torch.md`` says what to do

@@ -44,7 +44,7 @@ def _used_since() -> Iterator[Any]:
 
 
 def _state_of(cache: Any) -> tuple[Any, ...]:
-    """What differs once a cache may hold something new; without a reference to the class.
+    """A key that differs once a cache may hold something new; without a reference to the class.
 
     A result that was found there is new if somebody writes into it, which PyTorch does not.
     """

@@ -34,7 +34,7 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 def outside(holder: Any, name: str, now: Any) -> Any:
-    """What stands somewhere when nothing is replaced.
+    """The attribute that stands somewhere when nothing is replaced.
 
     Args:
         holder: A class, or the table of a module.

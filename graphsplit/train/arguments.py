@@ -81,7 +81,7 @@ def _is_batch(loader: Any, *, has_loss_fn: bool) -> bool:
 
 
 def problems_of_loader(loader: Any, *, has_loss_fn: bool) -> list[str]:
-    """What is wrong with something that should yield batches."""
+    """The error for something that should yield batches."""
     if _is_batch(loader, has_loss_fn=has_loss_fn):
         return [
             f"loader is {described(loader)} of tensors; did you pass a batch? expected something "

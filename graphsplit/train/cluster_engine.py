@@ -22,7 +22,7 @@ from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import evaluating
-from graphsplit.planning.step_plan import Phase, PlannedStep, Progress
+from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
 from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
@@ -39,7 +39,7 @@ class ClusterEngine(ClusterState):
     def __init__(self, task: Task, job: Job) -> None:
         super().__init__(task, job)
         self._step = 0
-        self.progress = Progress(accumulate=task.accumulate)
+        self.progress = TrainingProgress(accumulate=task.accumulate)
         self._leading = Leading(task, job, self.planner, self.progress)
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
@@ -72,13 +72,45 @@ class ClusterEngine(ClusterState):
         """Train on every batch; yields each true loss, on every worker."""
         feed = self._leading.feed(Mode.TRAIN, loader, start, is_stopped)
         self.loader_rank = feed.leader
+        self.progress.adds_up = False
         for planned, division, meanwhile in feed:
             yield self._train(planned, division, feed.holders(planned), meanwhile)
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch that all workers hold."""
         planned = self._leading.given(Mode.TRAIN, division, self._step)
+        self.progress.adds_up = False
         return self._train(planned, division, self._job.ranks)
+
+    def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
+        """Add the gradients of a batch that all workers hold."""
+        updater = self.planner.updater
+        planned = self._leading.given(Mode.TRAIN, division, self._step, scale=scale)
+        updater.loss_scale = scale
+        try:
+            loss = self._train(planned, division, self._job.ranks)
+        finally:
+            updater.loss_scale = 1.0
+        self.progress.adds_up = True
+        return loss
+
+    def zero_gradients(self) -> None:
+        """Reset the gradients that are here."""
+        self.planner.updater.zero_gradients()
+        self.progress.adds_up = False
+
+    def step(self) -> None:
+        """Clip and step what is here, by the gradients of all."""
+        updater = self.planner.updater
+        if updater.needs_reduction:
+            group, own = self.group(), updater.partial()
+            updater.clip(
+                {
+                    rank: group.share_value(own, source=rank, what="part of the gradients' norm")
+                    for rank in range(group.num_workers)
+                }
+            )
+        updater.step()
 
     def _train(
         self,
@@ -144,7 +176,7 @@ class ClusterEngine(ClusterState):
         division: Division | None,
         holders: Collection[int],
         meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[Phase, list[Values]]]:
+    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         """Run a step; gives each of its phases and, for each microbatch, the values it left.
 
         Args:
@@ -164,7 +196,7 @@ class ClusterEngine(ClusterState):
         division: Division | None,
         holders: Collection[int],
         meanwhile: Callable[[], None] | None,
-    ) -> Iterator[tuple[Phase, list[Values]]]:
+    ) -> Iterator[tuple[StepPhase, list[Values]]]:
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         if self._job.num_workers == 1:

@@ -10,7 +10,7 @@ import torch
 from graphsplit.batches import records
 from graphsplit.batches.batch import Arguments
 from graphsplit.checkpoint.gather import StateGatherer
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.plan import PartitionPlan
@@ -34,7 +34,7 @@ class ClusterState(Engine):
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None
 
-    def group(self) -> Group:
+    def group(self) -> WorkerGroup:
         """All workers of the job."""
         return self._job.control
 
@@ -84,6 +84,10 @@ class ClusterState(Engine):
         gatherer = self._gatherer()
         for optimizer, state in zip(self._task.optimizers, states, strict=True):
             gatherer.load_optimizer(optimizer, state)
+
+    def show_training(self, words: Callable[[], str]) -> None:
+        """See :class:`Engine`."""
+        self._job.member.position.training_source = words
 
     def _update_metrics(
         self, metrics: Mapping[str, Metric], arguments: Arguments, found: Any

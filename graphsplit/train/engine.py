@@ -12,12 +12,12 @@ import torch
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import TARGETS, Arguments, split_batch
 from graphsplit.batches.microbatches import Division
-from graphsplit.checkpoint.holder import Holder
+from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.job.group import Group
-from graphsplit.optimizers.own_step import by_the_model, guard_step, note_used
+from graphsplit.job.group import WorkerGroup
+from graphsplit.optimizers.own_step import by_the_model, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
-from graphsplit.planning.step_plan import Progress, total_loss
+from graphsplit.planning.step_plan import TrainingProgress, total_loss
 from graphsplit.planning.task import Task, materialize_all
 from graphsplit.planning.trainable import check_value
 from graphsplit.train.metrics import Metric, need_batches
@@ -25,7 +25,7 @@ from graphsplit.train.outputs import NOTHING, Beside
 from graphsplit.witness import Witness
 
 
-class Engine(Holder):
+class Engine(StateHolder):
     """Runs the steps of a Model.
 
     Attributes:
@@ -46,6 +46,9 @@ class Engine(Holder):
         """Whether a call of a Model is under way."""
         return False
 
+    def show_training(self, words: Callable[[], str]) -> None:
+        """Let ``graphsplit status`` say how training goes; asked about once a second."""
+
     def guard(self) -> AbstractContextManager[None]:
         """A context for all that a Model does with this engine, user code included."""
         return nullcontext()
@@ -65,6 +68,22 @@ class Engine(Holder):
     @abstractmethod
     def train_step(self, division: Division) -> torch.Tensor:
         """Train on one batch; returns its loss."""
+
+    @abstractmethod
+    def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
+        """Add the gradients of one batch, of its loss times a number; returns the loss alone.
+
+        Gradients are not reset before, nor used afterwards: ``train_step`` is ``zero_gradients``,
+        this and ``step``.
+        """
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Reset the gradients, as before a training step."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Use the gradients: unscale, clip, and step the optimizers."""
 
     @abstractmethod
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -101,7 +120,7 @@ class EagerEngine(Engine):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.progress = Progress(accumulate=task.accumulate)
+        self.progress = TrainingProgress(accumulate=task.accumulate)
         self._last_norm: torch.Tensor | None = None
         self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
@@ -128,28 +147,45 @@ class EagerEngine(Engine):
     def train_step(self, division: Division) -> torch.Tensor:
         """One step of the plain loop."""
         with nullcontext() if self.witness is None else self.witness.watch():
-            return self._train_step(division)
+            if self.progress.opens:
+                self.zero_gradients()
+            closes = self.progress.closes
+            loss = self._add_gradients(division, 1.0)
+            if closes:
+                self.step()
+            return loss
 
-    def _train_step(self, division: Division) -> torch.Tensor:
-        task = self._task
+    def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
+        """Forward and backward of the plain loop."""
+        with nullcontext() if self.witness is None else self.witness.watch():
+            loss = self._add_gradients(division, scale)
+        for optimizer in self._task.optimizers:
+            note_used(optimizer)
+        self.progress.adds_up = True
+        return loss
+
+    def zero_gradients(self) -> None:
+        """Reset the gradients, as the Model was told to."""
+        self.progress.adds_up = False
+        for optimizer in self._task.optimizers:
+            optimizer.zero_grad(set_to_none=self._task.set_to_none)
+
+    def _add_gradients(self, division: Division, scale: float) -> torch.Tensor:
         self.progress.begin()
-        ensure_training(task.network)
-        if self.progress.opens:
-            for optimizer in task.optimizers:
-                optimizer.zero_grad(set_to_none=task.set_to_none)
+        ensure_training(self._task.network)
         found: list[dict[str, Any]] = []
         if division.weights:
-            loss = self._accumulate(division, found)
+            loss = self._accumulate(division, found, scale)
         else:
             loss = self._loss(division.arguments, found)
-            torch.autograd.backward(self._scaled(loss))
+            torch.autograd.backward(self._scaled(loss, scale))
         self.beside = Beside.of(found, division.weights)
-        if self.progress.closes:
-            self._update()
         self.progress.num_steps += 1
         return loss.detach()
 
-    def _accumulate(self, division: Division, found: list[dict[str, Any]]) -> torch.Tensor:
+    def _accumulate(
+        self, division: Division, found: list[dict[str, Any]], scale: float
+    ) -> torch.Tensor:
         """The gradients of all microbatches, one after the other; the generator is put back."""
         before, losses = torch.default_generator.get_state(), []
         pairs = zip(division.microbatches, division.weights, strict=True)
@@ -157,18 +193,19 @@ class EagerEngine(Engine):
             for index, (microbatch, weight) in enumerate(pairs):
                 torch.default_generator.set_state(self.progress.rng_state(index))
                 loss = self._loss(microbatch, found)
-                torch.autograd.backward(self._scaled(loss * weight))
+                torch.autograd.backward(self._scaled(loss * weight, scale))
                 losses.append(loss.detach())
         finally:
             torch.default_generator.set_state(before)
         return total_loss(losses, division.weights)
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
         task = self._task
+        loss = loss if scale == 1.0 else loss * scale
         loss = loss if task.accumulate == 1 else loss / task.accumulate
         return loss if task.scaler is None else task.scaler.scale(loss)
 
-    def _update(self) -> None:
+    def step(self) -> None:
         """Unscale, clip and step: between the gradients and the next step."""
         task = self._task
         if task.scaler is not None:
@@ -179,7 +216,6 @@ class EagerEngine(Engine):
         if task.clip is not None:
             self._last_norm = task.clip.in_one_process(task.network.parameters())
         for optimizer in task.optimizers:
-            guard_step(optimizer)
             with by_the_model():
                 if task.scaler is None:
                     optimizer.step()
@@ -227,9 +263,9 @@ class EagerEngine(Engine):
         with evaluating(self._task.network), torch.no_grad():
             return run(self._network, None, *args, **kwargs)
 
-    def group(self) -> Group:
+    def group(self) -> WorkerGroup:
         """This process alone."""
-        return Group()
+        return WorkerGroup()
 
     def owners(self) -> Mapping[str, int]:
         """Everything is here."""

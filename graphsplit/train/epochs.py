@@ -11,9 +11,9 @@ import torch
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch, NoRun
 from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.errors import ConfigurationError
+from graphsplit.feeding.epoch_numbers import EpochNumbers
 from graphsplit.logs import say
 from graphsplit.train.callbacks import Callback, RunContext
-from graphsplit.train.epoch_numbers import EpochNumbers
 
 
 class Epochs:

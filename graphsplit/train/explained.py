@@ -1,4 +1,4 @@
-"""What a Model can tell without running: its plan, its placement, its last gradient norm."""
+"""Explanations of a Model without running: its plan, its placement, its last gradient norm."""
 
 from __future__ import annotations
 

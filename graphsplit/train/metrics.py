@@ -91,7 +91,27 @@ class Accuracy(Metric):
         return self._correct / self._total if self._total else 0.0
 
 
-class Loss(Metric):
+class _Mean(Metric):
+    """The mean of a number over the batches, weighted by their numbers of samples."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything seen."""
+        self._sum = 0.0
+        self._num_samples = 0
+
+    def _add(self, value: Any, num_samples: int) -> None:
+        self._sum += float(value) * num_samples
+        self._num_samples += num_samples
+
+    def compute(self) -> float:
+        """The mean per sample; 0.0 before the first batch."""
+        return self._sum / self._num_samples if self._num_samples else 0.0
+
+
+class Loss(_Mean):
     """Mean of the batches' losses, weighted by their numbers of samples.
 
     Args:
@@ -101,13 +121,8 @@ class Loss(Metric):
     needs_loss = True
 
     def __init__(self, part: str | None = None) -> None:
+        super().__init__()
         self._part = part
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything seen."""
-        self._sum = 0.0
-        self._num_samples = 0
 
     def update(
         self, *, outputs: Any, target: Any, loss: torch.Tensor | None, num_samples: int
@@ -123,15 +138,10 @@ class Loss(Metric):
                 f"Loss({self._part!r}): no scalar of this name is returned beside the loss; there "
                 f"is {', '.join(self.losses) or 'none at all'}"
             )
-        self._sum += float(found) * num_samples
-        self._num_samples += num_samples
-
-    def compute(self) -> float:
-        """Mean loss per sample; 0.0 before the first batch."""
-        return self._sum / self._num_samples if self._num_samples else 0.0
+        self._add(found, num_samples)
 
 
-class BatchMean(Metric):
+class BatchMean(_Mean):
     """A function's mean over the batches, weighted by their numbers of samples.
 
     Args:
@@ -140,13 +150,8 @@ class BatchMean(Metric):
     """
 
     def __init__(self, name: str, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
         self._name, self._function = name, function
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything seen."""
-        self._sum = 0.0
-        self._num_samples = 0
 
     def update(
         self, *, outputs: Any, target: Any, loss: torch.Tensor | None, num_samples: int
@@ -163,12 +168,7 @@ class BatchMean(Metric):
                 f"metric {self._name!r} gave {_describe(found)}; expected one number\n"
                 f"  Fix: reduce it, as in .mean()."
             )
-        self._sum += float(found) * num_samples
-        self._num_samples += num_samples
-
-    def compute(self) -> float:
-        """The mean per sample."""
-        return self._sum / self._num_samples if self._num_samples else 0.0
+        self._add(found, num_samples)
 
 
 def as_metrics(given: Mapping[str, Metric | Callable[[Any, Any], Any]] | None) -> dict[str, Metric]:

@@ -17,10 +17,8 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
-from graphsplit.optimizers.own_step import guard_backward
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
-from graphsplit.planning.task import Task
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
 from graphsplit.settings import FAIL_FAST
@@ -31,13 +29,14 @@ from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer, Shown
 from graphsplit.train.metrics import Metric, as_metrics
+from graphsplit.train.steps import Steps, need_optimizer
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
-from graphsplit.train.training import Calls, stop_if_asked
+from graphsplit.train.training import Calls
 from graphsplit.witness import witness_for
 
 
-class Model(Shown):
+class Model(Shown, Steps):
     """A network with its loss, optimizer and metrics.
 
     In a cluster every worker builds the same Model and calls the same methods in the same order;
@@ -212,7 +211,7 @@ class Model(Shown):
             LoaderMismatchError: Workers' loaders disagree.
             JobFailedError: The job failed elsewhere; carries the root cause.
         """
-        _need_optimizer(self._task, "train")
+        need_optimizer(self._task, "train")
         has_loss_fn = self._task.loss_fn is not None
         check_run(epochs, loader, callbacks, steps, has_loss_fn=has_loss_fn)
         callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
@@ -221,22 +220,6 @@ class Model(Shown):
             check_loader("validation", validation, has_loss_fn=has_loss_fn)
             callbacks.insert(0, Validation(validation))
         self._calls.train(epochs, loader, callbacks, resume, steps, self)
-
-    def train_step(self, *batch: Any, **kwargs: Any) -> torch.Tensor:
-        """Train on one batch, which every worker passes alike.
-
-        Returns:
-            The loss, a scalar tensor, the true one on every worker.
-
-        Raises:
-            LoaderMismatchError: Workers passed different batches.
-            ConfigurationError, CaptureError, PlacementError, PlanMismatchError, JobFailedError:
-                as ``train``.
-        """
-        _need_optimizer(self._task, "train_step")
-        loss = self._calls.train_step(batch, kwargs)
-        self._stop_between_calls()
-        return guard_backward(loss)
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader, in eval mode and without gradients.
@@ -251,11 +234,6 @@ class Model(Shown):
         found = self._calls.eval(loader)
         self._stop_between_calls()
         return found
-
-    def _stop_between_calls(self) -> None:
-        # What a callback calls is part of a training step, which has an end of its own.
-        if not self._engine.is_inside_call:
-            stop_if_asked(self._engine, self._script)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network in eval mode, without gradients, on inputs every worker passes alike.
@@ -370,7 +348,7 @@ class Model(Shown):
         Returns:
             The state; a list of states if the Model was given a list of optimizers.
         """
-        _need_optimizer(self._task, "optimizer_state_dict")
+        need_optimizer(self._task, "optimizer_state_dict")
         return self._stored.optimizer_state_dict(to)
 
     def load_optimizer_state_dict(self, state: Any) -> None:
@@ -382,7 +360,7 @@ class Model(Shown):
         Raises:
             StateError: The states are more or fewer than the optimizers.
         """
-        _need_optimizer(self._task, "load_optimizer_state_dict")
+        need_optimizer(self._task, "load_optimizer_state_dict")
         self._stored.load_optimizer_state_dict(state)
 
     def save(
@@ -443,7 +421,7 @@ class Model(Shown):
 
     @property
     def last_outputs(self) -> Any:
-        """What the network returned in the last training step, on every worker.
+        """The network's results in the last training step, on every worker.
 
         None without ``keep_outputs=True``. With microbatches, a list of what it returned for each.
         """
@@ -456,15 +434,6 @@ class Model(Shown):
         None before the first step, and without ``clip=gs.clip.GlobalNorm(...)``.
         """
         return self._explainer.last_gradient_norm()
-
-
-def _need_optimizer(task: Task, method: str) -> None:
-    """Raise ``ConfigurationError`` if there is nothing that trains."""
-    if not task.optimizer:
-        raise ConfigurationError(
-            f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
-            f"net.parameters(), lr=0.01))."
-        )
 
 
 def _need_metrics(metrics: Mapping[str, Metric]) -> None:

@@ -1,4 +1,4 @@
-"""What a step gives beside its loss, in the network's own structure."""
+"""Results of a step beside its loss, in the network's own structure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphsplit.planning.step_plan import total_loss
 
 @dataclass(frozen=True)
 class Beside:
-    """What a training step gave beside its loss.
+    """Results of a training step beside its loss.
 
     Attributes:
         losses: The scalars that network or loss returned beside it, by name.
@@ -57,7 +57,7 @@ def predicted_loader(arguments: Arguments) -> Any:
 
 @dataclass(frozen=True)
 class Predicting:
-    """What ``Model.predict`` gives, for one input or for a whole loader.
+    """The result of ``Model.predict``, for one input or for a whole loader.
 
     Attributes:
         predict: Runs the network once.

@@ -56,9 +56,13 @@ class SurveyEngine(EagerEngine):
 
     def train_step(self, division: Division) -> torch.Tensor:
         """Plan it, then train."""
-        for microbatch in division.microbatches:
-            self._look(Mode.TRAIN, microbatch, is_microbatched=bool(division.weights))
+        self._look_at_all(division)
         return super().train_step(division)
+
+    def forward_backward(self, division: Division, scale: float) -> torch.Tensor:
+        """Plan it, then add its gradients."""
+        self._look_at_all(division)
+        return super().forward_backward(division, scale)
 
     def eval_epoch(self, loader: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Plan each batch, then evaluate it."""
@@ -68,6 +72,10 @@ class SurveyEngine(EagerEngine):
         """Plan it, then run it."""
         self._look(Mode.PREDICT, arguments)
         return super().predict(arguments)
+
+    def _look_at_all(self, division: Division) -> None:
+        for microbatch in division.microbatches:
+            self._look(Mode.TRAIN, microbatch, is_microbatched=bool(division.weights))
 
     def _looking(self, loader: Iterable[Any]) -> Iterator[Any]:
         for batch in loader:

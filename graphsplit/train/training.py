@@ -14,7 +14,12 @@ import torch
 
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
-from graphsplit.errors import EnoughSteps, MembershipChangedError, StoppedInOrder
+from graphsplit.errors import (
+    ConfigurationError,
+    EnoughSteps,
+    MembershipChangedError,
+    StoppedInOrder,
+)
 from graphsplit.feeding.loader_checks import compare_loaders, refuse_shares
 from graphsplit.job import joined
 from graphsplit.job.script import Script
@@ -23,6 +28,7 @@ from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.callbacks.stop import Stopping
 from graphsplit.train.engine import Engine
 from graphsplit.train.epochs import Epochs
+from graphsplit.train.in_words import TrainingInWords
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import Predicting
 
@@ -64,7 +70,7 @@ class Calls:
         """Train over a loader; callbacks see the Model."""
         lengths = [length for length in (length_of(loader), steps) if length is not None]
         context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
-        run = Training(self._engine, self._states, context, callbacks, self._after_step)
+        run = TrainingLoop(self._engine, self._states, context, callbacks, self._after_step)
         run.run(loader, resume=resume, steps=steps)
 
     def _after_step(self) -> None:
@@ -82,6 +88,36 @@ class Calls:
             if engine.witness is not None:
                 engine.witness.trained(loss)
             return loss
+
+    def forward_backward(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], scale: float
+    ) -> torch.Tensor:
+        """Add the gradients of one batch; returns the loss."""
+        task, engine = self._task, self._engine
+        with engine.guard():
+            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+            if engine.witness is not None:
+                engine.witness.begins()
+            loss = engine.forward_backward(division, scale)
+            if engine.witness is not None:
+                engine.witness.trained(loss)
+            return loss
+
+    def zero_grad(self) -> None:
+        """Reset the gradients."""
+        with self._engine.guard():
+            self._engine.zero_gradients()
+
+    def step(self) -> None:
+        """Use the gradients that were added."""
+        with self._engine.guard():
+            if not self._engine.progress.adds_up:
+                raise ConfigurationError(
+                    "step was called, and there are no gradients that forward_backward has added\n"
+                    "  Fix: call forward_backward before, and zero_grad after step; train_step "
+                    "does all three."
+                )
+            self._engine.step()
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""
@@ -119,7 +155,7 @@ def stop_if_asked(engine: Engine, script: Script) -> None:
         raise StoppedInOrder
 
 
-class Training:
+class TrainingLoop:
     """Trains over a loader, and calls callbacks.
 
     Args:
@@ -156,6 +192,7 @@ class Training:
                 goes_on = self._states.resumption is not None
                 run = Epochs(self._states, context, loader, callbacks, resume=resume)
                 compare_loaders(loader, self._engine.group(), with_states=not goes_on)
+                self._engine.show_training(TrainingInWords(context))
                 with run:
                     self._go_through(run, loader, steps)
         except MembershipChangedError:
@@ -168,6 +205,7 @@ class Training:
             raise
         finally:
             self._engine.call_on_gradients(None)
+            self._engine.show_training(str)
             context.on_stop = None
 
     def _go_through(self, run: Epochs, loader: Iterable[Any], steps: int | None) -> None:

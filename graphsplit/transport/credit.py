@@ -47,7 +47,7 @@ class CreditedSender(Sender):
     """The sending end of a channel. May send as long as it has credit from the receiver."""
 
     def __init__(
-        self, spec: ChannelSpec, outgoing: Outgoing[Any], watch: AbortWatch, generation: int
+        self, spec: ChannelSpec, outgoing: OutgoingChannels[Any], watch: AbortWatch, generation: int
     ) -> None:
         self.spec = spec
         self.closed = False
@@ -94,7 +94,7 @@ class CreditedSender(Sender):
 _S = TypeVar("_S", bound=CreditedSender)
 
 
-class Outgoing(Generic[_S]):
+class OutgoingChannels(Generic[_S]):
     """The channels to one destination. Thread-safe.
 
     Attributes:
@@ -211,7 +211,7 @@ class CreditedReceiver(Receiver):
     """The receiving end of a channel. Messages are put in by the stream's thread."""
 
     def __init__(
-        self, spec: ChannelSpec, incoming: Incoming[Any], watch: AbortWatch, generation: int
+        self, spec: ChannelSpec, incoming: IncomingChannels[Any], watch: AbortWatch, generation: int
     ) -> None:
         self.spec = spec
         self.key: Key = (spec.plan, spec.edge)
@@ -321,7 +321,7 @@ class CreditedReceiver(Receiver):
 _R = TypeVar("_R", bound=CreditedReceiver)
 
 
-class Incoming(Generic[_R]):
+class IncomingChannels(Generic[_R]):
     """The channels from one source, before, while and after there is a stream. Thread-safe.
 
     Attributes:

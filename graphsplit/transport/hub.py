@@ -32,7 +32,7 @@ from graphsplit.transport.endpoints import (
     torch_versions,
 )
 from graphsplit.transport.frame import describe
-from graphsplit.transport.metered import Traffic
+from graphsplit.transport.metered import MeteredTraffic
 from graphsplit.transport.session import Session
 from graphsplit.transport.wait import WaitPolicy
 
@@ -67,7 +67,7 @@ class Router(Transport):
         *,
         route: Callable[[int, int], tuple[str, str]],
         num_workers: int,
-        traffic: Traffic | None = None,
+        traffic: MeteredTraffic | None = None,
     ) -> None:
         self._traffic = traffic
         self.routes = tuple(route(rank, peer) for peer in range(num_workers))
@@ -198,7 +198,7 @@ class Hub:
         generation: int,
         peers: Sequence[Mapping[str, str]],
         policy: WaitPolicy,
-        traffic: Traffic | None = None,
+        traffic: MeteredTraffic | None = None,
     ) -> Transport:
         """Become the transport of one worker. What is not needed is closed; call it once.
 

@@ -36,7 +36,7 @@ class PeerTraffic:
     receive_s: float = 0.0
 
 
-class Traffic:
+class MeteredTraffic:
     """The traffic of one worker, by peer."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ FILES = ("trace.json", "timeline.svg", "summary.txt", "summary.json")
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """A step, predicted and measured.
 
     Attributes:
@@ -38,7 +38,7 @@ class Report:
     note: str = ""
 
 
-def describe_report(report: Report) -> str:
+def describe_report(report: StepReport) -> str:
     """Step time, and each worker's idle share and memory, as a table."""
     predicted, measured = report.predicted, report.measured
     lines = align(
@@ -83,7 +83,7 @@ def _bytes(sizes: Sequence[int], worker: int) -> str:
     return human_bytes(sizes[worker]) if worker < len(sizes) else ""
 
 
-def summary(report: Report) -> dict[str, object]:
+def summary(report: StepReport) -> dict[str, object]:
     """The same numbers for programs, in seconds and bytes."""
     predicted, measured = report.predicted, report.measured
     return {
@@ -107,7 +107,7 @@ def summary(report: Report) -> dict[str, object]:
     }
 
 
-def write_report(report: Report, folder: Path) -> None:
+def write_report(report: StepReport, folder: Path) -> None:
     """Write ``FILES`` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     timelines = {"predicted": report.predicted, "measured": report.measured}

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from graphsplit.check.record import (
-    Kind,
+    NotedValue,
+    NoteKind,
+    Notes,
     Operation,
-    Record,
-    Value,
     What,
 )
-from graphsplit.check.request import Request, operations_file, read_request, requested_file
+from graphsplit.check.request import NoteRequest, operations_file, read_request, requested_file
 from graphsplit.encoding import records
 from graphsplit.planning.task import Task
 from graphsplit.runtime.runner import ProgramRunner
@@ -44,7 +44,7 @@ class _Notebook:
         num_steps: How many training steps have begun.
     """
 
-    def __init__(self, file: Path, request: Request) -> None:
+    def __init__(self, file: Path, request: NoteRequest) -> None:
         self.request = request
         self.num_models = self.num_steps = 0
         self._file = file
@@ -63,11 +63,11 @@ class _Notebook:
         """Whether the operations of the step that has begun are asked for; before all, none is."""
         return 0 < self.num_steps == self.request.operations_of and not self.has_enough
 
-    def note(self, what: What, model: int, number: int, values: Iterator[Value]) -> None:
+    def note(self, what: What, model: int, number: int, values: Iterator[NotedValue]) -> None:
         """Note some values, and the generators."""
         if self.has_enough:
             return
-        record = Record(what, model, number, (*values, *self._generators.values()))
+        record = Notes(what, model, number, (*values, *self._generators.values()))
         self._write(self._file, records.to_text(record))
         self._num_noted += what is What.STEP
 
@@ -130,23 +130,23 @@ class Witness:
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
         """A call of eval has given metrics."""
-        values = (plain_value(Kind.METRIC, name, float(v)) for name, v in metrics.items())
+        values = (plain_value(NoteKind.METRIC, name, float(v)) for name, v in metrics.items())
         self._note(What.EVAL, self._notebook.next_call(What.EVAL), values)
 
     def predicted(self, outputs: Any) -> None:
         """A call of predict has given outputs."""
-        values = self._values.tree(Kind.OUTPUT, "", outputs)
+        values = self._values.tree(NoteKind.OUTPUT, "", outputs)
         self._note(What.PREDICT, self._notebook.next_call(What.PREDICT), values)
 
-    def _note(self, what: What, number: int, values: Iterator[Value]) -> None:
+    def _note(self, what: What, number: int, values: Iterator[NotedValue]) -> None:
         self._notebook.note(what, self._number, number, values)
 
-    def _at_start(self) -> Iterator[Value]:
-        yield plain_value(Kind.THREADS, "", torch.get_num_threads())
+    def _at_start(self) -> Iterator[NotedValue]:
+        yield plain_value(NoteKind.THREADS, "", torch.get_num_threads())
         yield from self._values.state()
 
-    def _after_step(self, loss: torch.Tensor) -> Iterator[Value]:
-        yield tensor_value(Kind.LOSS, "", loss, whole=False)
+    def _after_step(self, loss: torch.Tensor) -> Iterator[NotedValue]:
+        yield tensor_value(NoteKind.LOSS, "", loss, whole=False)
         yield from self._values.state()
 
     def watch(self, runner: ProgramRunner | None = None) -> AbstractContextManager[None]:

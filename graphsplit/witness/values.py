@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphsplit.check.record import TORCHS, UNTOUCHED, Kind, Value
+from graphsplit.check.record import TORCHS, UNTOUCHED, NotedValue, NoteKind
 from graphsplit.deferred.guard import is_guarded
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -43,28 +43,30 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield plain.reshape(-1).view(torch.uint8)
 
 
-def tensor_value(kind: Kind, name: str, tensor: torch.Tensor | None, *, whole: bool) -> Value:
+def tensor_value(
+    kind: NoteKind, name: str, tensor: torch.Tensor | None, *, whole: bool
+) -> NotedValue:
     """A tensor as a value; ``whole``: with all its elements."""
     if tensor is None:
-        return Value(kind, name, "None", "")
+        return NotedValue(kind, name, "None", "")
     form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.is_meta:
-        return Value(kind, name, f"{form} on meta", "")
+        return NotedValue(kind, name, f"{form} on meta", "")
     elements: tuple[str, ...] = ()
     if tensor.numel() <= (_MOST if whole else _FEW) and not tensor.is_quantized:
         dense = tensor.detach()
         dense = dense.to_dense() if dense.layout is not torch.strided else dense
         elements = tuple(map(repr, dense.reshape(-1).tolist()))
-    return Value(kind, name, form, digest_of(tensor), elements)
+    return NotedValue(kind, name, form, digest_of(tensor), elements)
 
 
-def plain_value(kind: Kind, name: str, value: Any) -> Value:
+def plain_value(kind: NoteKind, name: str, value: Any) -> NotedValue:
     """Something that is no tensor. What has no value to compare is compared by its type."""
     form = type(value).__name__
     if not isinstance(value, (bool, int, float, complex, str, bytes, type(None), tuple, list)):
-        return Value(kind, name, form, "")
+        return NotedValue(kind, name, form, "")
     text = repr(value)
-    return Value(kind, name, form, hashlib.sha256(text.encode()).hexdigest(), (text[:200],))
+    return NotedValue(kind, name, form, hashlib.sha256(text.encode()).hexdigest(), (text[:200],))
 
 
 class ModelValues:
@@ -79,23 +81,23 @@ class ModelValues:
         self._task = task
         self._whole = whole
 
-    def state(self) -> Iterator[Value]:
+    def state(self) -> Iterator[NotedValue]:
         """Parameters, gradients, buffers, optimizers and scaler: of what lives here."""
         here = dict(self._here())
         for name, tensor in here.items():
             if isinstance(tensor, torch.nn.Parameter):
-                yield self._tensor(Kind.PARAMETER, name, tensor)
-                yield self._tensor(Kind.GRADIENT, name, tensor.grad)
+                yield self._tensor(NoteKind.PARAMETER, name, tensor)
+                yield self._tensor(NoteKind.GRADIENT, name, tensor.grad)
             else:
-                yield self._tensor(Kind.BUFFER, name, tensor)
+                yield self._tensor(NoteKind.BUFFER, name, tensor)
         names = {id(tensor): name for name, tensor in here.items()}
         for number, optimizer in enumerate(self._task.optimizers):
             yield from self._optimizer(f"optimizer {number}", optimizer, names)
         if self._task.scaler is not None:
             for name, value in self._task.scaler.state_dict().items():
-                yield plain_value(Kind.SCALER, name, value)
+                yield plain_value(NoteKind.SCALER, name, value)
 
-    def tree(self, kind: Kind, name: str, found: Any) -> Iterator[Value]:
+    def tree(self, kind: NoteKind, name: str, found: Any) -> Iterator[NotedValue]:
         """Everything in a structure of tensors and plain values."""
         for path, leaf in pytree.tree_flatten_with_path(found)[0]:
             whole_name = f"{name}{pytree.keystr(path)}"
@@ -114,18 +116,18 @@ class ModelValues:
 
     def _optimizer(
         self, which: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-    ) -> Iterator[Value]:
+    ) -> Iterator[NotedValue]:
         for number, group in enumerate(optimizer.param_groups):
             owned = [p for p in group["params"] if id(p) in names]
             if owned:
                 settings = {key: value for key, value in group.items() if key != "params"}
-                yield from self.tree(Kind.SETTING, f"{which}, group {number}", settings)
+                yield from self.tree(NoteKind.SETTING, f"{which}, group {number}", settings)
             for parameter in owned:
                 # Not by [...]: that would make an empty state.
                 state = optimizer.state.get(parameter, {})
-                yield from self.tree(Kind.OPTIMIZER, f"{which}, {names[id(parameter)]}", state)
+                yield from self.tree(NoteKind.OPTIMIZER, f"{which}, {names[id(parameter)]}", state)
 
-    def _tensor(self, kind: Kind, name: str, tensor: torch.Tensor | None) -> Value:
+    def _tensor(self, kind: NoteKind, name: str, tensor: torch.Tensor | None) -> NotedValue:
         return tensor_value(kind, name, tensor, whole=(kind.value, name) == self._whole)
 
 
@@ -139,11 +141,13 @@ class Generators:
     def __init__(self) -> None:
         self._at_first = {name: digest for name, digest in self._digests() if name != TORCHS}
 
-    def values(self) -> Iterator[Value]:
+    def values(self) -> Iterator[NotedValue]:
         """One value for each."""
         for name, digest in self._digests():
             is_untouched = self._at_first.get(name) == digest
-            yield Value(Kind.GENERATOR, name, "state", UNTOUCHED if is_untouched else digest)
+            yield NotedValue(
+                NoteKind.GENERATOR, name, "state", UNTOUCHED if is_untouched else digest
+            )
 
     @staticmethod
     def _digests() -> Iterator[tuple[str, str]]:

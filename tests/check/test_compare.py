@@ -17,13 +17,13 @@ from check_records import (
     value,
 )
 
-from graphsplit.check.compare import Difference, Diverged, compare
+from graphsplit.check.compare import Diverged, RunDifference, compare
 from graphsplit.check.record import (
     UNTOUCHED,
-    Kind,
+    NotedValue,
+    NoteKind,
+    Notes,
     Operation,
-    Record,
-    Value,
     What,
     read_lines,
 )
@@ -33,13 +33,13 @@ PLAIN = step(1, WEIGHT_A, WEIGHT_B, GRADIENT_A, GRADIENT_B)
 CUT = (step(1, WEIGHT_A, GRADIENT_A), step(1, WEIGHT_B, GRADIENT_B))
 
 
-def other(found: Value) -> Value:
+def other(found: NotedValue) -> NotedValue:
     return replace(found, digest="other")
 
 
-def difference_of(plain: list[Record], *workers: list[Record]) -> Difference:
+def difference_of(plain: list[Notes], *workers: list[Notes]) -> RunDifference:
     found = compare(plain, workers).difference
-    assert isinstance(found, Difference)
+    assert isinstance(found, RunDifference)
     return found
 
 
@@ -64,17 +64,17 @@ def test_what_only_a_worker_has_is_a_difference() -> None:
 def test_every_worker_must_have_the_loss() -> None:
     without = replace(CUT[1], values=CUT[1].values[1:])
     found = difference_of([PLAIN], [CUT[0]], [without])
-    assert (found.first.value.kind, found.first.worker) == (Kind.LOSS, 1)
+    assert (found.first.value.kind, found.first.worker) == (NoteKind.LOSS, 1)
 
 
 def test_none_is_only_equal_to_none() -> None:
-    none = Value(Kind.GRADIENT, "a.weight", "None", "")
+    none = NotedValue(NoteKind.GRADIENT, "a.weight", "None", "")
     assert compare([step(1, none)], [[step(1, none)]]).difference is None
     assert difference_of([step(1, none)], [step(1, GRADIENT_A)]).first.plain == none
 
 
 def test_another_dtype_is_a_difference_even_of_the_same_bytes() -> None:
-    wide = value(Kind.PARAMETER, "a.weight", form="int32[2]")
+    wide = value(NoteKind.PARAMETER, "a.weight", form="int32[2]")
     assert difference_of([step(1, WEIGHT_A)], [step(1, wide)]).first.found == wide
 
 
@@ -82,7 +82,7 @@ def test_the_first_step_that_differs_is_told() -> None:
     plain = [step(1, WEIGHT_A), step(2, WEIGHT_A), step(3, WEIGHT_A)]
     cut = [plain[0], step(2, other(WEIGHT_A)), step(3, other(WEIGHT_A))]
     found = compare(plain, [cut])
-    assert isinstance(found.difference, Difference)
+    assert isinstance(found.difference, RunDifference)
     assert found.difference.record.number == 2
     assert (found.num_steps, found.num_values) == (1, 3)
 
@@ -120,12 +120,12 @@ def test_the_start_of_a_model_that_was_never_trained_says_nothing_of_its_state()
     [
         ([step(1), step(2)], [step(1)], (step(2), None)),
         ([step(1)], [step(1), step(2)], (None, step(2))),
-        ([step(1)], [Record(What.EVAL, 1, 1)], (step(1), Record(What.EVAL, 1, 1))),
+        ([step(1)], [Notes(What.EVAL, 1, 1)], (step(1), Notes(What.EVAL, 1, 1))),
         ([step(1)], [step(1, model=2)], (step(1), step(1, model=2))),
     ],
 )
 def test_scripts_that_take_different_ways_are_told_apart(
-    plain: list[Record], cut: list[Record], expected: tuple[Record | None, Record | None]
+    plain: list[Notes], cut: list[Notes], expected: tuple[Notes | None, Notes | None]
 ) -> None:
     found = compare(plain, [cut]).difference
     assert isinstance(found, Diverged)
@@ -163,12 +163,12 @@ def test_nothing_at_all_is_compared_to_nothing() -> None:
 def test_a_record_is_read_as_it_was_written() -> None:
     record = step(1, replace(WEIGHT_A, elements=("1.0", "nan")))
     text = f"{to_text(record)}\n{to_text(PLAIN)}\n"
-    assert read_lines(Record, text.splitlines(keepends=True)) == (record, PLAIN)
+    assert read_lines(Notes, text.splitlines(keepends=True)) == (record, PLAIN)
 
 
 def test_a_line_that_was_cut_off_with_its_process_is_left_out() -> None:
     text = f"{to_text(PLAIN)}\n{to_text(PLAIN)}"
-    assert read_lines(Record, text.splitlines(keepends=True)) == (PLAIN,)
+    assert read_lines(Notes, text.splitlines(keepends=True)) == (PLAIN,)
 
 
 def test_an_operation_is_read_as_it_was_written() -> None:

@@ -8,9 +8,9 @@ from check_records import GRADIENT_B, operation, value
 
 from graphsplit.check.compare import Unequal
 from graphsplit.check.pinpoint import Pinpoint, pinpoint
-from graphsplit.check.record import Kind
+from graphsplit.check.record import NoteKind
 
-LOSS = Unequal(value(Kind.LOSS), value(Kind.LOSS, digest="other"), 0)
+LOSS = Unequal(value(NoteKind.LOSS), value(NoteKind.LOSS, digest="other"), 0)
 LINEAR = operation("aten.addmm.default", "h", order=(0, 0, 3), target="aten.linear.default")
 SCALED = operation("aten.mul.Tensor", "scaled", source="net.py:5, in forward")
 PRODUCT = operation("aten.mul.Tensor", "h", order=(0, 0, 4), target="aten.mul.Tensor")

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 from check_records import GRADIENT_B, WEIGHT_A, operation, start, step
 
-from graphsplit.check.compare import Comparison, Difference, compare
+from graphsplit.check.compare import RunComparison, RunDifference, compare
 from graphsplit.check.pinpoint import Pinpoint
-from graphsplit.check.record import Kind, Record, Value, What
+from graphsplit.check.record import NotedValue, NoteKind, Notes, What
 from graphsplit.check.text import difference_text, failed, findings, unstable
 
 SAME = compare([step(1), step(2)], [[step(1), step(2)], [step(1), step(2)]])
 
 
-def differing(plain: Record, cut: Record) -> tuple[Comparison, Difference]:
+def differing(plain: Notes, cut: Notes) -> tuple[RunComparison, RunDifference]:
     comparison = compare([plain], [[cut]])
-    assert isinstance(comparison.difference, Difference)
+    assert isinstance(comparison.difference, RunDifference)
     return comparison, comparison.difference
 
 
@@ -43,9 +43,9 @@ def test_too_few_steps_are_not_a_success() -> None:
 
 @pytest.mark.parametrize(
     ("records", "said"),
-    [([], "built no gs.Model"), ([Record(What.PREDICT, 1, 1)], "no gs.Model was trained")],
+    [([], "built no gs.Model"), ([Notes(What.PREDICT, 1, 1)], "no gs.Model was trained")],
 )
-def test_a_script_that_trains_nothing_is_not_a_success(records: list[Record], said: str) -> None:
+def test_a_script_that_trains_nothing_is_not_a_success(records: list[Notes], said: str) -> None:
     found = findings(compare(records, [records]), asked=5)
     assert found.status == 1
     assert said in found.text
@@ -53,14 +53,14 @@ def test_a_script_that_trains_nothing_is_not_a_success(records: list[Record], sa
 
 
 def test_other_ways_are_told_with_both_places() -> None:
-    found = findings(compare([step(1)], [[Record(What.EVAL, 1, 3)]]), asked=1)
+    found = findings(compare([step(1)], [[Notes(What.EVAL, 1, 3)]]), asked=1)
     assert found.status == 1
     assert "the plain loop was at training step 1 of Model 1" in found.text
     assert "worker 0 was at call 3 of eval of Model 1" in found.text
 
 
 def test_a_difference_names_step_module_operation_line_and_both_values() -> None:
-    plain = Value(Kind.LOSS, "", "float32[]", "p", ("0.5",))
+    plain = NotedValue(NoteKind.LOSS, "", "float32[]", "p", ("0.5",))
     cut = replace(plain, digest="c", elements=("0.25",))
     comparison, difference = differing(
         step(3, plain, WEIGHT_A), step(3, cut, replace(WEIGHT_A, digest="o"))
@@ -111,14 +111,14 @@ def test_a_difference_before_the_first_step_is_one_of_seeds() -> None:
     plain, cut = start(WEIGHT_A), start(replace(WEIGHT_A, digest="other"))
     step_1 = step(1, WEIGHT_A)
     comparison = compare([plain, step_1], [[cut, step_1]])
-    assert isinstance(comparison.difference, Difference)
+    assert isinstance(comparison.difference, RunDifference)
     text = difference_text(comparison, comparison.difference, Pinpoint())
     assert "at the start, before the first training step of Model 1" in text
     assert "Fix: set the seeds" in text
 
 
 def test_another_number_of_threads_is_told_with_its_own_way_out() -> None:
-    plain = Value(Kind.THREADS, "", "int", "one", ("1",))
+    plain = NotedValue(NoteKind.THREADS, "", "int", "one", ("1",))
     cut = replace(plain, digest="two", elements=("2",))
     text = difference_text(*differing(start(plain), start(cut)), Pinpoint())
     assert "threads: int 1 in the plain loop" in text

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphsplit.cluster.scheduler.job.image import JobImage
-from graphsplit.cluster.scheduler.job.meetings import Meeting
+from graphsplit.cluster.scheduler.job.meetings import Meetings
 from graphsplit.cluster.scheduler.job.roster import NO_NODE, Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.scheduler.job.suspicion import Suspicion
 from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Register
@@ -38,16 +38,16 @@ def forget(job: JobState) -> None:
     job.identity = replace(job.identity, generation=1)
     job.recovery.num_recoveries = 0
     job.liveness.absent.clear()
-    if job.phase is not Phase.PLANNED:
+    if job.phase is not JobPhase.PLANNED:
         job.generation.ready.clear()
         job.generation.peers = ()
-    if job.phase is not Phase.RECOVERING:
+    if job.phase is not JobPhase.RECOVERING:
         job.generation.offering.clear()
         if job.recovery.cause is not None:
             job.recovery.cause = _FORMER
     if not job.is_healthy:
         job.liveness.suspicion = Suspicion()
-        job.gathering.meeting = Meeting(job.rules.num_workers)
+        job.gathering.meeting = Meetings(job.rules.num_workers)
     job.candidates.spares = {
         node: _first_attempt(one) for node, one in job.candidates.spares.items()
     }

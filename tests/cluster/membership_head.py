@@ -23,7 +23,7 @@ from graphsplit.cluster.scheduler.job.events import (
 )
 from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Refused
@@ -130,7 +130,7 @@ class Head:
             state._job.roster.of(event.incarnation).last_seen = -2 * NODE_S
             event = Tick()
         effects = state.handle(event, now)
-        check_all_are_told(effects, state._job, has_failed=self.state.phase is Phase.FAILED)
+        check_all_are_told(effects, state._job, has_failed=self.state.phase is JobPhase.FAILED)
         return self._apply(state, effects, forgets=forgets)
 
     def _returned(self, *, forgets: bool) -> tuple[Head, list[ToSlot]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from graphsplit.cluster.scheduler.job.events import Effect, Send
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.messages import Abort, Accepted, Formed
 from graphsplit.failure import FailureCause
 
@@ -30,7 +30,7 @@ def check_all_are_told(effects: list[Effect], job: JobState, *, has_failed: bool
         job: The job after that.
         has_failed: Whether it had failed already.
     """
-    if job.phase is not Phase.FAILED:
+    if job.phase is not JobPhase.FAILED:
         return
     sent = [(one.node, type(one.message)) for one in effects if isinstance(one, Send)]
     there = {node for node, kind in sent if kind is Accepted}

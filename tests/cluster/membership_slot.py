@@ -22,7 +22,7 @@ from graphsplit.cluster.member.state_machine import (
 )
 from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Event, Received
 from graphsplit.cluster.scheduler.job.rules import JobRules
-from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fencing import FencingVerdict, StreamGuard
 from graphsplit.cluster.wire.messages import Fence, Formed, Leave, MeetingKind, Refused, Register
 
 NODES_PER_SLOT = 100
@@ -165,9 +165,9 @@ class Slot:
         stream = self.streams[node]
         fence, message = stream.to_scheduler.pop(0)
         verdict = stream.guards[0].check(fence)
-        if verdict is Verdict.TAKE:
+        if verdict is FencingVerdict.TAKE:
             return Received(node, message, fence.generation)
-        if verdict is Verdict.BREAK:
+        if verdict is FencingVerdict.BREAK:
             stream.is_cut = True
         return None
 
@@ -181,9 +181,9 @@ class Slot:
         stream, state = self.streams[node], self.worker.state
         fence, message = stream.to_member.pop(0)
         verdict = stream.guards[1].check(fence)
-        if verdict is Verdict.BREAK:
+        if verdict is FencingVerdict.BREAK:
             stream.is_cut = True
-        if verdict is not Verdict.TAKE:
+        if verdict is not FencingVerdict.TAKE:
             return
         before = (state.num_departed, state.generation)
         self._carry_out(state.handle(message, fence.generation))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from membership_slot import NODES_PER_SLOT, slot_of
 
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def view_of(slot: int, job: JobState | None, *, may_return: bool) -> View:
 
 
 def _heard(slot: int, job: JobState) -> tuple[str, ...]:
-    if not job.is_healthy or job.phase is Phase.FORMING:
+    if not job.is_healthy or job.phase is JobPhase.FORMING:
         return ()
     return tuple(
         one.registration.incarnation

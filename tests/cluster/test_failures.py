@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Interrupted, Malformed
-from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.wire.messages import (
     STOPPED,
     Abort,
@@ -149,7 +149,7 @@ def test_silence_is_a_loss_and_any_message_breaks_it(drive):
         scheduler.say(1, Heartbeat(0, "step 0"))
     scheduler.pass_time(25)
     scheduler.say(0, Heartbeat(0))
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
     scheduler.pass_time(5.6)
     cause = scheduler.last(0).cause
     assert (cause.kind, cause.rank) == ("lost", 1)
@@ -163,9 +163,9 @@ def test_a_scheduler_that_was_frozen_itself_blames_nobody(drive, node_timeout_s,
     scheduler = drive(num_workers=2, node_timeout_s=node_timeout_s).form()
     scheduler.pass_time(2)
     scheduler.pass_time(frozen_s, step_s=frozen_s)
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
     scheduler.pass_time(node_timeout_s + 1)
-    assert scheduler.state.phase is Phase.FAILED
+    assert scheduler.state.phase is JobPhase.FAILED
 
 
 def test_a_worker_is_told_the_progress_of_those_it_asks_for_and_nobody_else_is(drive):
@@ -190,13 +190,13 @@ def test_the_job_finishes_when_all_have_and_ends_when_all_have_left(drive):
         scheduler.arrive(node, MeetingKind.FINISH)
     assert scheduler.sent == {}
     scheduler.arrive(4, MeetingKind.FINISH)
-    assert scheduler.state.phase is Phase.DRAINING
+    assert scheduler.state.phase is JobPhase.DRAINING
     for node in range(5):
         assert scheduler.last(node) == Departed(MeetingKind.FINISH)
         scheduler.say(node, Leave())
     leave_all(scheduler)
     assert (scheduler.exit.status, scheduler.exit.cause) == (0, None)
-    assert (scheduler.state.phase, scheduler.state.is_over) == (Phase.FINISHED, True)
+    assert (scheduler.state.phase, scheduler.state.is_over) == (JobPhase.FINISHED, True)
 
 
 def test_a_released_worker_that_lingers_does_not_keep_the_scheduler(drive):
@@ -287,7 +287,7 @@ def test_sigterm_ends_a_job_in_order_once_it_has_begun_and_at_once_when_it_comes
     scheduler.say(0, Heartbeat(7, "train step 3", location=Location(step=3)))
     scheduler.feed(Interrupted("SIGTERM", 15))
     assert scheduler.last(0) == scheduler.last(1) == StopSoon()
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
     scheduler.feed(Interrupted("SIGTERM", 15))
     assert scheduler.last(0).cause.message == "the job was interrupted by SIGTERM"
     leave_all(scheduler, (0, 1))

@@ -10,7 +10,7 @@ from cluster_helpers import DEADLINE_S, wait_until
 
 from graphsplit.cluster.member.member import Member
 from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, Tick, ToldByLauncher
-from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.launcher import Launcher
 from graphsplit.cluster.scheduler.sessions import Sessions
 from graphsplit.cluster.wire.messages import Abort, Heartbeat, MeetingKind, Recovering
@@ -93,7 +93,7 @@ def test_nobody_waits_for_a_registered_worker_that_will_not_be_started_again(dri
     for node in (0, 1):
         scheduler.register(node, registration(str(node)))
     scheduler.feed(Disconnected(1))
-    assert scheduler.state.phase is Phase.FORMING
+    assert scheduler.state.phase is JobPhase.FORMING
     scheduler.feed(ended(1))
     assert isinstance(scheduler.last(0), Abort)
 
@@ -109,14 +109,14 @@ def test_the_end_of_a_former_process_of_a_rank_means_nothing(drive):
     scheduler = drive(num_workers=2).form()
     scheduler.feed(ended(1, pid=99))
     scheduler.pass_time(1)
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
 
 
 def test_a_job_that_waits_for_a_process_that_will_not_come_ends(drive):
     scheduler = drive(num_workers=2, recovery="wait_rejoin").form()
     scheduler.feed(Disconnected(1))
     scheduler.pass_time(0.4)
-    assert scheduler.state.phase is Phase.RECOVERING
+    assert scheduler.state.phase is JobPhase.RECOVERING
     scheduler.feed(ended(1, pid=7))
     assert isinstance(scheduler.last(0), Abort)
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import hashlib
 
 from graphsplit.cluster.scheduler.job.events import Disconnected
-from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.text import cut_middle, first_difference, split_lines
 from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.wire.messages import (
@@ -58,7 +58,7 @@ def test_a_worker_cannot_arrive_twice_or_before_the_job_has_formed(drive, regist
     scheduler = drive().form()
     scheduler.arrive(1, *barrier())
     scheduler.arrive(1, *barrier())  # says it again, on a new stream: counts once
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
     scheduler.arrive(1, *barrier("other"))
     assert scheduler.last(1).cause.kind == "refused"
     assert "arrived at the barrier 'other' out of turn" in scheduler.last(1).cause.message
@@ -95,7 +95,7 @@ def test_a_disagreement_shows_the_first_differing_line_of_both(drive):
     disagree(scheduler, ["a\nb\nc", "a\nb\nc", "a\nB\nC"])
     scheduler.say(0, Text("plan 0", b"a\nb", last=False))
     scheduler.say(2, Text("plan 0", b"a\nB\nC", last=True))
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
     scheduler.say(0, Text("plan 0", b"\nc", last=True))
 
     cause = scheduler.last(1).cause
@@ -151,7 +151,7 @@ def test_a_barrier_waits_for_workers_that_make_progress_and_names_those_that_do_
     for progress in range(1, 5):
         scheduler.pass_time(50, step_s=1)
         scheduler.say(1, Heartbeat(progress, "step 3"))
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
     scheduler.pass_time(62, step_s=1)
 
     cause = scheduler.last(0).cause
@@ -164,7 +164,7 @@ def test_workers_at_the_end_wait_for_the_others_as_long_as_they_live(drive):
     scheduler = drive(num_workers=2, receive_timeout_s=60, node_timeout_s=10_000).form()
     scheduler.arrive(0, MeetingKind.FINISH)
     scheduler.pass_time(1000, step_s=1)
-    assert scheduler.state.phase is Phase.RUNNING
+    assert scheduler.state.phase is JobPhase.RUNNING
 
 
 def test_a_long_text_is_split_at_the_ends_of_lines():

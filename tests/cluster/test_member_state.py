@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.member.identity import Position, failure_of
+from graphsplit.cluster.member.identity import ReportedPosition, failure_of
 from graphsplit.cluster.member.state_machine import (
     BeginGeneration,
     EndJob,
@@ -124,7 +124,7 @@ def test_progress_text_and_acknowledgement(running):
 
 
 def test_a_position_that_cannot_be_told_is_empty_and_a_long_one_is_cut():
-    position = Position()
+    position = ReportedPosition()
     assert position.text() == "before its first step"
     position.text_source = lambda: "x" * 5000 + "\ud800"
     assert len(position.text()) == 2000

@@ -12,7 +12,7 @@ from membership_failures import KINDS, Budget
 from membership_head import RULES
 from membership_model import Model
 
-from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fencing import FencingVerdict, StreamGuard
 
 # Seconds of computing each on an idle core; on a busy machine many times that.
 pytestmark = pytest.mark.timeout(900)
@@ -47,7 +47,7 @@ def test_any_two_messages_may_be_lost_or_doubled():
 
 
 def test_a_rule_that_is_missing_is_found_and_told_as_a_story(monkeypatch):
-    monkeypatch.setattr(StreamGuard, "check", lambda guard, fence: Verdict.TAKE)
+    monkeypatch.setattr(StreamGuard, "check", lambda guard, fence: FencingVerdict.TAKE)
     with pytest.raises(AssertionError, match="doubled to scheduler, 0\n"):
         prove_ends(explored("wait_rejoin", 1, {"double"}))
 

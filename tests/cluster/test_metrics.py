@@ -21,7 +21,7 @@ from graphsplit.cluster.status.metrics import status_metrics
 from graphsplit.cluster.wire.messages import Heartbeat
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.meter import Meter
-from graphsplit.metrics_port import GAUGE, Metric, serve_metrics
+from graphsplit.metrics_port import GAUGE, Gauge, serve_metrics
 from graphsplit.root_cause import Location
 from graphsplit.security.issue import fill_folder
 from graphsplit.security.options import SecurityOptions
@@ -62,8 +62,8 @@ def serve(look, watching: Watching, protected: Protection = UNPROTECTED, files=N
     return serve_metrics(look, watching, files, protected, offset=0, what="the metrics of a test")
 
 
-def one() -> Iterator[Metric]:
-    yield Metric("answer", "The answer.", GAUGE, (), (((), 42.0),))
+def one() -> Iterator[Gauge]:
+    yield Gauge("answer", "The answer.", GAUGE, (), (((), 42.0),))
 
 
 def test_a_scheduler_serves_what_it_knows_of_its_job(start_cluster):

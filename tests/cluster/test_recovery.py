@@ -17,7 +17,7 @@ from graphsplit.cluster.member.state_machine import (
 from graphsplit.cluster.scheduler.job import state as job_state
 from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Received, Tick
 from graphsplit.cluster.scheduler.job.image import JobImage
-from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.wire.messages import (
     Abort,
@@ -56,7 +56,7 @@ def offer(scheduler, *nodes):
 
 
 def test_a_loss_ends_the_generation_for_the_survivors_and_names_the_cause(recovering):
-    assert (recovering.state.phase, recovering.state.generation) == (Phase.RECOVERING, 2)
+    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RECOVERING, 2)
     for node in (0, 1):
         told = recovering.last(node)
         assert isinstance(told, Recovering)
@@ -68,16 +68,16 @@ def test_the_next_generation_runs_when_all_are_done_with_the_past(recovering, re
     recovering.register(12, registration("2", incarnation="second life"))
     assert recovering.last(12) == Accepted("ab" * 16, "wait_rejoin")
     offer(recovering, 0)
-    assert recovering.state.phase is Phase.RECOVERING
+    assert recovering.state.phase is JobPhase.RECOVERING
     offer(recovering, 1)
-    assert recovering.state.phase is Phase.PLANNED
+    assert recovering.state.phase is JobPhase.PLANNED
     for node in (0, 1, 12):
         formed = recovering.last(node)
         assert (formed.generation, formed.seed) == (2, 4711)
         assert [peer.endpoints for peer in formed.peers[:2]] == [OFFER, OFFER]
         assert formed.peers[2].incarnation == "second life"
     recovering.answer_plan()
-    assert recovering.state.phase is Phase.RUNNING
+    assert recovering.state.phase is JobPhase.RUNNING
     assert recovering.last(12) == Started(2)
 
 
@@ -108,11 +108,11 @@ def test_a_second_loss_is_waited_for_too(recovering, registration):
     offer(recovering, 0)
     recovering.feed(Disconnected(1))
     recovering.pass_time(0.4)
-    assert (recovering.state.phase, recovering.state.generation) == (Phase.RECOVERING, 2)
+    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RECOVERING, 2)
     recovering.register(12, registration("2", incarnation="a"))
-    assert recovering.state.phase is Phase.RECOVERING
+    assert recovering.state.phase is JobPhase.RECOVERING
     recovering.register(11, registration("1", incarnation="b"))
-    assert recovering.state.phase is Phase.PLANNED
+    assert recovering.state.phase is JobPhase.PLANNED
 
 
 def test_a_loss_before_all_are_ready_tries_the_next_number(recovering, registration):
@@ -121,9 +121,9 @@ def test_a_loss_before_all_are_ready_tries_the_next_number(recovering, registrat
     recovering.say(0, Ready(2))
     recovering.feed(Disconnected(12))
     recovering.pass_time(0.4)
-    assert (recovering.state.phase, recovering.state.generation) == (Phase.RECOVERING, 3)
+    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RECOVERING, 3)
     recovering.say(1, Ready(2), generation=2)
-    assert recovering.state.phase is Phase.RECOVERING
+    assert recovering.state.phase is JobPhase.RECOVERING
 
 
 def test_nobody_who_comes_back_in_time_ends_the_job_with_the_first_cause(recovering):
@@ -151,7 +151,7 @@ def test_messages_of_the_past_do_not_count(recovering, registration):
     offer(recovering, 0, 1)
     recovering.answer_plan()
     recovering.say(1, past, generation=1)
-    assert (recovering.state.phase, recovering.state.generation) == (Phase.RUNNING, 2)
+    assert (recovering.state.phase, recovering.state.generation) == (JobPhase.RUNNING, 2)
     for node in (0, 1, 12):
         recovering.say(node, Arrive(MeetingKind.BARRIER, "now"))
         assert recovering.exit is None
@@ -162,7 +162,7 @@ def test_what_a_script_did_itself_ends_even_a_job_that_recovers(recovering):
     raised = FailureCause("exception", "ValueError: no", rank=1)
     recovering.say(1, Failed(raised), generation=1)
     assert recovering.last(0).cause.message == "ValueError: no"
-    assert recovering.state.phase is Phase.FAILED
+    assert recovering.state.phase is JobPhase.FAILED
 
 
 def test_a_frozen_worker_that_is_back_in_time_takes_its_rank_again(drive, registration):
@@ -170,13 +170,13 @@ def test_a_frozen_worker_that_is_back_in_time_takes_its_rank_again(drive, regist
     scheduler.pass_time(7)
     scheduler.say(0, Heartbeat(1))
     scheduler.pass_time(1.6)
-    assert scheduler.state.phase is Phase.RECOVERING
+    assert scheduler.state.phase is JobPhase.RECOVERING
     assert scheduler.dropped == [1]
     resume = Resume("ab" * 16, generation=1, rank=1)
     scheduler.register(11, registration("1", resume=resume))
     assert scheduler.last(11).generation == 2
     offer(scheduler, 0, 11)
-    assert scheduler.state.phase is Phase.PLANNED
+    assert scheduler.state.phase is JobPhase.PLANNED
 
 
 def test_a_frozen_worker_that_is_back_too_late_is_refused(drive, registration):
@@ -203,7 +203,7 @@ def test_a_stream_that_is_back_within_the_grace_disturbs_nobody(drive, registrat
     scheduler.feed(Disconnected(1))
     scheduler.register(11, registration("1", resume=Resume("ab" * 16, 1, 1)))
     scheduler.pass_time(1)
-    assert (scheduler.state.phase, scheduler.state.generation) == (Phase.RUNNING, 1)
+    assert (scheduler.state.phase, scheduler.state.generation) == (JobPhase.RUNNING, 1)
     scheduler.arrive(11, MeetingKind.BARRIER, "x")
     assert scheduler.last(11) == Departed(MeetingKind.BARRIER, "x")
 
@@ -225,14 +225,14 @@ def test_links_that_stay_broken_are_not_recovered_from_for_ever(drive):
         scheduler.say(0, broken)
         scheduler.pass_time(1.2)
         assert (scheduler.state.phase, scheduler.state.generation) == (
-            Phase.RECOVERING,
+            JobPhase.RECOVERING,
             generation,
         )
         offer(scheduler, 0, 1)
         scheduler.answer_plan()
     scheduler.say(0, broken)
     scheduler.pass_time(1.2)
-    assert scheduler.state.phase is Phase.FAILED
+    assert scheduler.state.phase is JobPhase.FAILED
 
 
 def test_a_worker_that_is_lost_while_the_job_forms_may_come_again(drive, registration):
@@ -241,7 +241,7 @@ def test_a_worker_that_is_lost_while_the_job_forms_may_come_again(drive, registr
     scheduler.feed(Disconnected(0))
     scheduler.register(10, registration("0", incarnation="second life"))
     scheduler.register(1, registration("1"))
-    assert scheduler.state.phase is Phase.PLANNED
+    assert scheduler.state.phase is JobPhase.PLANNED
 
 
 def test_under_restart_only_what_may_go_well_asks_for_another_try(drive):
@@ -298,12 +298,12 @@ def test_a_restored_scheduler_learns_from_its_workers_which_meetings_are_over(dr
 
 def test_a_plan_that_never_ran_is_given_up_by_a_restored_scheduler(drive, registration):
     scheduler = restored(drive(num_workers=2, keeps_journal=True).form(), "planned")
-    assert (scheduler.state.phase, scheduler.state.generation) == (Phase.RECOVERING, 2)
+    assert (scheduler.state.phase, scheduler.state.generation) == (JobPhase.RECOVERING, 2)
     come_back(scheduler, registration, 20, 0)
     assert scheduler.last(20).generation == 2
     come_back(scheduler, registration, 21, 1)
     offer(scheduler, 20, 21)
-    assert scheduler.state.phase is Phase.PLANNED
+    assert scheduler.state.phase is JobPhase.PLANNED
 
 
 @pytest.mark.parametrize("policy", ["fail_fast", "wait_rejoin"])
@@ -317,7 +317,7 @@ def test_who_does_not_come_back_to_a_restored_scheduler_is_lost(drive, registrat
     cause = scheduler.last(20).cause
     assert (cause.rank, cause.kind) == (1, "lost")
     assert "did not come back within 8 s" in cause.message
-    is_over = scheduler.state.phase is Phase.FAILED
+    is_over = scheduler.state.phase is JobPhase.FAILED
     assert is_over == (policy == "fail_fast")
 
 

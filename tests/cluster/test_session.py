@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphsplit.cluster.member import session as sessions
-from graphsplit.cluster.member.session import Session
+from graphsplit.cluster.member.session import MemberSession
 from graphsplit.cluster.wire.codec import open_worker
 from graphsplit.cluster.wire.messages import Failed, Fence, Heartbeat, Register
 from graphsplit.cluster.wire.rpc import PURPOSE
@@ -62,7 +62,7 @@ def test_what_is_said_early_waits_until_this_worker_has_proved_itself(
     scheduler = SlowScheduler()
     monkeypatch.setattr(sessions, "open_channel", lambda *_, **__: scheduler)
     first = registration("0")
-    session = Session(
+    session = MemberSession(
         ClusterSettings("MS_WORKER", num_workers=1, scheduler_port=1),
         protection=Protection(None, TOKEN),
         first=first,

@@ -7,7 +7,7 @@ from typing import get_args
 
 from documents import ROOT, table
 
-from graphsplit.cluster.scheduler.job.state import Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.wire.messages import SchedulerMessage, WorkerMessage
 from graphsplit.program.instruction import Opcode
 
@@ -25,7 +25,7 @@ def test_every_instruction_stands_in_the_table() -> None:
 
 
 def test_every_state_of_a_job_stands_in_the_table() -> None:
-    assert named("membership.md", "states of the job") == {phase.value for phase in Phase}
+    assert named("membership.md", "states of the job") == {phase.value for phase in JobPhase}
 
 
 def test_every_message_stands_in_a_table() -> None:

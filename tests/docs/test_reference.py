@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -119,6 +120,7 @@ def _classes(where: str, found: Mapping[str, type]) -> Iterator[tuple[str, objec
 
 
 def _methods(value: type) -> Iterator[tuple[str, object]]:
-    for name, attribute in vars(value).items():
+    own = [one for one in value.__mro__ if one is value or one.__module__.startswith("graphsplit.")]
+    for name, attribute in itertools.chain(*(vars(one).items() for one in own)):
         if name[0] != "_" and (inspect.isfunction(attribute) or isinstance(attribute, property)):
             yield name, attribute

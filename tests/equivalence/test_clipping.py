@@ -81,7 +81,7 @@ def test_gradients_below_the_limit_are_left_as_they_are() -> None:
 
 def test_values_are_clamped_without_any_message() -> None:
     cluster = same_over_three(clip=Value(0.001))
-    assert all(edge.kind is not EdgeKind.TALLY for edge in planned(cluster).plan.edges)
+    assert all(edge.kind is not EdgeKind.REDUCTION for edge in planned(cluster).plan.edges)
 
 
 def test_microbatches_are_clipped_once_they_are_all_added() -> None:
@@ -159,8 +159,8 @@ def test_a_norm_that_is_not_finite_is_an_error_on_every_worker_if_asked_for() ->
 def test_the_norms_travel_along_edges_of_the_plan() -> None:
     cluster = same_over_three(clip=GlobalNorm(0.1), steps=1)
     plan, programs = planned(cluster).plan, planned(cluster).programs
-    root = plan.tally.root
-    edges = [edge for edge in plan.edges if edge.kind is EdgeKind.TALLY]
+    root = plan.reduction.root
+    edges = [edge for edge in plan.edges if edge.kind is EdgeKind.REDUCTION]
     assert sorted((e.source, e.destination) for e in edges) == sorted(
         pair for other in {0, 1, 2} - {root} for pair in ((root, other), (other, root))
     )
@@ -168,9 +168,9 @@ def test_the_norms_travel_along_edges_of_the_plan() -> None:
     assert f"gathered by worker {root}" in text
     for program in programs:
         opcodes = [i.opcode for i in program.instructions]
-        tally, clip = opcodes.index(Opcode.TALLY), opcodes.index(Opcode.CLIP)
+        reduce, clip = opcodes.index(Opcode.REDUCE), opcodes.index(Opcode.CLIP)
         assert opcodes[clip + 1] is Opcode.OPTIMIZER
-        assert set(opcodes[tally + 1 : clip]) == {Opcode.SEND, Opcode.RECEIVE}
+        assert set(opcodes[reduce + 1 : clip]) == {Opcode.SEND, Opcode.RECEIVE}
         for instruction in program.instructions:
             assert Instruction.parse(str(instruction)) == instruction
 
@@ -185,8 +185,8 @@ def test_explain_names_what_is_shared() -> None:
 def test_a_part_that_nobody_receives_is_found_before_step_0() -> None:
     cluster = same_over_three(clip=GlobalNorm(0.1), steps=1)
     plan, programs = planned(cluster).plan, planned(cluster).programs
-    root = plan.tally.root
-    parts = {e.index for e in plan.edges if e.kind is EdgeKind.TALLY and e.destination == root}
+    root = plan.reduction.root
+    parts = {e.index for e in plan.edges if e.kind is EdgeKind.REDUCTION and e.destination == root}
     cut = [
         WorkerProgram(
             program.worker,

@@ -15,7 +15,7 @@ from torch import nn
 from graphsplit.batches.batch import split_batch
 from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.testing.compare import difference
@@ -45,7 +45,7 @@ class Net(nn.Module):
 class PlannerHolder(ThreadHolder):
     """Where one simulated worker's state is."""
 
-    def __init__(self, group: Group, worker: SimulatedWorker) -> None:
+    def __init__(self, group: WorkerGroup, worker: SimulatedWorker) -> None:
         super().__init__(group, {})
         self._planner = worker.planner
         self._planner.on_settled = self.settle_now

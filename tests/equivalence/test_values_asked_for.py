@@ -36,10 +36,11 @@ def same(
     *,
     loss_fn: Loss | None = rows_against_target,
     microbatches: int = 1,
+    apart: Sequence[str] = ("w", "u"),
 ) -> None:
     def place(net: Any) -> None:
-        net.w.place("MS_WORKER", 0)
-        net.u.place("MS_WORKER", 1)
+        for rank, name in enumerate(apart):
+            net.get_submodule(name).place("MS_WORKER", rank)
 
     assert_same_bits(
         make,
@@ -83,11 +84,11 @@ def test_ctc_is_captured(loss_fn: Loss, microbatches: int) -> None:
 class Encoding(nn.Module):
     """An encoder that packs what is padded, in eval mode."""
 
-    def __init__(self, *, checks_mask: bool) -> None:
+    def __init__(self, *, checks_mask: bool, layers: int = 1) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         self.w, self.u = nn.Linear(3, 8), nn.Linear(8, 4)
-        self.encoder = nn.TransformerEncoder(layer, 1, mask_check=checks_mask)
+        self.encoder = nn.TransformerEncoder(layer, layers, mask_check=checks_mask)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = self.u(self.encoder(self.w(x), src_key_padding_mask=mask))
@@ -122,6 +123,33 @@ def test_an_encoder_with_a_padding_mask_is_evaluated_as_in_eager_mode(
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("checks_mask", "at_the_left", "microbatches"),
+    [(True, False, 1), (True, False, 4), (True, True, 1), (False, False, 1)],
+)
+def test_the_layers_of_an_encoder_may_lie_apart(
+    checks_mask: bool, at_the_left: bool, microbatches: int
+) -> None:
+    same(
+        lambda: Encoding(checks_mask=checks_mask, layers=2),
+        padded(at_the_left=at_the_left),
+        loss_fn=squared,
+        microbatches=microbatches,
+        apart=("encoder.layers.0", "encoder.layers.1"),
+    )
+
+
+def test_a_part_of_a_layer_that_packs_padded_rows_cannot_lie_apart() -> None:
+    with pytest.raises(CaptureError, match=r"'linear1', inside 'encoder.layers.0', is placed"):
+        same(
+            lambda: Encoding(checks_mask=True, layers=2),
+            padded(at_the_left=False),
+            loss_fn=squared,
+            apart=("w", "encoder.layers.0.linear1"),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_an_encoder_may_be_the_whole_network(microbatches: int) -> None:
     def encoder() -> nn.Module:
@@ -147,6 +175,57 @@ class Covariance(nn.Module):
 
 def test_cov_is_captured() -> None:
     same(lambda: Net(Covariance()))
+
+
+class Counter:
+    """How often something was called."""
+
+    calls = 0
+
+
+class Counting(torch.autograd.Function):
+    """Counts its calls where it is run, also where autograd asks nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counter: Counter) -> torch.Tensor:
+        counter.calls += 1
+        return x * counter.calls
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient * 2, None
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = Counting.apply(x, self.counter)
+        return made
+
+
+def test_a_function_counts_on_in_eval_mode() -> None:
+    same(lambda: Net(Counts()))
+
+
+class Quasirandom(nn.Module):
+    def __init__(self, num: int, *, is_scrambled: bool) -> None:
+        super().__init__()
+        self.num = num
+        self.engine = torch.quasirandom.SobolEngine(4, scramble=is_scrambled, seed=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.engine.draw(self.num).sum(0)
+
+
+@pytest.mark.parametrize(("num", "is_scrambled"), [(1, False), (3, True)])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_sobol_engine_goes_on_where_it_was(
+    num: int, is_scrambled: bool, microbatches: int
+) -> None:
+    same(lambda: Net(Quasirandom(num, is_scrambled=is_scrambled)), microbatches=microbatches)
 
 
 def branching(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import collections
 import contextvars
 import copy
+import ctypes
 import decimal
 import functools
+import importlib
+import logging
+import multiprocessing
 import queue
 import sys
 import threading
@@ -76,6 +80,10 @@ class PastItself:
         if name == "weight":
             return object.__getattribute__(self, "_values")[name]
         return object.__getattribute__(self, name)
+
+
+class OfThread(threading.local):
+    weight = 1.0
 
 
 class Kept:
@@ -175,6 +183,50 @@ def _equal_to_all() -> tuple[Weigh, SetWeight]:
 def _waiting() -> tuple[Weigh, SetWeight]:
     waiting: queue.Queue[float] = queue.Queue()
     return lambda: 1.0 + waiting.qsize(), waiting.put
+
+
+def _valued(one: Any) -> tuple[Weigh, SetWeight]:
+    return lambda: one.value, lambda value: setattr(one, "value", value)
+
+
+def _of_thread() -> tuple[Weigh, SetWeight]:
+    one = OfThread()
+    return lambda: one.weight, lambda value: setattr(one, "weight", value)
+
+
+def _asked(answers: Callable[[], bool], write: SetWeight) -> tuple[Weigh, SetWeight]:
+    return lambda: 2.0 if answers() else 1.0, write
+
+
+def _event() -> tuple[Weigh, SetWeight]:
+    event = threading.Event()
+    return _asked(event.is_set, lambda value: event.set())
+
+
+def _raised() -> tuple[Weigh, SetWeight]:
+    error = ValueError(1.0)
+    return lambda: error.args[0], lambda value: setattr(error, "args", (value,))
+
+
+def _logged() -> tuple[Weigh, SetWeight]:
+    logger = logging.getLogger("a logger of a test")
+    logger.setLevel(logging.ERROR)
+    return _asked(lambda: logger.isEnabledFor(20), lambda value: logger.setLevel(20))
+
+
+def _marked() -> tuple[Weigh, SetWeight]:
+    one = torch.ones(1)
+    return _asked(lambda: one.requires_grad, lambda value: one.requires_grad_())
+
+
+def _computed_import() -> tuple[Weigh, SetWeight]:
+    name = "settings" + "_of_a_test".lower()
+    return _attribute(settings, lambda: importlib.import_module(name).weight)
+
+
+def _appears_in_vars() -> tuple[Weigh, SetWeight]:
+    one = Holder()
+    return lambda: vars(one).get("later", 1.0), lambda value: setattr(one, "later", value)
 
 
 def _order() -> tuple[Weigh, SetWeight]:
@@ -289,6 +341,15 @@ WAYS: dict[str, Callable[[], tuple[Weigh, SetWeight]]] = {
     "number with an attribute": _number_with_attribute,
     "number equal to all": _equal_to_all,
     "queue": _waiting,
+    "memory of other processes": lambda: _valued(multiprocessing.Value("d", 1.0)),
+    "number in C": lambda: _valued(ctypes.c_double(1.0)),
+    "event": _event,
+    "thread local of a class": _of_thread,
+    "arguments of an exception": _raised,
+    "level of a logger": _logged,
+    "mark of a tensor": _marked,
+    "computed name of an import": _computed_import,
+    "name that appears in vars()": _appears_in_vars,
     "order of a dictionary": _order,
     "order of a set": _set_order,
     "dispatch": _dispatched,

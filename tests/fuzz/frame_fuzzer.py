@@ -28,7 +28,7 @@ from graphsplit.errors import FrameError
 from graphsplit.failure import AbortSignal
 from graphsplit.transport import ChannelSpec, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder
-from graphsplit.transport.grpc.chunk import Piece, read_chunk
+from graphsplit.transport.grpc.chunk import ChunkPart, read_chunk
 from graphsplit.transport.grpc.inbound import GrpcReceiver
 from graphsplit.transport.session import AbortWatch
 
@@ -230,8 +230,8 @@ class Target:
                 size = rng.choice((0, 1, size + 1, 2 * size, 1 << 16))
             try:
                 half = size // 2
-                receiver.put(Piece(header=bytes(header), data=bytes(half), size=half))
-                receiver.put(Piece(data=bytes(size - half), size=size - half))
+                receiver.put(ChunkPart(header=bytes(header), data=bytes(half), size=half))
+                receiver.put(ChunkPart(data=bytes(size - half), size=size - half))
             except FrameError:
                 tally.refused += 1
                 break

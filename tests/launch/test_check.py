@@ -187,13 +187,13 @@ def test_a_run_that_takes_too_long_is_ended(checking: Checking) -> None:
 
 
 def test_a_process_with_a_file_and_no_request_says_what_is_wrong(tmp_path: Path) -> None:
-    from graphsplit.check.request import Request, read_request, write_request
+    from graphsplit.check.request import NoteRequest, read_request, write_request
     from graphsplit.errors import ConfigurationError
 
     with pytest.raises(ConfigurationError, match="GS_CHECK_FILE"):
         read_request(tmp_path / "worker_0.jsonl")
-    write_request(tmp_path, Request(3, 2, ("loss", "")))
-    assert read_request(tmp_path / "worker_0.jsonl") == Request(3, 2, ("loss", ""))
+    write_request(tmp_path, NoteRequest(3, 2, ("loss", "")))
+    assert read_request(tmp_path / "worker_0.jsonl") == NoteRequest(3, 2, ("loss", ""))
     (tmp_path / "request.json").write_text(json.dumps({"num_steps": "3"}))
     with pytest.raises(ConfigurationError, match="Fix: unset GS_CHECK_FILE"):
         read_request(tmp_path / "worker_0.jsonl")

@@ -6,7 +6,7 @@ from graphsplit.cli.launch.ending import JobEnding
 from graphsplit.cli.launch.scheduler_line import SchedulerLine
 from graphsplit.cli.launch.verdict import verdict
 from graphsplit.launcher_line import Beat, Over
-from graphsplit.reports import Report
+from graphsplit.reports import EndReport
 
 NAMES = {"scheduler", "worker 0", "worker 1"}
 WHY = "nothing was heard from it for 3 s (see MS_NODE_TIMEOUT)"
@@ -32,7 +32,7 @@ def test_that_the_launcher_killed_it_is_not_the_root_cause() -> None:
     for name, code in (("worker 1", -9), ("worker 0", 1), ("scheduler", 1)):
         ending.exited(name, returncode=code, now_s=0.0)
     assert verdict(ending, {}).line == (f"graphsplit: worker 1 was given up: {WHY}; exit status 1")
-    report = Report(f"worker 1 (host a, pid 3) was lost: {WHY}, so it is frozen", rank=1)
+    report = EndReport(f"worker 1 (host a, pid 3) was lost: {WHY}, so it is frozen", rank=1)
     assert verdict(ending, {"worker 1": report}).line.endswith("frozen; exit status 1")
 
 

@@ -79,7 +79,9 @@ def test_every_line_is_prefixed_and_the_script_gets_its_arguments(launch: Launch
         "[worker 0] MS_WORKER0 ['-n', '7', '--epochs=3']",
         "[worker 1] MS_WORKER1 ['-n', '7', '--epochs=3']",
     ]
-    assert sorted(err.splitlines()) == ["[scheduler] note", "[worker 0] note", "[worker 1] note"]
+    said, *notes = err.splitlines()
+    assert said == "graphsplit: starting 2 workers"
+    assert sorted(notes) == ["[scheduler] note", "[worker 0] note", "[worker 1] note"]
 
 
 def test_the_status_is_that_of_the_first_failure(launch: Launch, tmp_path: Path) -> None:
@@ -200,6 +202,7 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path, monkeypatch: pytest.Monk
     assert "[worker 0] __main__ package ['-x']" in done.stdout, done
 
 
+@pytest.mark.timeout(90)  # they import torch
 @pytest.mark.parametrize(
     "uses", ["import graphsplit as gs", "import os, graphsplit; os.environ", ""]
 )
@@ -214,6 +217,7 @@ def test_a_script_that_never_calls_init_fails(tmp_path: Path, uses: str) -> None
         assert "[scheduler] trains" not in done.stdout
 
 
+@pytest.mark.timeout(90)  # they import torch
 def test_a_package_may_import_graphsplit_when_it_is_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import graphsplit")

@@ -10,11 +10,11 @@ import pytest
 
 from graphsplit.cli.launch.ending import JobEnding
 from graphsplit.cli.launch.verdict import verdict
-from graphsplit.reports import VARIABLE, Report, read_report, write_report
+from graphsplit.reports import VARIABLE, EndReport, read_report, write_report
 from graphsplit.root_cause import FailureCause, Location
 
-RAISED = Report("worker 1 (host a, pid 3) failed: ValueError: no", "train.py:31", rank=1)
-KILLED = Report("worker 1 (host a, pid 3) was lost: ...", "last position: train step 3", rank=1)
+RAISED = EndReport("worker 1 (host a, pid 3) failed: ValueError: no", "train.py:31", rank=1)
+KILLED = EndReport("worker 1 (host a, pid 3) was lost: ...", "last position: train step 3", rank=1)
 
 
 def ended(*exits: tuple[str, int]) -> JobEnding:
@@ -47,7 +47,7 @@ def test_the_status_is_that_of_the_process_with_the_root_cause() -> None:
 
 
 def test_a_process_that_fails_before_there_is_a_job_speaks_for_itself() -> None:
-    own = Report("ConfigurationError: 2 environment variables are missing or malformed")
+    own = EndReport("ConfigurationError: 2 environment variables are missing or malformed")
     found = verdict(ended(("worker 0", 1), ("scheduler", 143)), {"worker 0": own})
     assert found.line.startswith("graphsplit: ConfigurationError: 2 environment variables")
     assert verdict(ended(("worker 0", 7)), {}).line == (

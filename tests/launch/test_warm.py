@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from graphsplit.cli.launch import fork_server
 from graphsplit.cli.launch.children import collect_if_ended, start_child
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.warm import WarmStart, may_fork
@@ -106,6 +109,23 @@ def test_nothing_is_forked_where_a_thread_is_there(script: Path, tmp_path: Path)
         assert "starts 1 threads" in said[0]
     finally:
         start.close()
+
+
+def test_a_thread_that_comes_later_ends_forking(monkeypatch: pytest.MonkeyPatch):
+    forks: list[int] = []
+    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or os.getpid())
+    monkeypatch.setattr(os, "waitpid", lambda pid, options: (pid, 0))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    threads = iter([1, 1, 2])  # as it says «ready», and at each of two requests
+    monkeypatch.setattr(os, "listdir", lambda path: ["task"] * next(threads))
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        ours.send(b"{}")
+        ours.send(b"{}")
+        fork_server.serve(theirs, os.getpid())
+        assert ours.recv(256) == b"ready"
+        assert ours.recv(256) == b"it has started 1 threads"
+    assert len(forks) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,8 +94,14 @@ def _in_order(known: tuple[str, ...], found: set[str]) -> list[str]:
     return [phase for phase in known if phase in found] + sorted(found - set(known))
 
 
-def with_table(document: str, rows: Iterable[Row]) -> str:
-    """A document whose part after the mark is made from these runs."""
+def commit() -> str:
+    """The state of the code that is here: its commit, with a mark if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def with_table(document: str, rows: Iterable[Row], at: str) -> str:
+    """A document whose part after the mark is made from these runs of the code at a commit."""
     rows = list(rows)
     before, mark, _ = document.partition(MARK)
     if not mark:
@@ -104,8 +111,8 @@ def with_table(document: str, rows: Iterable[Row]) -> str:
         "Faults of the network": [row for row in rows if row.fault not in OF_PROCESSES],
     }
     told = [
-        f"## {title}\n\n{len(part)} runs, of which {sum(row.ok for row in part)} ended as they "
-        f"must.\n\n{table(part)}"
+        f"## {title}\n\n{len(part)} runs at commit `{at}`, of which {sum(row.ok for row in part)} "
+        f"ended as they must.\n\n{table(part)}"
         for title, part in parts.items()
         if part
     ]
@@ -123,7 +130,7 @@ def main() -> None:
         print(table(rows))
     else:
         document = arguments.into.read_text(encoding="utf-8")
-        arguments.into.write_text(with_table(document, rows), encoding="utf-8")
+        arguments.into.write_text(with_table(document, rows, commit()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -66,8 +66,11 @@ def test_a_cell_counts_what_was_as_it_must_be_and_names_the_longest_time() -> No
     assert cell([]) == "-"
     assert "| worker 1, SIGKILL | 1/2, 2.2 s |" in table([ROW, bad])
     cut = Row("link 1-2", "forward", "cut", FAIL_FAST, 0, 1, 3.5, ok=True)
-    document = with_table(f"# Kill matrix\n\n{MARK}\n\nof yesterday\n", [ROW, bad, cut])
+    document = with_table(f"# Kill matrix\n\n{MARK}\n\nof yesterday\n", [ROW, bad, cut], "abc1234")
     processes, network = document.split("## Faults of the network")
-    assert "2 runs, of which 1 ended as they must." in processes
-    assert "1 runs, of which 1 ended as they must." in network and "link 1-2, cut" in network
+    assert "2 runs at commit `abc1234`, of which 1 ended as they must." in processes
+    assert (
+        "1 runs at commit `abc1234`, of which 1 ended as they must." in network
+        and "link 1-2, cut" in network
+    )
     assert "of yesterday" not in document

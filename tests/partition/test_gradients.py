@@ -1,4 +1,4 @@
-"""Gradients of a value are summed in eager's order: a left fold, latest use first.
+"""Gradients of a value are summed in eager's order: from left to right, latest use first.
 
 Sums are compared as trees, in which the two sides of one addition may change places (a + b is
 b + a in floating point) but nothing else.
@@ -42,7 +42,7 @@ def terms_of(plan: PartitionPlan, value: int) -> list[Term]:
 
 
 def sum_as_planned(plan: PartitionPlan, value: int) -> Tree:
-    """The sum that running the plan gives: leaves, edges, folds, then autograd's own uses."""
+    """The sum that running the plan gives: leaves, edges, sums, then autograd's own uses."""
     terms = terms_of(plan, value)
     by_leaf = {use: c.index for c in plan.contributions for use in c.uses if c.value == value}
 
@@ -50,16 +50,16 @@ def sum_as_planned(plan: PartitionPlan, value: int) -> Tree:
         own = [term for term in terms if by_leaf.get(term[:2]) == contribution]
         return total([*received(plan.seeds.get(contribution, ())), *own])
 
-    def received(fold: Sequence[SumTerm]) -> list[Tree]:
+    def received(terms: Sequence[SumTerm]) -> list[Tree]:
         found: list[Tree] = []
-        for term in fold:
+        for term in terms:
             edge = plan.edges[term.edge] if term.edge is not None else None
             parts = edge.contributions if edge is not None else (term.contribution,)
             found.append(total([leaf(c) for c in parts if c is not None]))
         return [total(found)] if found else []
 
     own = [term for term in terms if term[:2] not in by_leaf]
-    return total([*received(plan.folds.get(value, ())), *own])
+    return total([*received(plan.gradient_sums.get(value, ())), *own])
 
 
 def check(graph: PlacedGraph) -> PartitionPlan:
@@ -84,11 +84,11 @@ def uses(*workers: int, producer: int = 0) -> PlacedGraph:
 
 
 def fold_of(plan: PartitionPlan, name: str) -> list[list[str]]:
-    """For each term of a value's fold, the operations whose gradients it holds."""
+    """For each term of a value's sum, the operations whose gradients it holds."""
     nodes = plan.placed.graph.nodes
     value = next(p for p, n in enumerate(nodes) if n.name == name)
     terms = []
-    for term in plan.folds.get(value, ()):
+    for term in plan.gradient_sums.get(value, ()):
         if term.contribution is not None:
             contributions: tuple[int, ...] = (term.contribution,)
         else:
@@ -195,7 +195,7 @@ def test_both_operands_of_a_square_are_two_terms_where_they_come_later() -> None
     assert fold_of(plan, "v") == [["late"], ["square"], ["square"]]
 
 
-def test_what_may_be_folded_where_it_is_made_travels_as_one_gradient() -> None:
+def test_what_may_be_added_where_it_is_made_travels_as_one_gradient() -> None:
     plan = check(uses(1, 1, 0, 1, 1, producer=2))
     sizes = [
         len(e.contributions)
@@ -206,7 +206,7 @@ def test_what_may_be_folded_where_it_is_made_travels_as_one_gradient() -> None:
     assert sizes == [1, 1, 1, 1]
 
 
-def test_prefixes_from_two_segments_of_one_worker_are_folded_there() -> None:
+def test_prefixes_from_two_segments_of_one_worker_are_added_there() -> None:
     # Worker 1 uses v, then again after worker 2: two leaves, but the first two terms.
     ops = {
         "v": Op(0, ("x", "w")),

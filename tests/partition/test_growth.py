@@ -5,8 +5,11 @@ How time and memory grow is measured by ``benchmarks/bench_planning.py``.
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,21 +22,30 @@ from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import describe_programs, lower
 from graphsplit.program.proof import verify_programs
 from graphsplit.schedule.named import gpipe
-from graphsplit.testing.synthetic import at_random, by_layer, layered_graph
+
+GRAPHS = Path(__file__).parents[2] / "benchmarks" / "common_graphs.py"
+_spec = importlib.util.spec_from_file_location("benchmarks_graphs", GRAPHS)
+assert _spec is not None
+assert _spec.loader is not None
+_graphs: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_graphs)
 
 DEADLINE_S = 30.0  # about ten times what it takes
 
 
 def over_64_workers() -> PlacedGraph:
-    return by_layer(layered_graph(20_000), num_workers=64, num_cuts=200)
+    placed: PlacedGraph = _graphs.by_layer(
+        _graphs.layered_graph(20_000), num_workers=64, num_cuts=200
+    )
+    return placed
 
 
 def on_any_of_8_workers() -> PlacedGraph:
-    return at_random(layered_graph(20_000), num_workers=8)
+    return _graphs.at_random(_graphs.layered_graph(20_000), num_workers=8)
 
 
 def on_one_worker() -> PlacedGraph:
-    return by_layer(layered_graph(20_000), num_workers=1, num_cuts=0)
+    return _graphs.by_layer(_graphs.layered_graph(20_000), num_workers=1, num_cuts=0)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,7 @@ def test_twenty_thousand_operations_are_planned_in_seconds(
 
 
 def test_layers_are_placed_with_the_number_of_cuts_asked_for() -> None:
-    placed = by_layer(layered_graph(1_000), num_workers=4, num_cuts=9)
+    placed = _graphs.by_layer(_graphs.layered_graph(1_000), num_workers=4, num_cuts=9)
     workers = [
         worker
         for worker, node in zip(placed.workers, placed.graph.nodes, strict=True)

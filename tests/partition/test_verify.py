@@ -81,14 +81,14 @@ def a_gradient_that_is_not_sent(plan: PartitionPlan) -> PartitionPlan:
 
 def a_gradient_that_is_not_summed(plan: PartitionPlan) -> PartitionPlan:
     edge = next(e for e in plan.edges if e.kind is EdgeKind.GRADIENT)
-    kept = tuple(t for t in plan.folds[edge.value] if t.edge != edge.index)
-    return replace(plan, folds={**plan.folds, edge.value: kept})
+    kept = tuple(t for t in plan.gradient_sums[edge.value] if t.edge != edge.index)
+    return replace(plan, gradient_sums={**plan.gradient_sums, edge.value: kept})
 
 
 def a_gradient_that_is_summed_twice(plan: PartitionPlan) -> PartitionPlan:
     edge = next(e for e in plan.edges if e.kind is EdgeKind.GRADIENT)
-    twice = (*plan.folds[edge.value], SumTerm(edge=edge.index))
-    return replace(plan, folds={**plan.folds, edge.value: twice})
+    twice = (*plan.gradient_sums[edge.value], SumTerm(edge=edge.index))
+    return replace(plan, gradient_sums={**plan.gradient_sums, edge.value: twice})
 
 
 def a_contribution_of_another_value(plan: PartitionPlan) -> PartitionPlan:

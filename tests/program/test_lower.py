@@ -48,10 +48,10 @@ def needs(plan: PartitionPlan, instruction: Instruction) -> set[int]:
     sums: list[tuple[SumTerm, ...]] = []
     if instruction.opcode is Opcode.BACKWARD:
         io = plan.io[instruction.operand]
-        sums = [plan.folds.get(root, ()) for root in io.roots]
+        sums = [plan.gradient_sums.get(root, ()) for root in io.roots]
         sums += [plan.seeds.get(leaf, ()) for leaf in io.leaves]
     elif instruction.opcode is Opcode.ACCUMULATE:
-        sums = [plan.folds[instruction.operand]]
+        sums = [plan.gradient_sums[instruction.operand]]
     return {term.edge for terms in sums for term in terms if term.edge is not None}
 
 

@@ -26,8 +26,8 @@ from graphsplit.job.stream import (
     CHUNK_BYTES,
     SNAPSHOTS,
     TOGETHER_BYTES,
-    Incoming,
-    Outgoing,
+    IncomingStream,
+    OutgoingStream,
     channel_spec,
     send,
 )
@@ -76,12 +76,12 @@ def test_a_part_that_was_cut_off_is_refused(size: int):
         SnapshotShard.read([octets[:size]], what="worker 3's part")
 
 
-def ends(limit: int) -> tuple[Outgoing, Incoming]:
+def ends(limit: int) -> tuple[OutgoingStream, IncomingStream]:
     fabric, policy = MemoryFabric(), WaitPolicy(AbortSignal(), 5.0)
     spec = channel_spec(SNAPSHOTS, 0, 1, 2)
     sender = MemoryTransport(fabric, generation=1, policy=policy).open_sender(spec)
     receiver = MemoryTransport(fabric, generation=1, policy=policy).open_receiver(spec)
-    return Outgoing(sender), Incoming(receiver, source=0, limit_bytes=limit)
+    return OutgoingStream(sender), IncomingStream(receiver, source=0, limit_bytes=limit)
 
 
 def test_messages_of_any_length_pass_without_waiting():

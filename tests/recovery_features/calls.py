@@ -64,6 +64,21 @@ def two_models_of_the_same_modules(place: bool = True) -> Any:
 
 
 @feature
+def values_exchanged_between(place: bool = True) -> Any:
+    """All workers pass the same values: one process knows what comes of them."""
+    net = plain_net(place=place)
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    found: list[Any] = []
+    for x, y in list(batches()) * 3:
+        loss = model.train_step(x, y)
+        found.append(gs.all_reduce(loss, "max"))
+        found.append(gs.broadcast_object({"rate": [float(loss)]}, src=2 * place))
+        found.append(gs.all_gather(x, ranks=[0]).clone())
+        x.zero_()  # the script may: what is remembered stays
+    return found, all_of(model)
+
+
+@feature
 def evaluation_and_prediction_between(place: bool = True) -> Any:
     net = plain_net(place=place)
     model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), {"Loss": gs.metrics.Loss()})

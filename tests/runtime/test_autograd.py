@@ -87,7 +87,7 @@ def test_one_gradient_of_two_parameters_is_not_added_to_twice() -> None:
     assert [p.grad.tolist() for p in both if p.grad is not None] == [[2, 2, 2]] * 2
 
 
-def test_a_gradient_that_waits_to_be_folded_keeps_its_value() -> None:
+def test_a_gradient_that_waits_to_be_added_keeps_its_value() -> None:
     """What goes to a shared parameter may wait while later microbatches are added."""
     parameter, gradient = nn.Parameter(torch.zeros(2, 3)), torch.ones(6)
     waiting = [gradient, torch.ones(()).to_sparse(), None]

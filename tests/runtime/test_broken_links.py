@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphsplit.cluster.member import failure_reports
-from graphsplit.cluster.member.identity import Position
+from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.cluster.member.member import Member
 from graphsplit.errors import JobFailedError, MembershipChangedError, TransportError
 from graphsplit.failure import AbortSignal, FailureCause
@@ -26,7 +26,7 @@ class FakeMember:
 
     def __init__(self, verdict: FailureCause | None, *, recovers: bool = False) -> None:
         self.abort = AbortSignal()
-        self.position = Position()
+        self.position = ReportedPosition()
         self.told: list[FailureCause] = []
         self._verdict = verdict
         self._recovers = recovers

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphsplit.optimizers.child_process import Child, ChildError, raised_where
+from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
 
 
 def report_of(work: Any, *, deadline_s: float = 30.0) -> Any:
-    with Child(work, deadline_s=deadline_s) as child:
+    with ForkedTrial(work, deadline_s=deadline_s) as child:
         return child.report()
 
 
@@ -57,7 +57,7 @@ def test_a_child_that_does_not_end_is_ended() -> None:
 
 
 def test_a_child_nobody_waits_for_is_ended() -> None:
-    with Child(signal.pause, deadline_s=30.0):
+    with ForkedTrial(signal.pause, deadline_s=30.0):
         pass
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
@@ -66,7 +66,7 @@ def test_a_child_nobody_waits_for_is_ended() -> None:
 def test_a_system_without_fork_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     with pytest.raises(ChildError, match="no fork"):
-        Child(lambda: None, deadline_s=1.0)
+        ForkedTrial(lambda: None, deadline_s=1.0)
 
 
 def test_an_error_is_told_with_the_users_line() -> None:

@@ -12,12 +12,12 @@ import torch
 
 from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.frames import is_own, line_now, line_of, users_traceback, without_own_frames
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 
 
 def through_graphsplit(run: Callable[[], object]) -> object:
     """Call back through frames of graphsplit's own."""
-    return Call("train", run)()
+    return ModelCall("train", run)()
 
 
 def caught(run: Callable[[], object]) -> BaseException:
@@ -48,7 +48,7 @@ def test_frames_of_graphsplit_are_left_out_and_the_users_stay():
 def test_what_graphsplit_calls_is_left_out_until_the_next_line_of_the_users():
     text = users_traceback(caught(lambda: through_graphsplit(lambda: json.loads("{"))))
     assert "json" in text  # the user's own call of it
-    text = users_traceback(caught(Call("load", json.loads, ("{",))))
+    text = users_traceback(caught(ModelCall("load", json.loads, ("{",))))
     assert "decoder.py" not in text
     assert "in caught" in text
 
@@ -81,7 +81,7 @@ def test_an_operation_that_failed_keeps_the_users_own_lines_below_it():
 
 def test_an_error_that_never_left_graphsplit_has_no_empty_headline():
     with pytest.raises(TypeError) as error:
-        Call("x", None)()  # type: ignore[arg-type]
+        ModelCall("x", None)()  # type: ignore[arg-type]
     error.value.__traceback__ = error.value.__traceback__.tb_next
     assert "Traceback" not in users_traceback(error.value)
 

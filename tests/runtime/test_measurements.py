@@ -21,10 +21,10 @@ from graphsplit.profiling.measurements import (
     read_measurements,
 )
 from graphsplit.profiling.pings import clock_offset_ns, link_of
-from graphsplit.profiling.recorder import Run
+from graphsplit.profiling.recorder import TimedRun
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import lower
-from graphsplit.schedule.costs import Costs, Host, Link
+from graphsplit.schedule.costs import Costs, Host, LinkCost
 from graphsplit.schedule.named import gpipe
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.schedule.simulation.timeline import Span
@@ -34,8 +34,8 @@ PLAN = partition(
     placed_graph({"a": Op(0, ("x", "w")), "b": Op(1, ("a", "v"))}, parameters={"w": 0, "v": 1})
 )
 PROGRAMS = lower(PLAN, gpipe)
-ONE = Measurements(0, "clock", "host", 2, 1, 5, (Run(3, -1, 0, 10, 1, (11, 12), (2, 2)),), {0: 7},
-                   {1: Link(1e-5, 2e9)}, 4096)  # fmt: skip
+ONE = Measurements(0, "clock", "host", 2, 1, 5, (TimedRun(3, -1, 0, 10, 1, (11, 12), (2, 2)),),
+                   {0: 7}, {1: LinkCost(1e-5, 2e9)}, 4096)  # fmt: skip
 
 
 def test_measurements_read_back_from_their_text() -> None:
@@ -90,8 +90,8 @@ def test_a_missing_field_is_named() -> None:
 
 
 COSTS = Costs(
-    {0: 0.5}, {0: 1.0}, {0: 0.25}, {0: 9}, {(0, 1): Link(1e-5, float("inf"))}, {1: 0.1}, {2: 0.3},
-    {2: 0.4}, {(0, Opcode.CLIP, -1): 0.7}, {0: 0.8}, (Host((0, 1), 2),), 4, "by hand",
+    {0: 0.5}, {0: 1.0}, {0: 0.25}, {0: 9}, {(0, 1): LinkCost(1e-5, float("inf"))}, {1: 0.1},
+    {2: 0.3}, {2: 0.4}, {(0, Opcode.CLIP, -1): 0.7}, {0: 0.8}, (Host((0, 1), 2),), 4, "by hand",
 )  # fmt: skip
 TIMELINE = simulate(PLAN, PROGRAMS, replace(COSTS, hosts=()), num_steps=2, leader=0)
 ESTIMATE = Estimate(COSTS, TIMELINE, (5, 6))
@@ -156,13 +156,13 @@ def test_a_link_that_was_disturbed_has_a_rate_that_can_be() -> None:
 Seconds = Callable[[Any], tuple[int, int]]
 
 
-def runs_of(worker: int, shift: int = 0, num_steps: int = 4) -> tuple[Run, ...]:
+def runs_of(worker: int, shift: int = 0, num_steps: int = 4) -> tuple[TimedRun, ...]:
     """Runs made from a simulated step of 20 ms, by a clock that is ``shift`` ahead."""
     known = Costs(
         {0: 0.002, 1: 0.003},
         {0: 0.004, 1: 0.005},
         {},
-        links={(0, 1): Link(0.001, float("inf")), (1, 0): Link(0.001, float("inf"))},
+        links={(0, 1): LinkCost(0.001, float("inf")), (1, 0): LinkCost(0.001, float("inf"))},
         send=dict.fromkeys(range(len(PLAN.edges)), 0.0005),
         optimizer={0: 0.001, 1: 0.001},
     )
@@ -173,7 +173,7 @@ def runs_of(worker: int, shift: int = 0, num_steps: int = 4) -> tuple[Run, ...]:
         ends = tuple(start + round(span.end_s * 1e9) for span in spans)
         cpu = tuple(_cpu(spans, index) for index in range(len(spans)))
         before = (start - MS, 0) if step else (-1, 0)
-        runs.append(Run(step, *before, start, 0, ends, cpu))
+        runs.append(TimedRun(step, *before, start, 0, ends, cpu))
     return tuple(runs)
 
 
@@ -182,7 +182,7 @@ def _cpu(spans: tuple[Span, ...], index: int) -> int:
 
 
 def measured(worker: int, shift: int = 0, **more: Any) -> Measurements:
-    pings = {1: Link(5e-6, 1e9)} if worker == 0 else {}
+    pings = {1: LinkCost(5e-6, 1e9)} if worker == 0 else {}
     fields = {"clock": f"c{shift}", "host": "h", "offset_ns": -shift, **more}
     runs = fields.pop("runs", None) or runs_of(worker, shift)
     return Measurements(

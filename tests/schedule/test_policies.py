@@ -23,11 +23,11 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import late_edges, lower
 from graphsplit.program.proof import verify_programs
 from graphsplit.schedule.auto import NAMED, auto, choose, tried
-from graphsplit.schedule.costs import Costs, Link
+from graphsplit.schedule.costs import Costs, LinkCost
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
 from graphsplit.schedule.named import ZERO_BUBBLE
 from graphsplit.schedule.orders import check_orders, checked
-from graphsplit.schedule.play import Rule, play
+from graphsplit.schedule.play import Preference, play
 from graphsplit.schedule.policies import POLICIES, policy_of, takes_costs
 from graphsplit.schedule.simulation.simulate import simulate
 
@@ -157,10 +157,10 @@ def test_backward_in_the_middle_of_a_step_can_be_whole() -> None:
     placed=placed_graphs(),
     number=st.sampled_from([2, 3, 5, 8]),
     ends=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    rule=st.builds(Rule, backward_first=st.booleans(), more=st.integers(0, 2)),
+    rule=st.builds(Preference, backward_first=st.booleans(), more=st.integers(0, 2)),
 )
 def test_any_graph_is_scheduled_with_backwards_whole_and_in_parts(
-    placed: PlacedGraph, number: int, ends: tuple[int, int], rule: Rule
+    placed: PlacedGraph, number: int, ends: tuple[int, int], rule: Preference
 ) -> None:
     plan = split_wherever_possible(partition(placed, is_microbatched=True))
     orders = play(plan, number, replace(rule, splits=True, ends=ends))
@@ -217,7 +217,7 @@ def costs_of(plan: PartitionPlan, forward: Sequence[float] | None) -> Costs:
         {segment: 2 * seconds for segment, seconds in each.items()},
         {},
         activations=dict.fromkeys(each, 1000),
-        links={(a, b): Link(0.1, 1e9) for a in range(4) for b in range(4)},
+        links={(a, b): LinkCost(0.1, 1e9) for a in range(4) for b in range(4)},
     )
     return with_weights_apart(plan, costs)
 
@@ -238,7 +238,7 @@ def test_auto_is_faster_than_every_named_policy_where_messages_are_slow() -> Non
     plan = chain(0, 1, 2, 3)
     costs = replace(
         costs_of(plan, (1.0, 1.0, 1.0, 1.0)),
-        links={(a, b): Link(3.0, 1e9) for a in range(4) for b in range(4)},
+        links={(a, b): LinkCost(3.0, 1e9) for a in range(4) for b in range(4)},
     )
     found = {choice.name: choice.step_s for choice in tried(plan, 12, costs)}
     named = [seconds for name, seconds in found.items() if name in ("1f1b", "zero_bubble")]

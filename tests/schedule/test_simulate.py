@@ -15,7 +15,7 @@ from graphsplit.partition.edges import partition
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram, lower
-from graphsplit.schedule.costs import Costs, Host, Link
+from graphsplit.schedule.costs import Costs, Host, LinkCost
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
 from graphsplit.schedule.simulation.processors import Processors
 from graphsplit.schedule.simulation.simulate import simulate
@@ -107,7 +107,7 @@ def test_branches_run_beside_each_other() -> None:
 def test_a_message_takes_the_time_of_its_link() -> None:
     plan = chain(2)
     size = plan.edges[0].meta.size_bytes  # 2 seconds beside a latency of 1
-    links = {pair: Link(1.0, size / 2) for pair in ((0, 1), (1, 0))}
+    links = {pair: LinkCost(1.0, size / 2) for pair in ((0, 1), (1, 0))}
     timeline = simulate(plan, lower(plan, gpipe), costs(plan, links=links))
     backward = next(s for s in timeline.workers[0] if str(s.instruction).startswith("BACKWARD"))
     assert drawn(timeline)[1].startswith(".. .. .. .. F0 B0 B0")
@@ -117,7 +117,7 @@ def test_a_message_takes_the_time_of_its_link() -> None:
 def test_sender_and_receiver_are_busy_for_their_part_of_a_message() -> None:
     plan = chain(2, mode=Mode.EVAL)
     edge = edge_of(plan, EdgeKind.VALUE, 0)
-    links = {(0, 1): Link(5.0, float("inf"))}
+    links = {(0, 1): LinkCost(5.0, float("inf"))}
     known = costs(plan, links=links, send={edge: 1.0}, receive={edge: 2.0})
     timeline = simulate(plan, lower(plan, gpipe), known)
     (send,) = (s for s in timeline.workers[0] if str(s.instruction).startswith("SEND"))
@@ -131,7 +131,7 @@ def test_bytes_of_two_messages_share_their_link() -> None:
     plan = chain(2, mode=Mode.EVAL)
     edge = edge_of(plan, EdgeKind.VALUE, 0)
     size = plan.edges[edge].meta.size_bytes
-    known = costs(plan, forward=1, links={(0, 1): Link(0.5, size / 4)})
+    known = costs(plan, forward=1, links={(0, 1): LinkCost(0.5, size / 4)})
     timeline = simulate(plan, lower(plan, gpipe, num_microbatches=2), known)
     arrivals = [
         s.start_s for s in timeline.workers[1] if str(s.instruction).endswith(f"edge{edge}")
@@ -203,7 +203,7 @@ def test_no_worker_begins_a_step_before_its_leader_has_announced_it() -> None:
     ops = {"left": Op(0, ("x", "a")), "right": Op(1, ("x", "b"))}
     ops["both"] = Op(0, ("left", "right", "c"))
     plan = partition(placed_graph(ops, parameters={"a": 0, "b": 1, "c": 0}))
-    known = costs(plan, between={0: 5.0}, links={(0, 1): Link(0.5, float("inf"))})
+    known = costs(plan, between={0: 5.0}, links={(0, 1): LinkCost(0.5, float("inf"))})
     free = simulate(plan, lower(plan, gpipe), known)
     led = simulate(plan, lower(plan, gpipe), known, leader=0)
     forwards = [

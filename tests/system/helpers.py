@@ -31,9 +31,8 @@ class Finished:
                 if line.startswith(prefix)]  # fmt: skip
 
     def said_by(self, process: str) -> list[str]:
-        """What one process printed, but that its scheduler is late, as on a busy machine."""
-        late = "[graphsplit] no scheduler at "
-        return [line for line in self.lines_of(process) if not line.startswith(late)]
+        """What one process's script printed, without graphsplit's own lines."""
+        return [line for line in self.lines_of(process) if not line.startswith("[graphsplit] ")]
 
 
 def run_job(

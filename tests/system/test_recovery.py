@@ -46,7 +46,7 @@ def test_killed_workers_come_back_and_nothing_is_different(plain: list[str], tmp
     assert job.status == 0, job.output[-6000:]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(moments.split(","))
     for rank in range(3):
-        said = job.lines_of(f"worker {rank}")
+        said = job.said_by(f"worker {rank}")
         lives = 1 + sum(moment.startswith(f"{rank}:") for moment in moments.split(","))
         assert said[-len(plain) :] == plain
         assert all(line in plain for line in said)

@@ -17,6 +17,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError, PlacementError
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.planning.many_sizes import SizesSeen
+from graphsplit.train.in_words import TrainingInWords
 
 assert threads_as_workers
 
@@ -100,6 +101,21 @@ def test_a_finished_run_says_that_nothing_is_trained(
 
     assert script() == 0
     assert "nothing is trained: the loaded run has done all of 1 epoch(s)" in caplog.text
+
+
+def test_how_training_goes_is_told_in_words():
+    net, last = plain_net(place=False), Last()
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    context = gs.callbacks.RunContext(model, 0, 2, None)
+    clock = iter([0.0, 1.0, 5.0, 6.0])
+    words = TrainingInWords(context, lambda: next(clock))
+    assert words() == "epoch 0 of 2, step 0"
+    model.train(1, batches(), [last])
+    context.epoch, context.step, context.num_steps = 1, 3, 9
+    context.loss = torch.tensor(0.25)
+    rate = model.position.num_steps / 5.0
+    assert words() == f"epoch 1 of 2, step 3 of 9, loss 0.25, {rate:.3g} steps/s"
+    assert words() == f"epoch 1 of 2, step 3 of 9, loss 0.25, {rate:.3g} steps/s"
 
 
 def test_the_fifth_size_of_batches_tells_of_dynamic_dims():

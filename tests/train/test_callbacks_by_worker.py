@@ -15,7 +15,7 @@ from graphsplit.checkpoint.by_worker import saver_of
 from graphsplit.checkpoint.position import NoRun
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import StateError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 
 
 class Means(gs.callbacks.Callback):
@@ -32,7 +32,7 @@ class Clock(Means):
     """Keeps something else."""
 
 
-def states_of(group: Group) -> States:
+def states_of(group: WorkerGroup) -> States:
     torch.manual_seed(0)
     network = nn.Linear(2, 2)
     owners = {"weight": 0, "bias": group.num_workers - 1}
@@ -41,7 +41,7 @@ def states_of(group: Group) -> States:
 
 
 def save(folder: Path, num_workers: int, state: Any, *, gather: bool = False) -> list[Any]:
-    def run(group: Group) -> None:
+    def run(group: WorkerGroup) -> None:
         states = states_of(group)
         callbacks = [Means(state(group.rank)), Clock({"ticks": 3})]
         states.run = NoRun(position=(1, 1), callbacks=callbacks)  # in the middle: they go on
@@ -51,7 +51,7 @@ def save(folder: Path, num_workers: int, state: Any, *, gather: bool = False) ->
 
 
 def load(folder: Path, num_workers: int) -> list[Any]:
-    def run(group: Group) -> Any:
+    def run(group: WorkerGroup) -> Any:
         states = states_of(group)
         states.load(folder, extra={})
         assert states.resumption is not None

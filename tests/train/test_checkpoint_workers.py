@@ -26,7 +26,7 @@ from graphsplit.checkpoint.states import States
 from graphsplit.deferred.construction import deferred_init, is_deferred, materialize
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.job.control import ControlChannels
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.planning.task import named_state
 from graphsplit.testing.compare import difference
 
@@ -78,7 +78,7 @@ def save(
 ) -> list[Any]:
     owners = owners_of(saved[0], len(groups))
 
-    def run(group: Group) -> None:
+    def run(group: WorkerGroup) -> None:
         states = States(task_of(*saved), ThreadHolder(group, owners, loader_rank=1))
         states.save(folder(group.rank), extra={}, **options)
 
@@ -91,7 +91,7 @@ def load(
     folder: Callable[[int], Path],
     owners: Mapping[str, int],
 ) -> list[Any]:
-    def run(group: Group) -> None:
+    def run(group: WorkerGroup) -> None:
         holder = ThreadHolder(group, owners)
         States(task_of(*pairs[group.rank]), holder).load(folder(group.rank), extra={})
 
@@ -323,7 +323,7 @@ def test_the_writer_never_holds_more_than_a_piece_of_what_others_own(tmp_path: P
     groups[0] = writer
     owners = {f"{i}.weight": i % 3 for i in range(4)}
 
-    def run(group: Group) -> None:
+    def run(group: WorkerGroup) -> None:
         states = States(task_of(network), ThreadHolder(group, owners))
         states.save_weights(tmp_path / "w.safetensors")
 
@@ -340,7 +340,7 @@ def test_one_file_streamed_by_all_is_loaded_by_all(tmp_path: Path) -> None:
     owners = owners_of(saved[0], 3)
     both = (tmp_path / "w.safetensors", tmp_path / "o.safetensors")
 
-    def write(group: Group) -> None:
+    def write(group: WorkerGroup) -> None:
         states = States(task_of(*saved), ThreadHolder(group, owners))
         states.save_weights(both[0])
         states.save_optimizers(both[1])
@@ -348,7 +348,7 @@ def test_one_file_streamed_by_all_is_loaded_by_all(tmp_path: Path) -> None:
     all_well(together(groups, write))
     pairs, again = [pair(5) for _ in range(2)], owners_of(saved[0], 2)
 
-    def read(group: Group) -> None:
+    def read(group: WorkerGroup) -> None:
         states = States(task_of(*pairs[group.rank]), ThreadHolder(group, again))
         states.load_weights(both[0] if group.rank == 1 else tmp_path / "none" / both[0].name)
         states.load_optimizers(both[1])

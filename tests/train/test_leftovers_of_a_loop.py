@@ -15,6 +15,7 @@ import graphsplit as gs
 from graphsplit.errors import JobFailedError, OwnershipError
 
 assert threads_as_workers
+STEPS = ("train_step", "forward_backward")
 X, Y = torch.arange(8.0).reshape(2, 4), torch.tensor([0, 1])
 
 
@@ -27,9 +28,9 @@ def model_and_optimizer() -> tuple[gs.Model, torch.optim.Optimizer, nn.Module]:
     return gs.Model(net, nn.CrossEntropyLoss(), optimizer), optimizer, net
 
 
-def step_twice() -> None:
+def step_twice(method: str) -> None:
     model, optimizer, _ = model_and_optimizer()
-    model.train_step(X, Y)
+    getattr(model, method)(X, Y)
     optimizer.step()
 
 
@@ -43,26 +44,27 @@ def train_with_a_schedule() -> list[float]:
     return losses
 
 
-def test_a_second_step_is_an_error_in_one_process() -> None:
-    with pytest.raises(OwnershipError, match=r"SGD.step\(\) was called by the script(.|\n)*Fix"):
-        step_twice()
+@pytest.mark.parametrize("method", STEPS)
+def test_a_step_by_the_script_is_an_error_in_one_process(method: str) -> None:
+    with pytest.raises(OwnershipError, match=r"SGD.step\(\) was called(.|\n)*Fix.*model.step\(\)"):
+        step_twice(method)
 
 
+@pytest.mark.parametrize("method", STEPS)
 @pytest.mark.usefixtures("threads_as_workers")
-def test_a_second_step_is_an_error_on_workers() -> None:
+def test_a_step_by_the_script_is_an_error_on_workers(method: str) -> None:
     with pytest.raises(
         (JobFailedError, OwnershipError), match=r"SGD.step\(\) was called by the script"
     ):
-        ThreadCluster(lambda _: step_twice(), 2).run()
+        ThreadCluster(lambda _: step_twice(method), 2).run()
 
 
+@pytest.mark.parametrize("method", STEPS)
 @pytest.mark.usefixtures("threads_as_workers")
-def test_backward_of_what_a_step_returned_is_an_error(tmp_path: Path) -> None:
+def test_backward_of_what_a_step_returned_is_an_error(tmp_path: Path, method: str) -> None:
     def script() -> torch.Tensor:
-        loss = model_and_optimizer()[0].train_step(X, Y)
-        with pytest.raises(
-            OwnershipError, match=r"backward\(\) was called on what train_step(.|\n)*Fix"
-        ):
+        loss = getattr(model_and_optimizer()[0], method)(X, Y)
+        with pytest.raises(OwnershipError, match=r"backward\(\) was called on a loss(.|\n)*Fix"):
             loss.backward()
         return loss
 
@@ -83,9 +85,10 @@ def test_schedules_of_learning_rates_step_as_ever() -> None:
     )
 
 
-def test_an_own_loop_goes_on_in_one_process() -> None:
+@pytest.mark.parametrize("method", STEPS)
+def test_an_own_loop_goes_on_in_one_process(method: str) -> None:
     model, optimizer, net = model_and_optimizer()
-    model.train_step(X, Y)
+    getattr(model, method)(X, Y)
     before = net[0].weight.detach().clone()
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(X), Y).backward()

@@ -15,7 +15,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.planning import passes
 from graphsplit.planning.task import Task
-from graphsplit.profiling.recorder import Recorder
+from graphsplit.profiling.recorder import StepRecorder
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.named import gpipe, one_forward_one_backward
 from graphsplit.testing.simulate import SimulatedCluster
@@ -84,7 +84,7 @@ def test_recorders_count_bytes_first_and_then_time_and_change_no_bit() -> None:
     for worker in watched.workers:
         planned = worker.planner.latest(Mode.TRAIN)
         assert planned is not None
-        recorders.append(Recorder(planned.runner, num_runs=2))
+        recorders.append(StepRecorder(planned.runner, num_runs=2))
     for step in range(1, 6):
         plain.train_step(BATCH)
         for recorder in recorders:

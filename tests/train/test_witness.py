@@ -12,14 +12,14 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.check.compare import compare
-from graphsplit.check.record import UNTOUCHED, Kind, Operation, Record, What, read_lines
-from graphsplit.check.request import VARIABLE, Request, operations_file, write_request
+from graphsplit.check.record import UNTOUCHED, NoteKind, Notes, Operation, What, read_lines
+from graphsplit.check.request import VARIABLE, NoteRequest, operations_file, write_request
 from graphsplit.errors import EnoughSteps
 from graphsplit.witness.values import Generators, digest_of, plain_value, tensor_value
 
 
 def value_of(tensor: torch.Tensor) -> tuple[str, str]:
-    found = tensor_value(Kind.PARAMETER, "p", tensor, whole=False)
+    found = tensor_value(NoteKind.PARAMETER, "p", tensor, whole=False)
     return found.form, found.digest
 
 
@@ -52,7 +52,9 @@ def test_digests_tell_bits_apart_and_not_memory_layouts() -> None:
 
 
 def test_plain_values_are_told_apart_by_type_and_bits() -> None:
-    found = [plain_value(Kind.SETTING, "lr", v) for v in (1, 1.0, True, None, "1", (1,), object())]
+    found = [
+        plain_value(NoteKind.SETTING, "lr", v) for v in (1, 1.0, True, None, "1", (1,), object())
+    ]
     assert len({(value.form, value.digest) for value in found}) == len(found)
 
 
@@ -70,12 +72,12 @@ def test_generators_that_nobody_used_are_equal_in_all_processes() -> None:
 class Noted:
     """Trains a Model as the plain loop, and reads what it noted."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, request: Request) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, request: NoteRequest) -> None:
         self.file = folder / "plain.jsonl"
         write_request(folder, request)
         monkeypatch.setenv(VARIABLE, str(self.file))
 
-    def train(self, num_steps: int, *, weight: float = 0.0) -> tuple[Record, ...]:
+    def train(self, num_steps: int, *, weight: float = 0.0) -> tuple[Notes, ...]:
         torch.manual_seed(0)
         network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
         with torch.no_grad():
@@ -88,23 +90,23 @@ class Noted:
             model.train_step(inputs, target)
         return self.records()
 
-    def records(self) -> tuple[Record, ...]:
-        return read_lines(Record, self.file.read_text().splitlines(keepends=True))
+    def records(self) -> tuple[Notes, ...]:
+        return read_lines(Notes, self.file.read_text().splitlines(keepends=True))
 
 
 def test_a_model_in_one_process_notes_everything_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    predict, start, first, second = Noted(tmp_path, monkeypatch, Request(5)).train(2)
+    predict, start, first, second = Noted(tmp_path, monkeypatch, NoteRequest(5)).train(2)
     assert [r.what for r in (predict, start, first, second)] == [
         What.PREDICT, What.START, What.STEP, What.STEP,
     ]  # fmt: skip
     kinds = {value.kind for value in first.values}
     assert kinds == {
-        Kind.LOSS, Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER, Kind.SETTING,
-        Kind.GENERATOR,
+        NoteKind.LOSS, NoteKind.PARAMETER, NoteKind.GRADIENT, NoteKind.BUFFER,
+        NoteKind.OPTIMIZER, NoteKind.SETTING, NoteKind.GENERATOR,
     }  # fmt: skip
-    assert {v.name for v in first.values if v.kind is Kind.BUFFER} == {
+    assert {v.name for v in first.values if v.kind is NoteKind.BUFFER} == {
         "1.running_mean", "1.running_var", "1.num_batches_tracked",
     }  # fmt: skip
     assert compare([first], [[first]]).difference is None
@@ -114,7 +116,7 @@ def test_a_model_in_one_process_notes_everything_it_holds(
 def test_the_script_is_left_after_the_last_step_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = Noted(tmp_path, monkeypatch, Request(2))
+    noted = Noted(tmp_path, monkeypatch, NoteRequest(2))
     with pytest.raises(EnoughSteps) as left:
         noted.train(5)
     assert left.value.code == 0
@@ -124,7 +126,7 @@ def test_the_script_is_left_after_the_last_step_that_was_asked_for(
 def test_the_operations_of_one_step_are_noted_with_module_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = Noted(tmp_path, monkeypatch, Request(2, operations_of=2))
+    noted = Noted(tmp_path, monkeypatch, NoteRequest(2, operations_of=2))
     with pytest.raises(EnoughSteps):
         noted.train(3)
     lines = operations_file(noted.file).read_text().splitlines(keepends=True)
@@ -141,7 +143,7 @@ def test_watching_operations_changes_no_bits(
     for number, operations_of in enumerate((0, 2)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        noted = Noted(folder, monkeypatch, Request(3, operations_of=operations_of))
+        noted = Noted(folder, monkeypatch, NoteRequest(3, operations_of=operations_of))
         with pytest.raises(EnoughSteps):
             noted.train(3)
         found.append(noted.records())

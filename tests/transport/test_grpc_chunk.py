@@ -16,7 +16,7 @@ from graphsplit.transport import ChannelSpec, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder, header_bytes
 from graphsplit.transport.grpc.chunk import (
     CHUNK_BYTES,
-    Piece,
+    ChunkPart,
     accompanying,
     credits_in,
     first_prefix,
@@ -45,11 +45,11 @@ chunks = st.builds(
 )
 
 
-def payload(piece: Piece) -> bytes:
+def payload(piece: ChunkPart) -> bytes:
     return piece.data[piece.start : piece.start + piece.size]
 
 
-def same(piece: Piece, chunk: pb.Chunk) -> bool:
+def same(piece: ChunkPart, chunk: pb.Chunk) -> bool:
     return (
         (piece.plan, piece.edge, piece.header, piece.proof, payload(piece), piece.waits)
         == (chunk.plan, chunk.edge, chunk.header, chunk.proof, chunk.payload, chunk.waits)

@@ -19,7 +19,7 @@ from graphsplit.errors import TransportError
 from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport.session import Session
 from graphsplit.transport.shm.links import encode_hello, listen
-from graphsplit.transport.shm.region import Region, adopt_region, create_region
+from graphsplit.transport.shm.region import SharedRegion, adopt_region, create_region
 from graphsplit.transport.shm.slots import LEND_BYTES
 from graphsplit.transport.shm.transport import SharedMemoryTransport, channel_bytes
 
@@ -162,7 +162,7 @@ def test_memory_that_is_not_there_is_an_error_not_a_signal() -> None:
         create_region("huge", 1 << 62)
     region, fd = create_region("small", 4096)
     os.close(fd)
-    beyond = Region.__new__(Region)
+    beyond = SharedRegion.__new__(SharedRegion)
     beyond.address, beyond.size_bytes = region.address + (1 << 46), 4096
     with pytest.raises(TransportError, match="Fix: give the job more memory"):
         beyond.reserve(0, 4096)

@@ -18,15 +18,15 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.torch.meeting import Meeting
+from graphsplit.transport.torch.meeting import Rendezvous
 from graphsplit.transport.torch.transport import TorchTransport
 from graphsplit.transport.torch.wire import (
     MESSAGE_BYTES,
     MESSAGE_TAG,
     PAYLOAD_TAG,
-    Kind,
     MessageBuffer,
-    Record,
+    RecordKind,
+    WireRecord,
 )
 from graphsplit.transport.torch.writer import Writer
 
@@ -90,21 +90,23 @@ class _FakeGloo:
 
 def test_records_that_may_wait_travel_with_the_next() -> None:
     gloo, writer = _FakeGloo(), Writer()
-    writer.start(gloo, 1, Record(Kind.PROOF, header=b"p"))
+    writer.start(gloo, 1, WireRecord(RecordKind.PROOF, header=b"p"))
     gloo.sent.clear()
     value = torch.ones(16)
-    small = Record(Kind.SMALL, header=b"h" * 72, payload_bytes=64)
+    small = WireRecord(RecordKind.SMALL, header=b"h" * 72, payload_bytes=64)
     for hold in (True, True, False):
         writer.put(small, address=value.data_ptr(), hold=hold)
     assert len(gloo.sent) == 1 and gloo.sent[0][0] == MESSAGE_TAG
     writer.put(small, address=value.data_ptr(), hold=True)
-    writer.put_large(Record(Kind.LARGE, header=b"h", payload_bytes=1 << 20), torch.empty(1 << 20))
+    writer.put_large(
+        WireRecord(RecordKind.LARGE, header=b"h", payload_bytes=1 << 20), torch.empty(1 << 20)
+    )
     assert [tag for tag, _ in gloo.sent] == [MESSAGE_TAG, MESSAGE_TAG, PAYLOAD_TAG]
 
 
 records = st.builds(
-    Record,
-    kind=st.sampled_from([Kind.CREDIT, Kind.SMALL, Kind.LARGE, Kind.BYE]),
+    WireRecord,
+    kind=st.sampled_from([RecordKind.CREDIT, RecordKind.SMALL, RecordKind.LARGE, RecordKind.BYE]),
     plan=st.integers(-(2**63), 2**63 - 1),
     edge=st.integers(-(2**63), 2**63 - 1),
     number=st.integers(0, 2**32 - 1),
@@ -114,7 +116,7 @@ records = st.builds(
 
 
 @given(st.lists(records, max_size=8))
-def test_records_read_back_as_they_were_written(written: list[Record]) -> None:
+def test_records_read_back_as_they_were_written(written: list[WireRecord]) -> None:
     buffer = MessageBuffer()
     for record in written:
         buffer.write(record)
@@ -148,14 +150,14 @@ class Attacker:
         ]
         self.receiver: Any = self.routers[1].open_receiver(SPEC)
         mine: TorchTransport = self.routers[0]._transports["gloo"]  # type: ignore[attr-defined]
-        meeting = Meeting(mine._meetings, session=mine._session, peer=1, num_workers=2)
+        meeting = Rendezvous(mine._meetings, session=mine._session, peer=1, num_workers=2)
         meeting.swap_nonces()
         device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         self.group = meeting.gloo_group(device)
-        self.proof = Record(Kind.PROOF, header=meeting.proof(0, 1))
+        self.proof = WireRecord(RecordKind.PROOF, header=meeting.proof(0, 1))
         self.held: list[Any] = [meeting.store, device, victim]
 
-    def say(self, *records: Record) -> None:
+    def say(self, *records: WireRecord) -> None:
         """Send a message."""
         buffer = MessageBuffer()
         for record in records:
@@ -186,25 +188,25 @@ def header(sequence: int = 0, generation: int = 1) -> bytes:
     return MESSAGE.pack(sequence, 0, 0) + frame.raw
 
 
-VALUE = Record(Kind.SMALL, 0, 0, 0, header(), 16)
+VALUE = WireRecord(RecordKind.SMALL, 0, 0, 0, header(), 16)
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ([Record(Kind.PROOF, header=b"?" * 32)], "a stranger answered in its place"),
+        ([WireRecord(RecordKind.PROOF, header=b"?" * 32)], "a stranger answered in its place"),
         ([VALUE], "a stranger answered in its place"),
         ([None, replace(VALUE, edge=7)], "plan 0, edge 7, which is not open"),
         ([None, replace(VALUE, header=header(generation=2))], "generation: expected 1, got 2"),
         ([None, replace(VALUE, header=header(1))], "sequence number: expected 0, got 1"),
         ([None, replace(VALUE, payload_bytes=32)], "announced 32 bytes of payload; expected 16"),
         ([None, VALUE, replace(VALUE, header=header(1))], "at most 1 messages under way"),
-        ([None, replace(VALUE, kind=Kind.DEVICE)], "what is on a device"),
+        ([None, replace(VALUE, kind=RecordKind.DEVICE)], "what is on a device"),
         ([None, None], "said twice who it is"),
     ],
 )
 def test_what_the_plan_does_not_expect_breaks_the_link(
-    attacker: Attacker, said: list[Record | None], reason: str
+    attacker: Attacker, said: list[WireRecord | None], reason: str
 ) -> None:
     for record in said:
         attacker.say(record or attacker.proof)
@@ -247,4 +249,4 @@ def test_closing_while_two_connect_leaves_no_thread() -> None:
 
 def test_a_value_before_there_is_a_link_is_an_error_and_not_lost() -> None:
     with pytest.raises(TransportError, match="without credit"):
-        Writer().put(Record(Kind.SMALL, payload_bytes=4))
+        Writer().put(WireRecord(RecordKind.SMALL, payload_bytes=4))

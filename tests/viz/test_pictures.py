@@ -13,18 +13,18 @@ from pass_helpers import lenet_plan
 
 from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import lower
-from graphsplit.schedule.costs import Costs, Link
+from graphsplit.schedule.costs import Costs, LinkCost
 from graphsplit.schedule.named import gpipe
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.viz.chrome import chrome_trace
-from graphsplit.viz.report import FILES, Report, describe_report, write_report
+from graphsplit.viz.report import FILES, StepReport, describe_report, write_report
 from graphsplit.viz.svg import draw_timelines
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
+def report() -> StepReport:
     plan = lenet_plan()
     pairs = {(edge.source, edge.destination) for edge in plan.edges}
     edges = range(len(plan.edges))
@@ -32,7 +32,7 @@ def report() -> Report:
         dict.fromkeys(range(5), 1e-3),
         dict.fromkeys(range(5), 2e-3),
         {},
-        links=dict.fromkeys(pairs, Link(1e-4, 1e9)),
+        links=dict.fromkeys(pairs, LinkCost(1e-4, 1e9)),
         send=dict.fromkeys(edges, 1e-5),
         receive=dict.fromkeys(edges, 1e-5),
         between=dict.fromkeys(range(5), 1e-4),
@@ -40,16 +40,16 @@ def report() -> Report:
     programs = lower(plan, gpipe, num_microbatches=2)
     predicted = simulate(plan, programs, costs)
     measured = simulate(plan, programs, costs, num_steps=2, leader=3)
-    return Report(plan, predicted, measured, (1 << 20,) * 5, "by hand")
+    return StepReport(plan, predicted, measured, (1 << 20,) * 5, "by hand")
 
 
-def trace_of(report: Report) -> dict[str, Any]:
+def trace_of(report: StepReport) -> dict[str, Any]:
     timelines = {"predicted": report.predicted, "measured": report.measured}
     found: dict[str, Any] = json.loads(json.dumps(chrome_trace(report.plan, timelines)))
     return found
 
 
-def test_every_event_of_the_trace_has_what_its_phase_needs(report: Report) -> None:
+def test_every_event_of_the_trace_has_what_its_phase_needs(report: StepReport) -> None:
     needed = {"M": {"args"}, "B": {"ts", "cat"}, "E": {"ts"}, "s": {"ts", "id"},
               "f": {"ts", "id", "bp"}}  # fmt: skip
     events = trace_of(report)["traceEvents"]
@@ -65,7 +65,7 @@ def test_every_event_of_the_trace_has_what_its_phase_needs(report: Report) -> No
     }
 
 
-def test_spans_begin_and_end_in_turn_on_every_track(report: Report) -> None:
+def test_spans_begin_and_end_in_turn_on_every_track(report: StepReport) -> None:
     open_on: dict[tuple[int, int], tuple[str, float]] = {}
     count = 0
     for event in trace_of(report)["traceEvents"]:
@@ -82,7 +82,7 @@ def test_spans_begin_and_end_in_turn_on_every_track(report: Report) -> None:
     assert count == len(spans)
 
 
-def test_every_message_has_an_arrow_from_its_send_to_its_receive(report: Report) -> None:
+def test_every_message_has_an_arrow_from_its_send_to_its_receive(report: StepReport) -> None:
     events = trace_of(report)["traceEvents"]
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
@@ -99,7 +99,7 @@ def test_every_message_has_an_arrow_from_its_send_to_its_receive(report: Report)
     assert all(starts[i]["pid"] != ends[i]["pid"] for i in starts)
 
 
-def test_the_picture_is_well_formed_and_shows_every_worker_and_wait(report: Report) -> None:
+def test_the_picture_is_well_formed_and_shows_every_worker_and_wait(report: StepReport) -> None:
     text = draw_timelines(report.plan, {"predicted": report.predicted, "measured": report.measured})
     root = ElementTree.fromstring(text)
     labels = Counter(e.text or "" for e in root.iter(f"{SVG}text"))
@@ -114,7 +114,7 @@ def test_the_picture_is_well_formed_and_shows_every_worker_and_wait(report: Repo
     assert sum(str(colour).startswith("hsl") for colour in colours) == 4  # 2 microbatches, F and B
 
 
-def test_the_table_shows_times_their_ratio_idle_shares_and_memory(report: Report) -> None:
+def test_the_table_shows_times_their_ratio_idle_shares_and_memory(report: StepReport) -> None:
     text = describe_report(report)
     ratio = report.predicted.step_s / report.measured.step_s
     assert f"{ratio:.3f}" in text
@@ -122,7 +122,7 @@ def test_the_table_shows_times_their_ratio_idle_shares_and_memory(report: Report
     assert len(text.splitlines()) == 5 + 6
 
 
-def test_all_files_are_written(report: Report, tmp_path: Path) -> None:
+def test_all_files_are_written(report: StepReport, tmp_path: Path) -> None:
     write_report(report, tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(FILES)
     found = json.loads((tmp_path / "new" / "summary.json").read_text())

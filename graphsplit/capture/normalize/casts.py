@@ -54,7 +54,7 @@ def keep_casts(graph: Graph, parameters: Mapping[Node, torch.Tensor]) -> None:
 
 
 def _may_be_kept(parameter: torch.Tensor | None) -> bool:
-    """What autocast asks of a tensor; a parameter of the user's is a leaf in any case."""
+    """The facts that autocast asks of a tensor; a user's parameter is a leaf in any case."""
     return parameter is not None and parameter.requires_grad and parameter.dtype is torch.float32
 
 

@@ -180,7 +180,7 @@ _KNOWN: dict[tuple[object, ...], bool] = {}
 
 
 def _kind(operand: object) -> object:
-    """What an element-wise operation's dtype and gradient depend on."""
+    """The facts that an element-wise operation's dtype and gradient depend on."""
     if isinstance(operand, torch.Tensor):
         return operand.dtype, operand.dim() == 0
     return type(operand)

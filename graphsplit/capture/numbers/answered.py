@@ -17,7 +17,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def sized(func: Any, count: int) -> Callable[..., Any] | None:
-    """What to run instead of an operation whose result has no known size; None: itself.
+    """The function to run instead of one whose result has no known size; None: itself.
 
     Args:
         func: The operation.

@@ -158,7 +158,7 @@ class KnownValues(TorchCalls):
         return self._real[given] if isinstance(given, torch.Tensor) else given
 
     def _forget_memory_of(self, given: Sequence[Any]) -> None:
-        """What was written to is no longer known, nor what shares its memory."""
+        """Forget tensors that were written to, and those that share their memory."""
         touched = {storage_of(self._real[v]) for v in given if self.knows(v)}
         for tensor, value in list(self._real.items()):
             if storage_of(value) in touched:

@@ -29,7 +29,7 @@ from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, acti
 
 
 class NotLiftedError(CaptureError):
-    """What code does with a number needs its value."""
+    """A number's value is needed, so that it cannot be an operand."""
 
 
 class _Number(HigherOrderOperator):

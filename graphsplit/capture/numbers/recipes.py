@@ -96,7 +96,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Question:
-    """What a network's code asked of a known value, and the answer that the graph rests on.
+    """A question of a network's code about a known value, with the answer the graph rests on.
 
     Attributes:
         recipe: The value.

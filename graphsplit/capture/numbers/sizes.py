@@ -53,7 +53,7 @@ def check_known(node: FxNode) -> None:
 
 
 def dynamic_shapes(arguments: Any, largest: Mapping[int, int]) -> Any:
-    """What ``torch.export`` is told of the arguments: which dimensions of each tensor may change.
+    """The shapes that ``torch.export`` is told: which dimensions of each argument may change.
 
     Args:
         arguments: Example arguments.

@@ -1,9 +1,10 @@
-"""What is kept whole though nobody asked for it: export would record something else than it does.
+"""Code that is kept whole unasked: export would record something else than it does.
 
 torch.vmap, torch.func.grad, jvp     their operations work on wrapped tensors
 torch.jit.script functions           run, once warm, with a backward of their own
 modules with backward hooks          the hooks sit on nodes of autograd, and would be lost
 torch.cov, corrcoef                  ask for values, to warn; there are none
+SobolEngine.draw                     counts what it has drawn, and keeps tensors of its own
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOKS
 from graphsplit.torch_ext.private import (
     TRANSFORMS,
     VJP,
+    FakeTensor,
     ScriptFunction,
     ScriptMethod,
     eager_transforms,
@@ -33,7 +35,7 @@ _ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("c
 
 
 @contextmanager
-def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
+def kept_whole_unasked(recorder: OpaqueRecorder) -> Iterator[None]:
     """Record transforms and scripted functions as one node each."""
     with ExitStack() as stack:
         for module, name, label in TRANSFORMS:
@@ -41,25 +43,48 @@ def kept_whole_unasked(recorder: Recorder) -> Iterator[None]:
         for owner, name in _ASKING:
             label = f"torch.{name}"
             stack.enter_context(_recorded(recorder, owner, name, label, is_random=False))
+        stack.enter_context(_sobol_recorded(recorder))
         stack.enter_context(_vjp_refused(recorder))
         stack.enter_context(_scripted_recorded(recorder))
         yield
 
 
 def _recorded(
-    recorder: Recorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
+    recorder: OpaqueRecorder, owner: Any, name: str, label: str, *, is_random: bool | None = None
 ) -> Any:
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_recording:
             return original(*args, **kwargs)
-        return recorder.record(Whole(original, label, is_random=is_random), args, kwargs)
+        return recorder.record(OpaqueCode(original, label, is_random=is_random), args, kwargs)
 
     return replaced(owner, name, call)
 
 
-def _vjp_refused(recorder: Recorder) -> Any:
+def _sobol_recorded(recorder: OpaqueRecorder) -> Any:
+    engine = torch.quasirandom.SobolEngine
+    original = engine.draw
+
+    def like(self: Any, n: int = 1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(n, self.dimension, dtype=dtype)
+
+    def draw(self: Any, n: int = 1, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        is_made_here = isinstance(self.quasi, FakeTensor)  # each step makes one of its own
+        if not recorder.is_recording or is_made_here:
+            return original(self, n, out, dtype)
+        if out is not None:
+            raise CaptureError(
+                f"SobolEngine.draw(out=) cannot be captured: it writes beside the graph\n"
+                f"  {users_line_now()}\n  Fix: leave out= away, and use what draw returns."
+            )
+        whole = OpaqueCode(original, "SobolEngine.draw", outputs=like, is_random=False)
+        return recorder.record(whole, (self, n), {"dtype": dtype})
+
+    return replaced(engine, "draw", draw)
+
+
+def _vjp_refused(recorder: OpaqueRecorder) -> Any:
     owner = eager_transforms()
     original = getattr(owner, VJP)
 
@@ -76,7 +101,7 @@ def _vjp_refused(recorder: Recorder) -> Any:
 
 
 @contextmanager
-def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
+def _scripted_recorded(recorder: OpaqueRecorder) -> Iterator[None]:
     kinds: tuple[Any, ...] = (ScriptFunction, ScriptMethod)
     with ExitStack() as stack:
         for kind in kinds:
@@ -84,7 +109,7 @@ def _scripted_recorded(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+def _scripted(recorder: OpaqueRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     unoptimized: Any = torch.jit.optimized_execution  # type: ignore[attr-defined]
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +121,7 @@ def _scripted(recorder: Recorder, original: Callable[..., Any]) -> Callable[...,
             def run(*args: Any, **kwargs: Any) -> Any:
                 return self(*args, **kwargs)
 
-            return recorder.record(Whole(run, f"{self.name} (scripted)"), args, kwargs)
+            return recorder.record(OpaqueCode(run, f"{self.name} (scripted)"), args, kwargs)
 
     return call
 

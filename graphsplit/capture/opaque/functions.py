@@ -2,7 +2,8 @@
 
 What it records is their forward; their own backward would be lost without a word. Where autograd
 asks nothing of a function (in eval mode, under ``no_grad``, or if no argument asks for a gradient)
-there is nothing to lose, and its operations are recorded one by one.
+there is nothing to lose, and its operations are recorded one by one; but not if it counts: what it
+changes of Python's state is to be on one worker, in training and elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
@@ -29,7 +30,7 @@ _SINGLE_LEVEL: Any = SingleLevelFunction
 
 
 @contextmanager
-def custom_functions_whole(recorder: Recorder) -> Iterator[None]:
+def custom_functions_whole(recorder: OpaqueRecorder) -> Iterator[None]:
     """Record every custom autograd function that autograd asks something of as one node.
 
     Where torch itself goes on from ``Function.apply``: scripts keep that one, ``f = STE.apply``.
@@ -42,7 +43,7 @@ def custom_functions_whole(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _refusing_transforms(recorder: Recorder) -> Apply:
+def _refusing_transforms(recorder: OpaqueRecorder) -> Apply:
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ def _refusing_transforms(recorder: Recorder) -> Apply:
     return apply
 
 
-def _recording(recorder: Recorder) -> Apply:
+def _recording(recorder: OpaqueRecorder) -> Apply:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def apply_it(*args: Any, **kwargs: Any) -> Any:
             return super(_SINGLE_LEVEL, cls).apply(*args, **kwargs)
@@ -70,26 +71,50 @@ def _recording(recorder: Recorder) -> Apply:
 
 
 def _record(
-    recorder: Recorder, cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: OpaqueRecorder, cls: Any, apply: Apply, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     label = f"{cls.__qualname__}.apply"
-    if not torch.is_grad_enabled():
-        return apply(*args, **kwargs)
     if cls is CheckpointFunction:
-        return run_reentrant_checkpoint(*args)
+        is_on = torch.is_grad_enabled()
+        return run_reentrant_checkpoint(*args) if is_on else apply(*args, **kwargs)
     given = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
-    if not any(tensor.requires_grad for tensor in given):
-        with torch.no_grad():  # forward runs so, and its results carry no gradient
-            return apply(*args, **kwargs)
     forward, backward = _code_of(cls, "forward", "setup_context"), _code_of(cls, "backward", "vjp")
-    whole = Whole(cls.apply, label, in_parts=False, forward=forward, backward=backward)
+    is_asked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if not is_asked:
+        with torch.no_grad():  # forward runs so, and its results carry no gradient
+            if not _keeps_state(recorder, forward, apply, args, kwargs):
+                return apply(*args, **kwargs)
+        backward = ()
+    whole = OpaqueCode(cls.apply, label, in_parts=False, forward=forward, backward=backward)
     results = recorder.record(whole, args, kwargs)
+    if not is_asked:
+        return results
     seen = Reached()
     roots = (*backward, *recorder.hooks, *args)
     with recorder.not_recording(), seen.leaving_no_trace(roots):
         _refuse_random_backward(label, given, results)
     recorder.calls[-1].reached.note_backward(seen)
     return results
+
+
+def _keeps_state(
+    recorder: OpaqueRecorder,
+    forward: tuple[Any, ...],
+    apply: Apply,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether forward changes Python state: it then lives where the call runs, in training too."""
+    reached = Reached()
+    with recorder.not_recording(), reached.leaving_no_trace((*forward, *args, *kwargs.values())):
+        try:
+            with unrecorded(Observer(lambda tensor: False)):
+                apply(*args, **kwargs)
+        except (AttributeError, ImportError, NameError):
+            raise
+        except Exception:  # it asks for values; what it does is seen when it is recorded
+            return False
+    return reached.has_changed_python()
 
 
 def _code_of(cls: Any, *names: str) -> tuple[Any, ...]:

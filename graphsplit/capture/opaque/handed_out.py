@@ -1,4 +1,4 @@
-"""What memory a value may lie in, where a call kept whole may have handed out what it was given.
+"""The memory that a value may lie in, where a call kept whole may have handed out its arguments.
 
 ``y = call(h)`` may be new, or ``h`` itself, or a view of it: that is known once it has run. It
 makes a difference only where something is written to that memory later, in place::

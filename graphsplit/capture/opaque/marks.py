@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from graphsplit.capture.opaque.automatic import has_backward_hooks, refuse_global_backward_hooks
-from graphsplit.capture.opaque.record import Recorder, Whole
+from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.torch_ext.attributes import CALL
 
 _MODULE_ATTRIBUTE = "_graphsplit_opaque"
-_recorder: ContextVar[Recorder | None] = ContextVar("graphsplit_recorder", default=None)
+_recorder: ContextVar[OpaqueRecorder | None] = ContextVar("graphsplit_recorder", default=None)
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,8 +93,8 @@ def opaque(
 
 def _whole(
     function: Callable[..., Any], label: str, modules: tuple[nn.Module, ...], mark: Mark
-) -> Whole:
-    return Whole(function, label, modules, mark.outputs, mark.is_random)
+) -> OpaqueCode:
+    return OpaqueCode(function, label, modules, mark.outputs, mark.is_random)
 
 
 def mark_of(module: nn.Module) -> Mark | None:
@@ -110,7 +110,7 @@ def marked_ones(root: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def marked_ones_whole(
-    recorder: Recorder, root: nn.Module, automatic: Collection[nn.Module] = ()
+    recorder: OpaqueRecorder, root: nn.Module, automatic: Collection[nn.Module] = ()
 ) -> Iterator[None]:
     """Record calls of marked modules and functions as one node each.
 
@@ -130,7 +130,7 @@ def marked_ones_whole(
         for path, module in root.named_modules():
             found = _mark_and_reason(module, automatic)
             if found is not None:
-                _refuse_placements_inside(path, module, found[1])
+                refuse_placements_inside(path, module, found[1])
                 stack.enter_context(_kept_whole(recorder, path, module, found[0]))
         yield
 
@@ -149,7 +149,9 @@ def _mark_and_reason(
 
 
 @contextmanager
-def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) -> Iterator[None]:
+def _kept_whole(
+    recorder: OpaqueRecorder, path: str, module: nn.Module, mark: Mark
+) -> Iterator[None]:
     """Let calls of one module, with its hooks, be recorded."""
     original: Callable[..., Any] = getattr(module, CALL)
     top, _, inner = path.partition(".")
@@ -168,7 +170,12 @@ def _kept_whole(recorder: Recorder, path: str, module: nn.Module, mark: Mark) ->
         del module.__dict__[CALL]
 
 
-def _refuse_placements_inside(path: str, module: nn.Module, reason: str) -> None:
+def refuse_placements_inside(path: str, module: nn.Module, reason: str) -> None:
+    """Refuse a placement inside a module that is one operation.
+
+    Raises:
+        CaptureError: There is one.
+    """
     own = module_annotation(module)
     for inner, child in module.named_modules():
         placed = module_annotation(child)

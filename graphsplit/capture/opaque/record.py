@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, t
 
 from graphsplit.capture.observe import Observer, alias_of, like, reachable_values, unrecorded
 from graphsplit.capture.opaque.answers import run_with_answers
-from graphsplit.capture.opaque.run import Arguments, Place, Runnable
+from graphsplit.capture.opaque.run import Arguments, AttributeSlot, Runnable
 from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, Pair, Traits
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
@@ -31,7 +31,7 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
-class Whole:
+class OpaqueCode:
     """Something to be kept whole.
 
     Attributes:
@@ -57,7 +57,7 @@ class Whole:
 
 @dataclass
 class _Run:
-    """What one run on fake tensors gave.
+    """The findings of one run on fake tensors.
 
     Attributes:
         result: What the call returned.
@@ -74,7 +74,7 @@ class _Run:
     guessed: bool = False
 
 
-class Recorder:
+class OpaqueRecorder:
     """Records calls kept whole while one network is captured.
 
     Attributes:
@@ -100,7 +100,7 @@ class Recorder:
         """Whether what is called now runs inside something that is kept whole."""
         return self._depth > 0
 
-    def record(self, whole: Whole, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def record(self, whole: OpaqueCode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call on fake tensors, as one node of the graph.
 
         Raises:
@@ -156,7 +156,7 @@ class Recorder:
         nodes = mode.tracer.graph.nodes if mode is not None else ()
         return sum(node.op == "get_attr" for node in nodes)
 
-    def replace(self, tensor: torch.Tensor, whole: Whole) -> None:
+    def replace(self, tensor: torch.Tensor, whole: OpaqueCode) -> None:
         """Let all later uses of a tensor be uses of what a call makes of it."""
         made = self.record(whole, (tensor,), {})
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
@@ -187,7 +187,7 @@ class Recorder:
 
     def _run(
         self,
-        whole: Whole,
+        whole: OpaqueCode,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         operands: list[Any],
@@ -230,7 +230,7 @@ class Recorder:
         found = {id(t): t for m in modules for t in (*m.parameters(), *m.buffers())}
         return [t for key, t in found.items() if not any(t is o for o in operands)]
 
-    def _lifted(self, whole: Whole, run: _Run, source: str) -> list[torch.Tensor]:
+    def _lifted(self, whole: OpaqueCode, run: _Run, source: str) -> list[torch.Tensor]:
         """Tensors that the code reads without being given them: parameters and buffers only."""
         found = list(run.observer.foreign.values())
         for tensor in found:
@@ -241,11 +241,24 @@ class Recorder:
                     f"  Fix: pass the tensor as an argument, or keep the function around it whole "
                     f"with gs.opaque."
                 )
-        return found
+        return sorted(found, key=self._position)
 
-    def _places(self, tensor: torch.Tensor) -> tuple[Place, ...]:
+    def _position(self, tensor: torch.Tensor) -> int:
+        """Where a tensor stands among all: in which order code reads them may differ.
+
+        What torch.jit has optimized reads them as it likes, on each worker.
+        """
+        held = (
+            held
+            for module in self._root.modules()
+            for kind in (PARAMETERS, BUFFERS)
+            for held in getattr(module, kind).values()
+        )
+        return next(position for position, one in enumerate(held) if one is tensor)
+
+    def _places(self, tensor: torch.Tensor) -> tuple[AttributeSlot, ...]:
         return tuple(
-            Place(module, kind, name)
+            AttributeSlot(module, kind, name)
             for module in self._root.modules()
             for kind in (PARAMETERS, BUFFERS)
             for name, held in getattr(module, kind).items()
@@ -253,7 +266,7 @@ class Recorder:
         )
 
 
-def _assigned(whole: Whole, run: _Run, state: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _assigned(whole: OpaqueCode, run: _Run, state: Sequence[torch.Tensor]) -> tuple[int, ...]:
     if whole.outputs is not None:  # it did not run: any buffer may be replaced
         return tuple(i for i, t in enumerate(state) if not isinstance(t, nn.Parameter))
     return tuple(i for i, t in enumerate(state) if id(t) in run.observer.assigned)
@@ -277,7 +290,7 @@ def _proxy_of(operand: Any, tracer: Any) -> Any:
 
 
 def _like_output(asks_grad: bool) -> Callable[[Any], Any]:
-    """What a tensor that the user gave as an example of an output stands for."""
+    """The fake tensor for one that the user gave as an example of an output."""
 
     def output(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -291,7 +304,7 @@ def _is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _check_marks(whole: Whole, run: _Run, are_changed: bool, source: str) -> None:
+def _check_marks(whole: OpaqueCode, run: _Run, are_changed: bool, source: str) -> None:
     if are_changed and (run.guessed or run.reached.has_changed_python()):
         raise CaptureError(
             f"{whole.label} is kept whole, and freezes or thaws parameters (requires_grad_) by "
@@ -301,7 +314,7 @@ def _check_marks(whole: Whole, run: _Run, are_changed: bool, source: str) -> Non
         )
 
 
-def _check_arguments(whole: Whole, before: Arguments, after: Arguments, source: str) -> None:
+def _check_arguments(whole: OpaqueCode, before: Arguments, after: Arguments, source: str) -> None:
     same = len(before.leaves) == len(after.leaves) and before.spec == after.spec
     if not same or any(a is not b for a, b in zip(before.leaves, after.leaves, strict=True)):
         raise CaptureError(
@@ -310,7 +323,7 @@ def _check_arguments(whole: Whole, before: Arguments, after: Arguments, source: 
         )
 
 
-def _check_placements(whole: Whole, observer: Observer, source: str) -> None:
+def _check_placements(whole: OpaqueCode, observer: Observer, source: str) -> None:
     if observer.placements:
         raise CaptureError(
             f"{whole.label} is kept whole on one worker, but there is a gs.place inside it\n"
@@ -319,7 +332,7 @@ def _check_placements(whole: Whole, observer: Observer, source: str) -> None:
         )
 
 
-def _check_results(whole: Whole, found: Sequence[Any], source: str) -> None:
+def _check_results(whole: OpaqueCode, found: Sequence[Any], source: str) -> None:
     for leaf in found:
         sizes = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
         if any(_depends_on_values(size) for size in sizes):
@@ -340,7 +353,7 @@ def _depends_on_values(size: Any) -> bool:
 
 
 def _apart(
-    whole: Whole, found: Sequence[Any], operands: Sequence[Any], written: set[int]
+    whole: OpaqueCode, found: Sequence[Any], operands: Sequence[Any], written: set[int]
 ) -> list[Any]:
     """The results, each a tensor of its own, for the next run may return something else.
 
@@ -375,7 +388,7 @@ def _asks(operands: Sequence[Any]) -> bool:
 
 
 def _traits(
-    whole: Whole,
+    whole: OpaqueCode,
     run: _Run,
     operands: Sequence[Any],
     outputs: Sequence[torch.Tensor],
@@ -414,7 +427,7 @@ def _size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _repeated(whole: Whole, operands: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
+def _repeated(whole: OpaqueCode, operands: Mapping[int, torch.Tensor]) -> tuple[int, ...]:
     """Operands that the call may use more than once, if not every time: it is ordinary code."""
     return tuple(i for i, o in operands.items() if o.requires_grad) if whole.in_parts else ()
 

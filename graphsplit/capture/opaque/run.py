@@ -25,7 +25,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
-class Place:
+class AttributeSlot:
     """Where a module keeps a parameter or buffer.
 
     Attributes:
@@ -104,7 +104,7 @@ class Runnable:
 
     function: Callable[..., Any]
     arguments: Arguments
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[AttributeSlot, ...], ...]
     recorded: tuple[int, ...]
     plain: Mapping[int, Any]
     label: str
@@ -196,7 +196,7 @@ class Runnable:
 
 @contextmanager
 def state_in_place(
-    places: Sequence[Sequence[Place]],
+    places: Sequence[Sequence[AttributeSlot]],
     tensors: Sequence[torch.Tensor],
     assigned: Collection[int] = (),
 ) -> Iterator[None]:

@@ -1,1 +1,1 @@
-"""What single operations do besides returning a value, and calls that have no torch operation."""
+"""Effects of single operations besides their value, and calls that have no torch operation."""

@@ -1,4 +1,4 @@
-"""What stands for ``torch.cond`` where its branches are taken apart, to run on several workers.
+"""Nodes for ``torch.cond`` whose branches are taken apart, to run on several workers.
 
 Every operation of both branches becomes a node of its own that looks at the predicate first, and
 makes nothing if its branch is not the taken one. Absent values are None, and travel as such::
@@ -75,7 +75,7 @@ class Guarded(MemoryCall):
         return self.target(*args, **{k: _filled(v, operands) for k, v in self._kwargs.items()})
 
     def aliased(self, args: Sequence[Any]) -> Sequence[Any]:
-        """What a view may be one of: any operand; fake tensors tell which."""
+        """Operands that the result may be a view of: any; fake tensors tell which."""
         schema = schema_of(self.target)
         arguments = schema.arguments if schema is not None else ()
         may_alias = torch.Tag.maybe_aliasing_or_mutating in getattr(self.target, "tags", ())

@@ -1,4 +1,4 @@
-"""What an operation does besides returning a value: randomness, mutation, aliasing.
+"""Effects of an operation besides its value: randomness, mutation, aliasing.
 
 All questions are answered from the operator's own schema and tags; higher-order operations are
 answered by their subgraphs.

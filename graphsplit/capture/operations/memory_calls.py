@@ -127,7 +127,7 @@ Step = Strided | Placed | Changed | Detached
 
 
 class MemoryCall:
-    """What a node calls that was added, or put in place of an in-place operation.
+    """The function of a node that was added, or put in place of an in-place operation.
 
     Args:
         label: What it is, for people.

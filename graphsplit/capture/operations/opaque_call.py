@@ -42,7 +42,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a call must not return, where the graph around it would then compute something else.
+    """Results that a call must not return, as the graph around it would compute something else.
 
     What a call hands out is known only when it has run: something new, an operand itself, a view of
     one, one tensor twice. Nearly always all of that is right.
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is known of a call. Operands and outputs are given by position.
+    """Known facts about a call. Operands and outputs are given by position.
 
     Attributes:
         in_parts: Whether autograd sees what it does inside, not one function.
@@ -101,7 +101,7 @@ class Traits:
 
 
 class OpaqueCall:
-    """What a node calls that stands for code kept whole.
+    """The function of a node that stands for code kept whole.
 
     Called with its operands, it returns the one tensor it makes, or the tuple of several.
 
@@ -308,7 +308,7 @@ def share_memory(one: Any, other: Any) -> bool:
 
 
 class OpaqueCallError(RuntimeError):
-    """What a call kept whole returns is not what it was when the network was captured."""
+    """A call kept whole returns something else than when the network was captured."""
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:

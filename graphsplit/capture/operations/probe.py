@@ -47,7 +47,7 @@ _MOST_KNOWN = 16384
 
 @dataclass(frozen=True)
 class Differentiation:
-    """What autograd makes of an operation.
+    """Autograd's view of an operation.
 
     Attributes:
         carries_grad: For each result, whether its ``requires_grad`` is set.

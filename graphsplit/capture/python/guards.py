@@ -32,7 +32,7 @@ from graphsplit.torch_ext.replaced import outside, replaced
 
 @dataclass(frozen=True, eq=False)
 class PythonState:
-    """What a captured step depends on, and what it leaves.
+    """The Python state that a captured step depends on, and that it leaves.
 
     Attributes:
         guards: All that it read.
@@ -139,7 +139,7 @@ class StateWatch:
         return tuple(self._recorder.noted.values()) if self._recorder is not None else ()
 
     def state(self, of_calls: Iterable[nn.Module] = ()) -> PythonState:
-        """What was found, once the recording is over.
+        """The findings, once the recording is over.
 
         Args:
             of_calls: Modules that calls kept whole use: their code runs at each step, but on the
@@ -219,7 +219,7 @@ def _value(noted: Noted, *, has_symbols: bool) -> Any:
 
 
 def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watched]:
-    """What makes a module what it is, besides its attributes."""
+    """A module's tables and hooks: its identity besides its attributes."""
     held = vars(module)
 
     def own(name: str) -> Place:

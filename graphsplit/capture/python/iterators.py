@@ -44,7 +44,7 @@ class _Kept:
 
 
 class KeptIterators:
-    """What the functions that run can reach, by the names in their code."""
+    """Values that running functions can reach, by the names in their code."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
@@ -126,7 +126,7 @@ def _line_of(kept: _Kept) -> str:
 
 
 def _state_of(value: Any) -> str | None:
-    """What changes when something moves on; None of what never does.
+    """A value that changes when something moves on; None of what never does.
 
     A generator that has begun says nothing; `graphsplit.capture.python.outside_reads` sees it go
     on.

@@ -1,4 +1,4 @@
-"""What calls kept whole change, and the code around them reads.
+"""State that calls kept whole change, and the code around them reads.
 
 A call kept whole leaves no trace while a step is recorded. So what is read after it, outside of it,
 is not what eager mode would find there.

@@ -25,7 +25,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphsplit.capture.failures import comes_of_capture
-from graphsplit.capture.opaque.record import Recorder
+from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
 from graphsplit.torch_ext.attributes import is_module_call
@@ -65,7 +65,7 @@ class Signals(TorchCalls):
         recorder: Knows what is recorded, and what is run as it is.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpaqueRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self._noted: list[Swallowed] = []

@@ -61,7 +61,7 @@ class Holder:
         self._noted = self._read()
 
     def held(self) -> Any:
-        """What it holds now, for ``hold``."""
+        """Its present contents, for ``hold``."""
         return self._read()
 
     def hold(self, state: Any) -> None:
@@ -79,7 +79,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class ByValue:
-    """What something holds that is compared by its content.
+    """Contents that are compared by value.
 
     Attributes:
         content: What decides.

@@ -55,6 +55,8 @@ _ATOMS = (
     range,
     slice,
 )
+# Of libraries' classes: what users keep values in, and what counts its draws.
+_OF_LIBRARIES = (types.SimpleNamespace, torch.quasirandom.SobolEngine)
 _MODULE_OWN = frozenset(nn.Module().__dict__) - {"training"}
 _BACKWARD = ("backward", "vjp")
 _MISSING: Any = object()
@@ -335,7 +337,7 @@ class _Walk:
             self._visit_scripted(getattr(value, "owner", value), name)
         if isinstance(value, nn.Module):
             self._visit_nn_module(value, name)
-        elif not _is_of_library(kind.__module__) or kind is types.SimpleNamespace:
+        elif not _is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
             self._visit_attributes(value, name)
         self._push(kind, kind.__qualname__)
 
@@ -446,7 +448,7 @@ def _set_members(value: set[Any], members: frozenset[Any]) -> None:
 
 
 def _position_of(iterator: Any) -> Any:
-    """What changes when an iterator is used, as far as that can be seen."""
+    """The state that changes when an iterator is used, as far as that can be seen."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return "ended" if frame is None else f"{frame.f_lasti} {sorted(frame.f_locals.items())!r}"

@@ -21,7 +21,7 @@ _OF_THE_PROCESS = frozenset({id(PYTHONS), id(NUMPYS)})
 
 
 class Reached:
-    """What code can reach, and what of it was seen to change.
+    """The state that code can reach, and what of it was seen to change.
 
     Attributes:
         holders: All of it, by key.

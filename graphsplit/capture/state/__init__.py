@@ -1,1 +1,1 @@
-"""What forward does with the network's tensors and attributes besides reading them."""
+"""Effects of forward on the network's tensors and attributes besides reading them."""

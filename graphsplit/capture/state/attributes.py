@@ -1,4 +1,4 @@
-"""What forward leaves behind in the network's attributes, apart from parameters and buffers.
+"""Values that forward leaves in the network's attributes, apart from parameters and buffers.
 
 A captured graph computes values; it does not run the Python code again. So what forward leaves is
 found out when it is captured, and put back as it was::
@@ -165,7 +165,7 @@ def _with_values(leaf: Any) -> Any:
 
 
 def kept_tensors(keys: Collection[Key]) -> CaptureError:
-    """What to say of tensors that one forward leaves in attributes and the next one reads."""
+    """The refusal of tensors that one forward leaves in attributes and the next one reads."""
     return CaptureError(
         f"forward keeps tensors in attributes of the network and reads them when it is called "
         f"again: {', '.join(map(label_of, keys))}; the captured graph would not see them\n"

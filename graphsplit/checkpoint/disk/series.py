@@ -12,9 +12,9 @@ from graphsplit.checkpoint.disk import folder as folders
 from graphsplit.checkpoint.disk.manifest import MANIFEST, is_file_of_a_save
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.job import joined
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
-from graphsplit.job.script import Call
+from graphsplit.job.script import ModelCall
 
 FIELDS = ("epoch", "step", "num_steps")
 _PLAIN_NAME = re.compile(r"[\w=+,@ -][\w.=+,@ -]*")
@@ -97,8 +97,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """
     job = joined.current()
     if job is None:
-        return latest_of(Path(folder), Group())
-    call = Call("latest_checkpoint", _latest_on_all, (Path(folder), job))
+        return latest_of(Path(folder), WorkerGroup())
+    call = ModelCall("latest_checkpoint", _latest_on_all, (Path(folder), job))
     found: Path | None = job.script.collective(call)
     return found
 
@@ -108,7 +108,7 @@ def _latest_on_all(folder: Path, job: Job) -> Path | None:
         return latest_of(folder, job.control)
 
 
-def latest_of(folder: Path, group: Group) -> Path | None:
+def latest_of(folder: Path, group: WorkerGroup) -> Path | None:
     """See ``latest_checkpoint``.
 
     Raises:

@@ -25,12 +25,12 @@ from graphsplit.checkpoint.disk.files import TensorFile
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest
 from graphsplit.encoding.values import from_text, meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, TransportError
-from graphsplit.job.group import Group, read_message
+from graphsplit.job.group import WorkerGroup, read_message
 from graphsplit.tensor_meta import TensorMeta
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class TensorRequest:
     """One tensor that some workers need.
 
     Attributes:
@@ -72,7 +72,7 @@ class Source:
             a single file.
     """
 
-    def __init__(self, group: Group, files: dict[str, TensorFile]) -> None:
+    def __init__(self, group: WorkerGroup, files: dict[str, TensorFile]) -> None:
         self._group = group
         self._files = files
         self._seers: dict[str, list[int]] = {}
@@ -81,7 +81,7 @@ class Source:
         self.values: dict[str, Any] = {}
 
     @classmethod
-    def open_folder(cls, folder: Path, group: Group) -> Source:
+    def open_folder(cls, folder: Path, group: WorkerGroup) -> Source:
         """Open a saved training state. Collective.
 
         Raises:
@@ -104,7 +104,7 @@ class Source:
         return source
 
     @classmethod
-    def open_file(cls, path: Path, group: Group, *, holds: str) -> Source:
+    def open_file(cls, path: Path, group: WorkerGroup, *, holds: str) -> Source:
         """Open a single safetensors file, ours or another's. Collective.
 
         Raises:
@@ -178,7 +178,7 @@ class Source:
         if isinstance(values, dict):
             self.values.update(values)
 
-    def verify(self, requests: Sequence[Request]) -> None:
+    def verify(self, requests: Sequence[TensorRequest]) -> None:
         """Read everything that will be read once, before anything is loaded. Collective.
 
         Raises:
@@ -195,7 +195,7 @@ class Source:
                 self._group.tick()
         self._group.agree_none(problems)
 
-    def _reads(self, request: Request, stored: Stored) -> bool:
+    def _reads(self, request: TensorRequest, stored: Stored) -> bool:
         """Whether this worker reads a tensor, for itself or for others."""
         seers = self._seers[stored.file]
         mine = self._group.rank in request.receivers and self._group.rank in seers
@@ -203,7 +203,7 @@ class Source:
         return mine or for_others
 
     def deliver(
-        self, requests: Sequence[Request], take: Callable[[Request, torch.Tensor], None]
+        self, requests: Sequence[TensorRequest], take: Callable[[TensorRequest, torch.Tensor], None]
     ) -> None:
         """Give every worker what it needs, one tensor at a time.
 
@@ -235,11 +235,11 @@ class Source:
         except CheckpointError as error:  # only this worker knows, and others may wait for it
             raise TransportError(f"a save changed while it was loaded: {error}") from None
 
-    def fetch(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
+    def fetch(self, requests: Sequence[TensorRequest]) -> dict[str, torch.Tensor]:
         """All tensors that this worker needs at once, by name; ``deliver`` says how."""
         found: dict[str, torch.Tensor] = {}
 
-        def take(request: Request, tensor: torch.Tensor) -> None:
+        def take(request: TensorRequest, tensor: torch.Tensor) -> None:
             found[request.name] = tensor
 
         self.deliver(requests, take)

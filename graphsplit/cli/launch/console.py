@@ -9,10 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from graphsplit.cli.launch.lines import Piece
+from graphsplit.cli.launch.ending import SCHEDULER
+from graphsplit.cli.launch.lines import LinePart
 
 UPDATE_INTERVAL_S = 10.0
 COLOURS = (36, 33, 32, 35, 34, 31)
+_LAUNCHER, _SPINNER = "graphsplit", "|/-\\"
+TURN_S = 0.1  # how often a spinner turns
+# They last until a worker says something else.
+_LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) .*)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -51,10 +56,22 @@ class Console:
         self._status_owner = ""
         self._status = b""
         self._last_update_s: dict[str, float] = {}
+        self._turns = 0
+        self._waits_for = ""
 
-    def show(self, name: str, channel: str, piece: Piece) -> None:
+    @property
+    def turns(self) -> bool:
+        """Whether a spinner is shown, which wants to be turned every ``TURN_S`` seconds."""
+        return bool(self._waits_for)
+
+    def show(self, name: str, channel: str, piece: LinePart) -> None:
         """Show what process ``name`` wrote to ``channel``, ``"stdout"`` or ``"stderr"``."""
         sink = self._sinks[channel]
+        if self._sinks["stderr"].is_terminal and (lasts := _LASTS.fullmatch(piece.text)):
+            self.turn(lasts[1].decode(errors="replace"))
+            return
+        if self._waits_for and name != SCHEDULER:
+            self.turn("")
         if not piece.is_update:
             if self._status_owner == name and channel == "stderr":
                 self._set_status("", b"")
@@ -72,8 +89,24 @@ class Console:
         """Show a line of the launcher itself."""
         self._write_line(self._sinks["stderr"], text.encode())
 
+    def turn(self, text: str | None = None) -> None:
+        """Turn the spinner, which a terminal alone has.
+
+        Args:
+            text: What is waited for now; empty: nothing any more; None: what was said last.
+        """
+        if not self._sinks["stderr"].is_terminal:
+            return
+        self._waits_for = self._waits_for if text is None else text
+        if self._status_owner in ("", _LAUNCHER):
+            sign = _SPINNER[self._turns % len(_SPINNER)]
+            self._turns += 1
+            owner, shown = (_LAUNCHER, f"{sign} {self._waits_for}") if self._waits_for else ("", "")
+            self._set_status(owner, shown.encode())
+
     def close(self) -> None:
         """Take the status line away."""
+        self._waits_for = ""
         self._set_status("", b"")
 
     def _prefix(self, sink: Sink, name: str) -> bytes:

@@ -61,12 +61,14 @@ def main() -> None:
 
 def serve(line: socket.socket, launcher: int) -> None:
     """Fork for the launcher whenever it asks, until it has closed the line."""
-    threads = len(os.listdir("/proc/self/task"))
-    line.send(b"ready" if threads == 1 else f"importing it starts {threads - 1} threads".encode())
+    line.send(_told_of_threads("importing it starts") or b"ready")
     gc.freeze()  # what is shared with the children is not touched by their collections
     while True:
         data, numbers, _, _ = socket.recv_fds(line, _MOST_BYTES, 2)
         if not data:
+            return
+        if why := _told_of_threads("it has started"):  # by itself, since it was asked last
+            line.send(why)
             return
         pid = os.fork()
         if pid == 0:
@@ -77,6 +79,12 @@ def serve(line: socket.socket, launcher: int) -> None:
         os.waitpid(pid, 0)
         for number in numbers:
             os.close(number)
+
+
+def _told_of_threads(how: str) -> bytes:
+    """Why nothing can be forked; empty where this process has one thread."""
+    others = len(os.listdir("/proc/self/task")) - 1
+    return f"{how} {others} threads".encode() if others else b""
 
 
 def import_all() -> None:

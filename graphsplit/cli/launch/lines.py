@@ -8,7 +8,7 @@ MAX_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class LinePart:
     """One line, or one state of a line that is still being redrawn.
 
     Attributes:
@@ -28,33 +28,33 @@ class LineCutter:
         self._is_redraw = False
         self._last_update = b""
 
-    def feed(self, chunk: bytes) -> list[Piece]:
+    def feed(self, chunk: bytes) -> list[LinePart]:
         r"""Take the next bytes; ``b"\r 10%\r 20%\nok"`` gives an update, and the line `` 20%``."""
-        pieces: list[Piece] = []
+        pieces: list[LinePart] = []
         rest = self._pending + chunk
         while (end := _first_end(rest)) >= 0:
             text, is_newline, rest = rest[:end], rest[end : end + 1] == b"\n", rest[end + 1 :]
             if is_newline:
                 # With "\r\n", the return has already turned the text into an update.
                 text = text or self._last_update
-                pieces.append(Piece(text))
+                pieces.append(LinePart(text))
             elif text:
-                pieces.append(Piece(text, is_update=True))
+                pieces.append(LinePart(text, is_update=True))
             self._last_update = b"" if is_newline else text
             self._is_redraw = not is_newline
         if self._is_redraw and rest:
-            pieces.append(Piece(rest, is_update=True))
+            pieces.append(LinePart(rest, is_update=True))
         elif len(rest) > MAX_LINE_BYTES:
-            pieces.append(Piece(rest))
+            pieces.append(LinePart(rest))
             rest = b""
         self._pending = rest
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[LinePart]:
         """The stream ended: return what was left without an end of line."""
         rest = self._pending or self._last_update
         self._pending = self._last_update = b""
-        return [Piece(rest)] if rest.strip() else []
+        return [LinePart(rest)] if rest.strip() else []
 
 
 def _first_end(text: bytes) -> int:

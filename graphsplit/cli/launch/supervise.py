@@ -26,7 +26,7 @@ from graphsplit.cli.launch.children import (
     signal_group,
     start_child,
 )
-from graphsplit.cli.launch.console import Console
+from graphsplit.cli.launch.console import TURN_S, Console
 from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, describe
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.lines import LineCutter
@@ -35,7 +35,7 @@ from graphsplit.cli.launch.verdict import verdict
 from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
-from graphsplit.reports import Report, forget, has_begun, read_report
+from graphsplit.reports import EndReport, forget, has_begun, read_report
 
 END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READ_BYTES = 1 << 16
@@ -170,10 +170,13 @@ class _Job:
         self._selector.register(wakeup, selectors.EVENT_READ)
         end_s = None if math.isinf(limit_s) else time.monotonic() + limit_s
         while self.ending.running:
-            known_s = (self.ending.next_s, self._scheduler.deadline_s, end_s)
+            turn_s = time.monotonic() + TURN_S if self._console.turns else None
+            known_s = (self.ending.next_s, self._scheduler.deadline_s, end_s, turn_s)
             next_s = min((at_s for at_s in known_s if at_s is not None), default=None)
             timeout = None if next_s is None else max(0.0, next_s - time.monotonic())
             self._read_ready(timeout)
+            if self._console.turns:
+                self._console.turn()
             self._hear_scheduler()
             while received:
                 self.ending.interrupted(received.pop(0), now_s=time.monotonic())
@@ -186,7 +189,7 @@ class _Job:
         self._drain()
         self._console.close()
 
-    def reports(self) -> dict[str, Report]:
+    def reports(self) -> dict[str, EndReport]:
         """The reports of the processes about their end, by name."""
         found = {name: read_report(path) for name, path in self._reports.items()}
         return {name: report for name, report in found.items() if report is not None}

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, describe, exit_status
-from graphsplit.reports import Report
+from graphsplit.reports import EndReport
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JobVerdict:
     """How a job ended.
 
     Attributes:
@@ -22,7 +22,7 @@ class Verdict:
     line: str
 
 
-def verdict(ending: JobEnding, reports: Mapping[str, Report]) -> Verdict:
+def verdict(ending: JobEnding, reports: Mapping[str, EndReport]) -> JobVerdict:
     """Weigh what is known.
 
     Args:
@@ -30,7 +30,7 @@ def verdict(ending: JobEnding, reports: Mapping[str, Report]) -> Verdict:
         reports: The reports of processes, by name. The scheduler's is about the whole job.
     """
     if ending.status == 0:
-        return Verdict(0, "")
+        return JobVerdict(0, "")
     if ending.is_interrupted:
         return _with_status(ending.status, ending.reason)
     report = reports.get(SCHEDULER) or reports.get(ending.first_failed)
@@ -44,5 +44,5 @@ def verdict(ending: JobEnding, reports: Mapping[str, Report]) -> Verdict:
     return _with_status(status, what, report.where)
 
 
-def _with_status(status: int, *parts: str) -> Verdict:
-    return Verdict(status, f"graphsplit: {'; '.join(filter(None, parts))}; exit status {status}")
+def _with_status(status: int, *parts: str) -> JobVerdict:
+    return JobVerdict(status, f"graphsplit: {'; '.join(filter(None, parts))}; exit status {status}")

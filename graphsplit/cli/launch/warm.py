@@ -6,9 +6,11 @@ import ctypes
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from graphsplit.cli.launch.environment import ChildSpec
 
 _PR_SET_CHILD_SUBREAPER = 36
 _IMPORT_WITHIN_S = 120.0
+_TURN_S = 0.1
 _USES_GRAPHSPLIT = re.compile(r"^\s*(import|from)\s.*\bgraphsplit\b", re.MULTILINE)
 _SPEAKS_OF_ENVIRONMENT = re.compile(r"environ|putenv|setenv|getenv|dotenv")
 
@@ -64,11 +67,15 @@ class WarmStart:
     Args:
         script: The script.
         say: Takes a line for the person who watches: that nothing can be forked, and why.
+        turn: Takes what is waited for, again and again while it lasts; nothing when it is over.
     """
 
-    def __init__(self, script: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, script: Path, say: Callable[[str], None], turn: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._script = script
         self._say = say
+        self._turn = turn
         self._server: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
@@ -90,8 +97,9 @@ class WarmStart:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._server = self._new_server(spec, theirs)
-        ours.settimeout(_IMPORT_WITHIN_S)
         self._line = ours
+        self._wait_for(ours)
+        ours.settimeout(_IMPORT_WITHIN_S)
         self._expect(b"ready")
 
     def _new_server(self, spec: ChildSpec, line: socket.socket) -> subprocess.Popen[bytes]:
@@ -107,12 +115,18 @@ class WarmStart:
             preexec_fn=make_setup(),
         )
 
+    def _wait_for(self, line: socket.socket) -> None:
+        end_s = time.monotonic() + _IMPORT_WITHIN_S
+        while not select.select([line], [], [], _TURN_S)[0] and time.monotonic() < end_s:
+            self._turn(f"importing torch, and what {self._script.name} imports")
+
     def _expect(self, answer: bytes) -> None:
         told = self._receive()
+        self._turn("")
         if told != answer:
-            self._give_up(told.decode(errors="replace") or "torch could not be imported")
+            self._abandon(told.decode(errors="replace") or "torch could not be imported")
 
-    def _give_up(self, why: str) -> None:
+    def _abandon(self, why: str) -> None:
         self._say(f"graphsplit: each worker imports torch for itself: {why}")
         if self._line is not None:
             self._line.close()
@@ -140,7 +154,7 @@ class WarmStart:
         if not told.isdigit():
             os.close(out[0])
             os.close(err[0])
-            self._give_up("the process that imported torch has ended")
+            self._abandon(told.decode(errors="replace") or "the process that imported it has ended")
             return None
         return ForkedChild(int(told), os.fdopen(out[0], "rb", 0), os.fdopen(err[0], "rb", 0))
 

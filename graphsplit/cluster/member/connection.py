@@ -1,4 +1,4 @@
-"""A worker's way to the scheduler: one ``Session`` after another, and what they bring is done.
+"""A worker's way to the scheduler: one ``MemberSession`` after another; their news are acted on.
 
 What arrives goes to the state machine in the session's reading thread, which also carries out the
 effects. A thread of its own comes back after a stream was lost. All of them look at one
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from graphsplit.cluster.member.identity import text_chunks
 from graphsplit.cluster.member.membership import Membership
-from graphsplit.cluster.member.session import Session, StreamEnd
+from graphsplit.cluster.member.session import MemberSession, SessionEnd
 from graphsplit.cluster.member.state_machine import (
     BeginGeneration,
     EndGeneration,
@@ -36,7 +36,7 @@ from graphsplit.cluster.wire.messages import (
     WorkerMessage,
 )
 from graphsplit.errors import ClusterError
-from graphsplit.logs import Say as SayLine
+from graphsplit.logs import LogLine
 from graphsplit.security.grpc_ports import tls_hint
 from graphsplit.security.protection import Protection
 
@@ -56,15 +56,15 @@ class Connection:
         is_reconnecting: Whether a stream was lost, and another one is being opened.
     """
 
-    def __init__(self, membership: Membership, protection: Protection, log: SayLine) -> None:
+    def __init__(self, membership: Membership, protection: Protection, log: LogLine) -> None:
         self._membership = membership
         self._settings = membership.settings
         self._protection = protection
         self._log = log
         self._registration: Register | None = None
         self._num_attempts = 0
-        self._answered: Session | None = None
-        self.session: Session | None = None
+        self._answered: MemberSession | None = None
+        self.session: MemberSession | None = None
         self.is_reconnecting = False
 
     def register(self, registration: Register) -> None:
@@ -80,7 +80,7 @@ class Connection:
         if membership.state.phase is MemberPhase.REFUSED:
             raise membership.refused()
 
-    def _unreachable(self, waited_s: float, end: StreamEnd) -> ClusterError:
+    def _unreachable(self, waited_s: float, end: SessionEnd) -> ClusterError:
         address = self._membership.address
         return ClusterError(
             f"no scheduler answers at {address} (MS_SCHED_HOST, MS_SCHED_PORT); tried for "
@@ -114,7 +114,7 @@ class Connection:
             membership.changed.notify_all()
         self.carry_out(effects)
 
-    def _try_until_answered(self, deadline: float) -> StreamEnd | None:
+    def _try_until_answered(self, deadline: float) -> SessionEnd | None:
         """Open streams until one is answered. The last one's end if none was; None if one was."""
         started = time.monotonic()
         next_report = started + _FIRST_REPORT_S
@@ -137,12 +137,12 @@ class Connection:
                 )
             self._pause(num_attempts, deadline)
 
-    def _attempt(self, deadline: float) -> StreamEnd | None:
+    def _attempt(self, deadline: float) -> SessionEnd | None:
         """Open one stream and say who this is on it. None once the scheduler has answered."""
         membership = self._membership
         with membership.changed:
             if membership.is_done:
-                return StreamEnd("this worker has left", is_retryable=False)
+                return SessionEnd("this worker has left", is_retryable=False)
             former = self.session
             session = self.session = self._next_session()
             session.start()  # here, so that whoever closes it finds it started
@@ -161,13 +161,13 @@ class Connection:
                 return None
             self.session = None
         session.close(timeout_s=0.5)
-        return session.end or StreamEnd("it does not answer", is_retryable=True)
+        return session.end or SessionEnd("it does not answer", is_retryable=True)
 
-    def _next_session(self) -> Session:
+    def _next_session(self) -> MemberSession:
         assert self._registration is not None
         self._num_attempts += 1
         first = replace(self._registration, attempt=self._num_attempts)
-        return Session(
+        return MemberSession(
             self._settings,
             protection=self._protection,
             first=self._membership.state.registration(first),
@@ -187,7 +187,7 @@ class Connection:
 
     # What arrives, and what is done about it.
 
-    def _handle(self, session: Session, message: SchedulerMessage, generation: int) -> None:
+    def _handle(self, session: MemberSession, message: SchedulerMessage, generation: int) -> None:
         membership = self._membership
         with membership.changed:
             if session is not self.session:
@@ -201,7 +201,7 @@ class Connection:
             membership.changed.notify_all()
         self.carry_out(effects)
 
-    def _handle_end(self, session: Session, end: StreamEnd) -> None:
+    def _handle_end(self, session: MemberSession, end: SessionEnd) -> None:
         membership = self._membership
         with membership.changed:
             if session is not self.session:

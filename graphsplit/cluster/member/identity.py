@@ -54,7 +54,7 @@ def _no_location() -> Location:
     return NOWHERE
 
 
-class Position:
+class ReportedPosition:
     """Where this worker is. Written by the computing thread, read once a second by another.
 
     All attributes are plain writes without a lock: ``progress += 1`` has one writer, and the
@@ -65,6 +65,7 @@ class Position:
         text_source: Gives the position in words.
         location_source: Gives it in parts.
         waiting_source: Gives whom this worker waits for at this moment, and for what.
+        training_source: Gives in words how training goes.
         calls: The calls that this worker has made, which all make alike.
     """
 
@@ -74,6 +75,7 @@ class Position:
         "location_source",
         "progress",
         "text_source",
+        "training_source",
         "waiting_source",
     )
 
@@ -82,6 +84,7 @@ class Position:
         self.text_source: Callable[[], str] = _nowhere
         self.location_source: Callable[[], Location] = _no_location
         self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
+        self.training_source: Callable[[], str] = str
         self.calls = CallHistory()
         self._last_progress = -1
 
@@ -90,6 +93,13 @@ class Position:
         try:
             return cut_end(encodable(str(self.text_source())), limits.MAX_POSITION_CHARS)
         except Exception:  # a position that cannot be told must not end the job
+            return ""
+
+    def training(self) -> str:
+        """How training goes, in words; empty if the source has none, or fails."""
+        try:
+            return self.training_source()
+        except Exception:
             return ""
 
     def location(self) -> Location:

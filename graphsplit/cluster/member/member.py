@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from graphsplit.cluster.member.connection import Connection
 from graphsplit.cluster.member.failure_reports import FailureReports
 from graphsplit.cluster.member.forked import drop_in_children
-from graphsplit.cluster.member.identity import NodeIdentity, Position
+from graphsplit.cluster.member.identity import NodeIdentity, ReportedPosition
 from graphsplit.cluster.member.membership import Membership
 from graphsplit.cluster.member.state_machine import MemberPhase, MemberState
 from graphsplit.cluster.text import split_lines
@@ -24,7 +24,7 @@ from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
 from graphsplit.settings import ClusterSettings
 
-__all__ = ["Member", "NodeIdentity", "Peer", "Position"]
+__all__ = ["Member", "NodeIdentity", "Peer", "ReportedPosition"]
 
 
 class Member:
@@ -66,7 +66,7 @@ class Member:
         Raises:
             ConfigurationError: A certificate, key or token is not what it should be.
             ClusterError: The scheduler is not there.
-            RegistrationRefusedError: The scheduler does not want this worker; says why.
+            RegistrationRefusedError: The scheduler refuses this worker; says why.
             JobFailedError: The job failed while it was formed, or not all workers came in time.
         """
         member = cls(settings, abort, log)
@@ -125,7 +125,7 @@ class Member:
         return self._membership.abort
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ReportedPosition:
         """Where this worker is; write to it while computing."""
         return self._membership.position
 

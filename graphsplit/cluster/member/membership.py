@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Mapping
 
-from graphsplit.cluster.member.identity import NodeIdentity, Position
+from graphsplit.cluster.member.identity import NodeIdentity, ReportedPosition
 from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import Failed, Fence, Formed, Heartbeat, Register
@@ -53,7 +53,7 @@ class Membership:
         self.texts: dict[str, bytes] = {}
         self.watched: set[int] = set()
         self.wants_stop = False
-        self.position = Position()
+        self.position = ReportedPosition()
 
     @property
     def job(self) -> Formed:
@@ -120,10 +120,11 @@ class Membership:
             location=self.position.sample(),
             wants_stop=self.wants_stop,
             calls=self.position.calls.made(),
+            training=self.position.training(),
         )
 
     def refused(self) -> RegistrationRefusedError:
-        """The error that says why the scheduler does not want this worker."""
+        """The error that says why the scheduler refuses this worker."""
         return RegistrationRefusedError(
             f"the scheduler at {self.address} refused this worker (host {self.host}, pid "
             f"{self.pid}): {self.state.refusal}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from graphsplit.cluster.wire.codec import encode_fence, encode_worker, open_scheduler
-from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fencing import FencingVerdict, StreamGuard
 from graphsplit.cluster.wire.limits import heartbeat_interval_s
 from graphsplit.cluster.wire.messages import (
     Fence,
@@ -50,14 +50,14 @@ class _UnprovedError(Exception):
 
 
 @dataclass(frozen=True)
-class StreamEnd:
+class SessionEnd:
     """Why the stream ended, in gRPC's words, and whether another attempt may help."""
 
     detail: str
     is_retryable: bool
 
 
-class Session:
+class MemberSession:
     """One attempt to talk to the scheduler.
 
     Callbacks come from the reading thread and name the session, so that a late word from an
@@ -75,8 +75,8 @@ class Session:
         first: WorkerMessage,
         fence: Callable[[], Fence],
         beat: Callable[[], Heartbeat],
-        on_message: Callable[[Session, SchedulerMessage, int], None],
-        on_end: Callable[[Session, StreamEnd], None],
+        on_message: Callable[[MemberSession, SchedulerMessage, int], None],
+        on_end: Callable[[MemberSession, SessionEnd], None],
     ) -> None:
         # A data loader's children do not use gRPC. Its handlers for those that do would pause it
         # at every fork and print a line; what a child must do, `forked` does.
@@ -90,7 +90,7 @@ class Session:
         self._beat_interval_s = heartbeat_interval_s(settings.silence_s, settings.num_workers)
         self._on_message = on_message
         self._on_end = on_end
-        self.end: StreamEnd | None = None
+        self.end: SessionEnd | None = None
         self._outbox: queue.SimpleQueue[_Outgoing | bytes | None] = queue.SimpleQueue()
         self._writer_done = threading.Event()
         self._first = (first, fence())
@@ -175,7 +175,7 @@ class Session:
                 self._is_introduced = True
 
     def _read(self) -> None:
-        end = StreamEnd("it closed the stream", is_retryable=True)
+        end = SessionEnd("it closed the stream", is_retryable=True)
         guard = StreamGuard()
         try:
             self._introduce()
@@ -184,23 +184,23 @@ class Session:
                 if not (self._is_introduced or isinstance(message, Refused)):
                     raise _UnprovedError
                 verdict = guard.check(fence)
-                if verdict is Verdict.BREAK:
+                if verdict is FencingVerdict.BREAK:
                     self._call.cancel()
-                    end = StreamEnd(f"it broke the order: {guard.why_broken}", is_retryable=True)
+                    end = SessionEnd(f"it broke the order: {guard.why_broken}", is_retryable=True)
                     break
-                if verdict is Verdict.TAKE:
+                if verdict is FencingVerdict.TAKE:
                     self._on_message(self, message, fence.generation)
         except _UnprovedError:
             self._call.cancel()
-            end = StreamEnd(_UNPROVED, is_retryable=False)
+            end = SessionEnd(_UNPROVED, is_retryable=False)
         except self._grpc.RpcError as error:
             code = error.code().name
             detail = error.details() or ""
             is_retryable = code in _RETRYABLE and not is_refused_by_tls(detail)
-            end = StreamEnd(f"{code}: {detail}", is_retryable=is_retryable)
+            end = SessionEnd(f"{code}: {detail}", is_retryable=is_retryable)
         except MessageError as error:
             self._call.cancel()
-            end = StreamEnd(f"it sent a malformed message: {error}", is_retryable=False)
+            end = SessionEnd(f"it sent a malformed message: {error}", is_retryable=False)
         # The writer waits for work that will not come.
         self._outbox.put(None)
         self.end = end

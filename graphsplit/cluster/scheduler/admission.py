@@ -27,7 +27,7 @@ from graphsplit.cluster.wire.messages import Fence, Refused, Register
 from graphsplit.cluster.wire.rpc import PURPOSE
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
-from graphsplit.logs import Say
+from graphsplit.logs import LogLine
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import Listener
 from graphsplit.security.names import DOMAIN, CertifiedName, why_not_worker
@@ -59,7 +59,7 @@ class Admission:
         self,
         num_workers: int,
         protection: Protection,
-        log: Say,
+        log: LogLine,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -43,7 +43,7 @@ _FIX = (
 
 
 @dataclass(frozen=True)
-class Contents:
+class JournalContents:
     """The contents of a journal.
 
     Attributes:
@@ -59,35 +59,35 @@ class Contents:
     torn_bytes: int
 
 
-def parse(data: bytes) -> Contents:
+def parse(data: bytes) -> JournalContents:
     """Check all of a journal's bytes. Pure.
 
     Raises:
         JournalError: They were changed after they were written; says where.
     """
     if len(data) < len(HEADER) and HEADER.startswith(data):
-        return Contents(None, 0, 0, len(data))
+        return JournalContents(None, 0, 0, len(data))
     if not data.startswith(HEADER):
         raise JournalError("it does not begin as a journal of this version of graphsplit")
     payload, at, checksum = None, len(HEADER), 0
     while at < len(data):
         rest = data[at:]
         if len(rest) < _RECORD.size or not any(rest):
-            return Contents(payload, at, checksum, len(rest))
+            return JournalContents(payload, at, checksum, len(rest))
         length, length_checksum, payload_checksum = _RECORD.unpack_from(rest)
         if zlib.crc32(rest[:4], checksum) != length_checksum or length > _MAX_RECORD_BYTES:
             raise JournalError(f"the record at byte {at} has a damaged length")
         found = rest[_RECORD.size : _RECORD.size + length]
         if len(found) < length:
-            return Contents(payload, at, checksum, len(rest))
+            return JournalContents(payload, at, checksum, len(rest))
         if zlib.crc32(found, checksum) != payload_checksum:
             is_last = at + _RECORD.size + length >= len(data)
             if is_last and not found[-1:].strip(b"\0"):
-                return Contents(payload, at, checksum, len(rest))
+                return JournalContents(payload, at, checksum, len(rest))
             raise JournalError(f"the record at byte {at} has a damaged payload")
         payload, checksum = found, payload_checksum
         at += _RECORD.size + length
-    return Contents(payload, at, checksum, 0)
+    return JournalContents(payload, at, checksum, 0)
 
 
 def record_of(payload: bytes, checksum: int) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from graphsplit.cluster.wire.limits import heartbeat_interval_s
 from graphsplit.launcher_line import Beat, Ended, Line, Note
-from graphsplit.logs import Say
+from graphsplit.logs import LogLine
 
 # Python itself takes seconds to tear down a large process on a busy machine, and beats no more.
 _EXIT_S = 30.0
@@ -30,7 +30,7 @@ class Launcher:
         self._next_beat_s = 0.0
 
     @classmethod
-    def of_process(cls, log: Say, silence_s: float) -> Launcher:
+    def of_process(cls, log: LogLine, silence_s: float) -> Launcher:
         """The launcher that started this process, as its environment says."""
         try:
             return cls(Line.of(os.environ), silence_s)

@@ -29,8 +29,8 @@ from graphsplit.cluster.wire.rpc import (
     server_options,
 )
 from graphsplit.errors import ConfigurationError
-from graphsplit.logs import Say, configure, teller
-from graphsplit.metrics_port import Metric, serve_metrics
+from graphsplit.logs import LogLine, configure, teller
+from graphsplit.metrics_port import Gauge, serve_metrics
 from graphsplit.security.grpc_ports import add_port
 from graphsplit.security.names import SCHEDULER
 from graphsplit.security.protection import Protection, load_protection, require_protection
@@ -72,7 +72,7 @@ def serve(
 async def _serve(
     settings: ClusterSettings,
     on_listening: Callable[[str, int], None] | None,
-    log: Say,
+    log: LogLine,
 ) -> int:
     import grpc
 
@@ -123,7 +123,7 @@ def _serve_metrics(
     async def look() -> JobStatus:
         return sessions.status()
 
-    def look_from_outside() -> Iterator[Metric]:
+    def look_from_outside() -> Iterator[Gauge]:
         # The state belongs to the loop's thread; metrics are asked for from others.
         yield from status_metrics(asyncio.run_coroutine_threadsafe(look(), loop).result(_LOOK_S))
 

@@ -35,13 +35,13 @@ from graphsplit.cluster.scheduler.outbox import Outbox, Outboxes
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.status.job_status import JobStatus
 from graphsplit.cluster.wire.codec import open_worker
-from graphsplit.cluster.wire.fencing import StreamGuard, Verdict
+from graphsplit.cluster.wire.fencing import FencingVerdict, StreamGuard
 from graphsplit.cluster.wire.limits import TICK_INTERVAL_S
 from graphsplit.cluster.wire.messages import Abort, Fence, Refused, Register, SchedulerMessage
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.failure import FailureCause
-from graphsplit.logs import CONTEXT, Say
+from graphsplit.logs import CONTEXT, LogLine
 from graphsplit.reports import write_report
 from graphsplit.security.protection import Protection
 from graphsplit.settings import ClusterSettings
@@ -60,7 +60,7 @@ def _rules_of(settings: ClusterSettings) -> JobRules:
     )
 
 
-def _first_state(rules: JobRules, journal: Journal | None, log: Say) -> SchedulerState:
+def _first_state(rules: JobRules, journal: Journal | None, log: LogLine) -> SchedulerState:
     """A new job, or the one that a lost scheduler wrote down."""
     now = time.monotonic()
     image = None if journal is None else journal.read(rules, log)
@@ -79,7 +79,7 @@ class Sessions:
     """
 
     def __init__(
-        self, settings: ClusterSettings, protection: Protection, log: Say, launcher: Launcher
+        self, settings: ClusterSettings, protection: Protection, log: LogLine, launcher: Launcher
     ) -> None:
         self._log = log
         self._launcher = launcher
@@ -138,14 +138,14 @@ class Sessions:
                     self.apply(Malformed(node, str(error)))
                     continue
                 verdict = guard.check(fence)
-                if verdict is Verdict.BREAK:
+                if verdict is FencingVerdict.BREAK:
                     self._log(
                         f"a stream was broken off: {guard.why_broken}",
                         event="stream_broken",
                         level="warning",
                     )
                     return
-                if verdict is Verdict.TAKE:
+                if verdict is FencingVerdict.TAKE:
                     self.apply(Received(node, message, fence.generation))
         finally:
             outbox.close()

@@ -39,7 +39,7 @@ from graphsplit.cluster.scheduler.job.events import (
 )
 from graphsplit.cluster.scheduler.job.image import JobImage
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.status.job_status import JobStatus
 from graphsplit.cluster.wire.messages import (
     Arrive,
@@ -73,7 +73,7 @@ class SchedulerState:
         return self._job.identity.job
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         """How far the job has come."""
         return self._job.phase
 
@@ -165,9 +165,9 @@ def _tick(job: JobState) -> None:
     """Each concern looks at the clock; one that fails the job leaves the others nothing to do."""
     liveness.forgive_own_silence(job)
     joining.tick(job)
-    if job.phase in (Phase.FORMING, Phase.PLANNED, Phase.RECOVERING):
+    if job.phase in (JobPhase.FORMING, JobPhase.PLANNED, JobPhase.RECOVERING):
         generations.tick(job)
-    if job.phase is Phase.RUNNING:
+    if job.phase is JobPhase.RUNNING:
         gathering.tick(job)
         liveness.watch(job)
     if job.is_healthy:

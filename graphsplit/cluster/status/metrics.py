@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from graphsplit.cluster.status.job_status import RUNNING, JobStatus, WorkerStatus
-from graphsplit.metrics_port import COUNTER, GAUGE, Metric
+from graphsplit.metrics_port import COUNTER, GAUGE, Gauge
 
 PHASES = ("forming", "planned", "running", "recovering", "draining", "finished", "failed")
 
 
-def status_metrics(status: JobStatus) -> Iterator[Metric]:
+def status_metrics(status: JobStatus) -> Iterator[Gauge]:
     """The metrics of a job's status."""
     job = (status.job,)
-    yield Metric("job_info", "The job that is served.", GAUGE, ("job",), ((job, 1.0),))
-    yield Metric(
+    yield Gauge("job_info", "The job that is served.", GAUGE, ("job",), ((job, 1.0),))
+    yield Gauge(
         "phase",
         "1 for the phase that the job is in.",
         GAUGE,
@@ -51,12 +51,10 @@ def status_metrics(status: JobStatus) -> Iterator[Metric]:
     )
 
 
-def _one(name: str, text: str, value: float, kind: str = GAUGE) -> Metric:
-    return Metric(name, text, kind, (), (((), value),))
+def _one(name: str, text: str, value: float, kind: str = GAUGE) -> Gauge:
+    return Gauge(name, text, kind, (), (((), value),))
 
 
-def _each(
-    status: JobStatus, name: str, text: str, value: Callable[[WorkerStatus], float]
-) -> Metric:
+def _each(status: JobStatus, name: str, text: str, value: Callable[[WorkerStatus], float]) -> Gauge:
     samples = tuple(((str(worker.rank),), value(worker)) for worker in status.workers)
-    return Metric(name, text, GAUGE, ("rank",), samples)
+    return Gauge(name, text, GAUGE, ("rank",), samples)

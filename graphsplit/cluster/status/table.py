@@ -20,6 +20,9 @@ def status_table(status: JobStatus) -> str:
         f"job {status.job[:8]}: {status.phase}, generation {status.generation}, "
         f"{count} of {status.num_workers} workers, up {_duration(status.seconds)}"
     ]
+    training = next((worker.training for worker in status.workers if worker.training), "")
+    if training:
+        lines.append(f"training: {training}")
     if status.num_recoveries or status.num_refused:
         lines.append(
             f"recoveries: {status.num_recoveries}, connections refused: {status.num_refused}"

@@ -13,7 +13,7 @@ from enum import Enum
 from graphsplit.cluster.wire.messages import Fence
 
 
-class Verdict(Enum):
+class FencingVerdict(Enum):
     """The fate of a message."""
 
     TAKE = "take"
@@ -39,10 +39,10 @@ class StreamGuard:
         if first is not None:
             self.check(first)
 
-    def check(self, fence: Fence) -> Verdict:
+    def check(self, fence: Fence) -> FencingVerdict:
         """Whether to take this message, drop it as a repetition, or break off the stream."""
         if fence.number <= self._number and self._number:
-            return Verdict.DROP
+            return FencingVerdict.DROP
         if fence.number != self._number + 1:
             return self._break(f"message {fence.number} came after message {self._number}")
         if self._number and fence.incarnation != self._incarnation:
@@ -50,8 +50,8 @@ class StreamGuard:
         if self._job and fence.job != self._job:
             return self._break(f"a message of job {fence.job!r} came in job {self._job!r}")
         self._number, self._incarnation, self._job = fence.number, fence.incarnation, fence.job
-        return Verdict.TAKE
+        return FencingVerdict.TAKE
 
-    def _break(self, why: str) -> Verdict:
+    def _break(self, why: str) -> FencingVerdict:
         self.why_broken = why
-        return Verdict.BREAK
+        return FencingVerdict.BREAK

@@ -204,6 +204,8 @@ NO_CALLS = CallsMade()
 class Heartbeat:
     """The worker is alive, has come this far, and is here (in words, and in parts).
 
+    ``training`` says in words how training goes: ``"epoch 2 of 5, loss 0.314, 12.3 steps/s"``.
+
     ``watched`` are the ranks whose progress it wants to be told: those it waits for.
     ``wants_stop``: it was asked to end, and wants all to, when their step is done.
     """
@@ -214,6 +216,7 @@ class Heartbeat:
     location: Place = NOWHERE
     wants_stop: bool = False
     calls: CallsMade = NO_CALLS
+    training: PlaceText = ""
 
 
 @dataclass(frozen=True)

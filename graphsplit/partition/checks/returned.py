@@ -1,4 +1,4 @@
-"""What a call kept whole must not return, given where everything around it runs.
+"""Results that a call kept whole must not return, given where everything around it runs.
 
 A call may hand back an operand itself, or one tensor twice. In eager mode these are one tensor,
 whose uses are added up in one order::
@@ -34,7 +34,7 @@ Use = tuple[int, int]
 
 
 def limits_of(plan: PartitionPlan, position: int) -> Limits:
-    """What a call must not return.
+    """The results that a call must not return.
 
     Args:
         plan: The plan.

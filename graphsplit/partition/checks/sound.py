@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.partition.plan import EdgeKind, PartitionPlan
-from graphsplit.partition.tally import check_tally
+from graphsplit.partition.reduction import check_reduction
 from graphsplit.placement.resolve import EVERYWHERE
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def _check_edges(plan: PartitionPlan) -> None:
             if not is_there and (operand, worker) not in has_edge:
                 raise InvariantError(f"value {operand} does not reach worker {worker}")
     _check_generator_edges(plan)
-    check_tally(plan)
-    _check_folds(plan)
+    check_reduction(plan)
+    _check_sums(plan)
     for contribution in plan.contributions:
         for position, operand in contribution.uses:
             if segment_of[position] != contribution.segment:
@@ -119,20 +119,20 @@ def _check_generator_edges(plan: PartitionPlan) -> None:
         raise InvariantError("the generator's state goes astray")
 
 
-def _check_folds(plan: PartitionPlan) -> None:
+def _check_sums(plan: PartitionPlan) -> None:
     """Every contribution is summed once, where its value lives."""
     sent = [c for e in plan.edges if e.kind is EdgeKind.GRADIENT for c in e.contributions]
     local = [
         t.contribution
-        for fold in (*plan.folds.values(), *plan.seeds.values())
-        for t in fold
+        for terms in (*plan.gradient_sums.values(), *plan.seeds.values())
+        for t in terms
         if t.contribution is not None
     ]
     if sorted(sent + local) != list(range(len(plan.contributions))):
         raise InvariantError("a gradient is lost")
-    sums = [*plan.folds.items()]
+    sums = [*plan.gradient_sums.items()]
     sums += [(plan.contributions[c].value, seed) for c, seed in plan.seeds.items()]
-    terms = [(value, t.edge) for value, fold in sums for t in fold if t.edge is not None]
+    terms = [(value, t.edge) for value, terms in sums for t in terms if t.edge is not None]
     edges = [(e.value, e.index) for e in plan.edges if e.kind is EdgeKind.GRADIENT]
     if sorted(terms) != sorted(edges):
         raise InvariantError("a gradient that arrives is not summed")

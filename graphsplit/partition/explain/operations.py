@@ -139,7 +139,7 @@ def values_read(plan: PartitionPlan) -> frozenset[tuple[int, int]]:
 
 
 def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int]]) -> str:
-    """What an edge carries, in words.
+    """An edge's contents, in words.
 
     Args:
         plan: The plan.
@@ -147,7 +147,7 @@ def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int
         read: What ``values_read`` found: a value that no operation of the receiver reads is there
             for the user.
     """
-    if edge.kind is EdgeKind.TALLY:
+    if edge.kind is EdgeKind.REDUCTION:
         return "norms and checks of gradients"
     node = plan.placed.graph.nodes[edge.value]
     path = node.module_path or ROOT

@@ -86,7 +86,7 @@ def _indent(line: str) -> str:
 
 
 def _unit(plan: PartitionPlan) -> str:
-    """What sizes are told of: a step, or a microbatch where a batch is split."""
+    """The unit of the sizes: a step, or a microbatch where a batch is split."""
     return "per microbatch" if plan.is_microbatched else "per step"
 
 

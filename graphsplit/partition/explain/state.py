@@ -7,7 +7,7 @@ from graphsplit.partition.plan import PartitionPlan
 
 
 def state_sections(plan: PartitionPlan) -> list[tuple[str, list[str]]]:
-    """What was read, what is an operand, what is left."""
+    """Places that were read, numbers that are operands, changes that are left."""
     state = plan.placed.graph.state
     tables = [w for w in state.guards.watched if w.is_structure and str(w.place.key)[:1] == "_"]
     read = [

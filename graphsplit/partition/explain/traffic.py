@@ -1,4 +1,4 @@
-"""What crosses between workers: the largest first, there and back in one line."""
+"""Values that cross between workers: the largest first, there and back in one line."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
     found: dict[tuple[int, int, int], _Crossing] = {}
     others: list[_Crossing] = []
     for edge in plan.edges:
-        about_state = nodes[edge.value].is_state and edge.kind is not EdgeKind.TALLY
+        about_state = nodes[edge.value].is_state and edge.kind is not EdgeKind.REDUCTION
         if about_state != is_state or edge.kind is EdgeKind.GRADIENT:
             continue
         what = what_crosses(plan, edge, read)

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from graphsplit.checkpoint import by_worker
-from graphsplit.checkpoint.contents import Contents
+from graphsplit.checkpoint.contents import CheckpointContents
 from graphsplit.checkpoint.disk.files import write_text
 from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
@@ -268,10 +268,10 @@ class DiskWriter:
         write_text(folder / SNAPSHOT, text_of(number, script))
 
 
-def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> Contents:
+def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> CheckpointContents:
     """One Model's share of a part, as a save has it."""
     prefix = f"m{node['index']}"
-    found = Contents(aliases=dict(node["aliases"]), sections=dict(node["sections"]))
+    found = CheckpointContents(aliases=dict(node["aliases"]), sections=dict(node["sections"]))
     for name in part.slots:
         if name.startswith(f"{prefix}/w/"):
             found.weights[name.removeprefix(f"{prefix}/w/")] = part.tensor(name)

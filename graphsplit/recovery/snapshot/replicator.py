@@ -26,7 +26,7 @@ import torch
 
 from graphsplit.errors import FrameError, GraphsplitError
 from graphsplit.job.job import Job
-from graphsplit.job.stream import SNAPSHOTS, Incoming, Message, Outgoing, channel_spec
+from graphsplit.job.stream import SNAPSHOTS, IncomingStream, Message, OutgoingStream, channel_spec
 from graphsplit.recovery.snapshot.disk import WRITTEN, DiskWriter
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.transport.session import TICK_S
@@ -45,7 +45,7 @@ class HeldCopies:
     """The copies that a worker keeps of the one before it, without looking inside.
 
     Attributes:
-        parts: Whole parts, by number.
+        parts: Complete parts, by number.
         log: Lines of what its calls returned, with the number of the snapshot they came with.
     """
 
@@ -94,8 +94,8 @@ class Replicator:
         self._offered = self._to_store = -1
         self._holders: dict[int, set[int]] = {}
         self._stored: dict[int, dict[int, str]] = {}
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
+        self._outgoing: dict[int, OutgoingStream] = {}
+        self._incoming: dict[int, IncomingStream] = {}
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._is_closed = False
@@ -196,11 +196,11 @@ class Replicator:
         notes = others if me == _COORDINATOR else {_COORDINATOR}
         for peer in sorted({(me + 1) % n} | notes):
             sender = self._job.transport.open_sender(channel_spec(SNAPSHOTS, me, peer, n))
-            self._outgoing[peer] = Outgoing(sender)
+            self._outgoing[peer] = OutgoingStream(sender)
         for peer in sorted({(me - 1) % n} | notes):
             receiver = self._job.transport.open_receiver(channel_spec(SNAPSHOTS, peer, me, n))
             limit = max(self._limit_bytes, _MAX_NOTE_BYTES)
-            self._incoming[peer] = Incoming(receiver, source=peer, limit_bytes=limit)
+            self._incoming[peer] = IncomingStream(receiver, source=peer, limit_bytes=limit)
 
     def _start(self) -> None:
         if self._thread is None:

@@ -13,7 +13,7 @@ from graphsplit.checkpoint.by_worker import RESUMPTION
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
     OTHERS,
-    Contents,
+    CheckpointContents,
     NetworkState,
     Ownership,
     module_of_extra,
@@ -197,10 +197,10 @@ class ModelSnapshot:
         if not self.is_settled:
             self.engine.settle_now()
         state, ownership = self._layout()
-        contents = Contents(encoder=self._encoder)
+        contents = CheckpointContents(encoder=self._encoder)
         contents.add_network(state, ownership, rank)
         contents.add_others(state, ownership, rank)
-        between = not self.engine.progress.opens
+        between = self.engine.progress.keeps_gradients
         contents.add_gradients(task, ownership, rank, between_updates=between)
         settings, members = [], []
         for name, optimizer in optimizers_of(task).items():
@@ -295,7 +295,7 @@ class ModelSnapshot:
         nodes = part.values["models"]
         return next((node for node in nodes if node["index"] == self.index), None)
 
-    def _put_network(self, contents: Contents) -> None:
+    def _put_network(self, contents: CheckpointContents) -> None:
         state, ownership = NetworkState.of(self.task), self._ownership()
         for key, tensor in state.tensors.items():
             if ownership.saver(tensor) == self._rank:
@@ -304,7 +304,7 @@ class ModelSnapshot:
             if ownership.saver(tensor) == self._rank:
                 _copy(tensor, contents.tensors.get(f"{OTHERS}{name}"), name)
 
-    def _put_gradients(self, contents: Contents) -> None:
+    def _put_gradients(self, contents: CheckpointContents) -> None:
         ownership = self._ownership()
         for tensor in named_state(self.task.network, self.task.loss_fn).values():
             if ownership.saver(tensor) == self._rank and not is_elsewhere(tensor):
@@ -321,7 +321,7 @@ class ModelSnapshot:
         return [self._names.get(id(p), "") for p in parameters]
 
     def _put_optimizers(
-        self, contents: Contents, settings: list[Any], members: list[list[list[str]]]
+        self, contents: CheckpointContents, settings: list[Any], members: list[list[list[str]]]
     ) -> None:
         saved = contents.sections.get("optimizers", {})
         named = named_state(self.task.network, self.task.loss_fn)

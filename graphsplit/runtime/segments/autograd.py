@@ -36,7 +36,7 @@ def gradients(
     return found
 
 
-def fold(terms: Sequence[Gradient]) -> Gradient:
+def gradient_sum(terms: Sequence[Gradient]) -> Gradient:
     """Add gradients one after the other, as autograd's input buffers do; None adds nothing."""
     total: Gradient = None
     for term in terms:
@@ -107,7 +107,7 @@ def _memory(gradient: torch.Tensor) -> int:
 
 
 def run_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Run the hooks that ``register_hook`` put on a parameter, for a gradient folded by us."""
+    """Run the hooks that ``register_hook`` put on a parameter, for a gradient summed by us."""
     hooks = getattr(parameter, GRADIENT_HOOKS, None)
     for hook in list(hooks.values()) if hooks else ():
         changed = hook(gradient)

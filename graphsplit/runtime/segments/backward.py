@@ -18,7 +18,7 @@ from graphsplit.program.lower import made_leaves
 from graphsplit.runtime.segments.autograd import (
     accumulate,
     accumulate_all,
-    fold,
+    gradient_sum,
     keep_apart,
     run_tensor_hooks,
 )
@@ -78,7 +78,7 @@ class BackwardBinder:
     def _bind_backward(self, instruction: Instruction) -> Action:
         segment, microbatch = instruction.operand, instruction.microbatch
         io = self._plan.io[segment]
-        folds = [(root, self._plan.folds.get(root, ())) for root in io.roots]
+        sums = [(root, self._plan.gradient_sums.get(root, ())) for root in io.roots]
         loss = self._plan.placed.graph.loss_node
         parameters = [self._state[p] for p in io.parameters]
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
@@ -95,21 +95,21 @@ class BackwardBinder:
 
         def run_backward(state: StepState) -> None:
             tensors, incoming = [], []
-            for root, terms in folds:
+            for root, terms in sums:
                 tensor = state.roots[microbatch].pop(root)
-                gradient = _fold(state, microbatch, terms)
+                gradient = _gradient_sum(state, microbatch, terms)
                 if root == loss:
                     one = loss_gradient(tensor)
                     if state.microbatches is not None:
                         one = one * state.microbatches.weights[microbatch]
-                    gradient = one if gradient is None else fold((one, gradient))
+                    gradient = one if gradient is None else gradient_sum((one, gradient))
                 if gradient is not None and tensor is not None and tensor.requires_grad:
                     tensors.append(tensor)
                     incoming.append(gradient)
             own_leaves = state.leaves[microbatch]
             inputs = [own_leaves.pop(c) for c in leaves]
             for index, terms in seeds:
-                gradient = _fold(state, microbatch, terms)
+                gradient = _gradient_sum(state, microbatch, terms)
                 if gradient is not None and inputs[index] is not None:
                     tensors.append(inputs[index])
                     incoming.append(gradient)
@@ -164,13 +164,13 @@ class BackwardBinder:
         return backward_weight
 
     def _bind_accumulate(self, value: int, microbatch: int) -> Action:
-        terms = self._plan.folds[value]
+        terms = self._plan.gradient_sums[value]
         own = [index for index, term in enumerate(terms) if term.contribution is not None]
         parameter = self._state[value]
 
         def accumulate_shared(state: StepState) -> None:
             found = _terms(state, microbatch, terms)
-            gradient = fold(found)
+            gradient = gradient_sum(found)
             if gradient is not None:
                 # A term of this worker may be the gradient of another parameter as well.
                 is_shared = any(gradient is found[index] for index in own)
@@ -197,9 +197,9 @@ def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
     return run_watching if any(held for _, held in watched) else run
 
 
-def _fold(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> Gradient:
+def _gradient_sum(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> Gradient:
     found = _terms(state, microbatch, terms)
-    return found[0] if len(found) == 1 else fold(found)
+    return found[0] if len(found) == 1 else gradient_sum(found)
 
 
 def _terms(state: StepState, microbatch: int, terms: tuple[SumTerm, ...]) -> list[Gradient]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Opcode
 from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.saved_memory import saved_bytes
 from graphsplit.schedule.simulation.timeline import Span
 
 # The last of these that a segment runs for a microbatch lets its activations go.
@@ -23,7 +23,7 @@ def peak_bytes(
     A segment's activations are there from its forward to the end of its backward. A message counts
     at its receiver, from the begin of its send until it was received.
     """
-    sizes = costs.activations or activation_bytes(plan)
+    sizes = costs.activations or saved_bytes(plan)
     changes: list[list[_Change]] = [[] for _ in workers]
     for worker, spans in enumerate(workers):
         changes[worker] += _activations(spans, sizes)
@@ -64,16 +64,3 @@ def _peak(changes: list[_Change]) -> int:
         held += change
         most = max(most, held)
     return most
-
-
-def activation_bytes(plan: PartitionPlan) -> dict[int, int]:
-    """An estimate where nothing was measured: the results of all operations of each segment."""
-    nodes = plan.placed.graph.nodes
-    return {
-        segment.index: sum(
-            node.meta.size_bytes
-            for node in map(nodes.__getitem__, segment.nodes)
-            if node.kind is NodeKind.OPERATION and node.meta is not None
-        )
-        for segment in plan.segments
-    }

@@ -7,7 +7,7 @@ only if its channel is full. A RECEIVE waits until the message has arrived::
                        :...... flight
     worker 1   ........wait......|receive|F0| ...
 
-What a link takes in all (``Link.seconds``) is the sender's part, the flight, and the receiver's
+What a link takes in all (``LinkCost.seconds``) is the sender's part, the flight, and the receiver's
 part. Messages of a link fly one after the other as far as bytes are concerned. Workers of one host
 share its cores (``processors``).
 
@@ -27,13 +27,13 @@ from graphsplit.program.depths import channel_depths
 from graphsplit.program.event_loop import Channel, ProgramPlay
 from graphsplit.program.instruction import Instruction
 from graphsplit.program.lower import WorkerProgram
-from graphsplit.schedule.costs import Costs, Link
+from graphsplit.schedule.costs import Costs, LinkCost
 from graphsplit.schedule.simulation.memory import peak_bytes
 from graphsplit.schedule.simulation.processors import Processors
 from graphsplit.schedule.simulation.timeline import Span, Timeline
 
 _DEPTH = 2
-_AT_ONCE = Link(latency_s=0.0, bytes_per_s=float("inf"))
+_AT_ONCE = LinkCost(latency_s=0.0, bytes_per_s=float("inf"))
 
 
 def simulate(

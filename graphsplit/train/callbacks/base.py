@@ -1,4 +1,4 @@
-"""What a callback is, and what it is told.
+"""The base class of callbacks, and the context that they are given.
 
 Where they run: every callback runs on every worker, at the same points, with the same true loss.
 What is shown once for all (a progress bar) shows itself on worker 0 alone. Gradients are seen where

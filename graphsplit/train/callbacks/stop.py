@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FunctionType
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.job.group import Group
+from graphsplit.job.group import WorkerGroup
 from graphsplit.train.callbacks.base import Callback
 
 _INSIDE_EPOCH = ("on_train_begin", "on_epoch_begin", "on_gradients", "on_step_end")
@@ -23,7 +23,7 @@ class Stopping:
         group: Gives all workers.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], group: Callable[[], Group]) -> None:
+    def __init__(self, callbacks: Sequence[Callback], group: Callable[[], WorkerGroup]) -> None:
         self._group = group
         self._may_stop = [callback for callback in callbacks if may_stop(callback)]
         self._is_asked = False

@@ -29,7 +29,7 @@ _MAX_CREDIT_BYTES = 28
 _SMALL_BYTES = 128 << 10
 
 
-class Piece(NamedTuple):
+class ChunkPart(NamedTuple):
     """One ``Chunk``, with its payload where it arrived.
 
     Attributes:
@@ -186,7 +186,7 @@ def _signed(number: int) -> int:
     return number >> 1 ^ -(number & 1)
 
 
-def read_chunk(data: bytes) -> Piece:
+def read_chunk(data: bytes) -> ChunkPart:
     """A message of the stream; its payload is not copied.
 
     Raises:
@@ -225,7 +225,7 @@ def read_chunk(data: bytes) -> Piece:
             else:
                 raise _no_chunk(end, tag)
     credits, companions = map(tuple, repeated.values())
-    return Piece(
+    return ChunkPart(
         *(_signed(plan), _signed(edge), header, proof, data, start, size),
         *(credits, waits != 0, companions),
     )
@@ -263,7 +263,7 @@ class Outline(NamedTuple):
         return data[self.fixed_at : self.start] == self.fixed and len(data) >= self.end
 
 
-def outline_of(piece: Piece, num_bytes: int) -> Outline | None:
+def outline_of(piece: ChunkPart, num_bytes: int) -> Outline | None:
     """The outline of a value that came in one piece; None if its fields have another order.
 
     Args:

@@ -16,11 +16,11 @@ import torch
 
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.credit import Arrived, CreditedReceiver, Incoming
+from graphsplit.transport.credit import Arrived, CreditedReceiver, IncomingChannels
 from graphsplit.transport.frame import MESSAGE, Frame, Numbers, describe
 from graphsplit.transport.grpc.chunk import (
+    ChunkPart,
     Outline,
-    Piece,
     copy_payload,
     credits_in,
     outline_of,
@@ -65,7 +65,7 @@ class _Arriving(Arrived):
 
     filled = 0
 
-    def fill(self, piece: Piece) -> bool:
+    def fill(self, piece: ChunkPart) -> bool:
         """Write the next piece where it belongs; False if it does not fit."""
         if self.filled + piece.size > self.frame.payload_bytes:
             return False
@@ -119,7 +119,7 @@ class GrpcReceiver(CreditedReceiver):
         self.file(_Whole(self, numbers, data, outline.start, frame))
         return True
 
-    def put(self, piece: Piece) -> Frame | None:
+    def put(self, piece: ChunkPart) -> Frame | None:
         """Take a piece from the stream.
 
         Returns:
@@ -159,7 +159,7 @@ class GrpcReceiver(CreditedReceiver):
 _Known = tuple[GrpcReceiver, Outline, Frame]
 
 
-class Inbound(Incoming[GrpcReceiver]):
+class Inbound(IncomingChannels[GrpcReceiver]):
     """The stream from one source, before, while and after it is open. Thread-safe.
 
     Args:
@@ -180,7 +180,7 @@ class Inbound(Incoming[GrpcReceiver]):
         self._credits: SimpleQueue[bytes | None] = SimpleQueue()
 
     def grant(self, spec: ChannelSpec, messages: int) -> None:
-        """See ``Incoming.grant``."""
+        """See ``IncomingChannels.grant``."""
         self._credits.put(write_credit(spec.plan, spec.edge, messages))
 
     def connect(self) -> bool:
@@ -216,7 +216,7 @@ class Inbound(Incoming[GrpcReceiver]):
             return True
         return False
 
-    def _take_piece(self, piece: Piece) -> None:
+    def _take_piece(self, piece: ChunkPart) -> None:
         for chunk in piece.companions:
             companion = read_chunk(chunk)
             if companion.companions or not companion.header:
@@ -239,7 +239,7 @@ class Inbound(Incoming[GrpcReceiver]):
             self._lead_sizes = tuple(sorted({*self._lead_sizes, len(outline.lead)}))
 
     def remove_plan(self, plan: int | None) -> None:
-        """See ``Incoming.remove_plan``."""
+        """See ``IncomingChannels.remove_plan``."""
         super().remove_plan(plan)
         self._known = {}
 
@@ -263,7 +263,7 @@ class Inbound(Incoming[GrpcReceiver]):
             self.end(TransportError(f"{BROKEN.reason}: {error}" if str(error) else BROKEN.reason))
 
     def end(self, error: Exception) -> None:
-        """See ``Incoming.end``. Lets the streams end too."""
+        """See ``IncomingChannels.end``. Lets the streams end too."""
         super().end(error)
         self._credits.put(None)
         if self.puller is not None:

@@ -25,7 +25,7 @@ from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.protection import UNPROTECTED, Protection
 from graphsplit.settings import NODE_TIMEOUT_S
 from graphsplit.transport.base import ChannelSpec
-from graphsplit.transport.credit import CreditedSender, Outgoing
+from graphsplit.transport.credit import CreditedSender, OutgoingChannels
 from graphsplit.transport.frame import header_bytes
 from graphsplit.transport.grpc.calls import CARRY, DIAL_OPTIONS, HELLO_KEY, write_hello
 from graphsplit.transport.grpc.chunk import (
@@ -88,7 +88,7 @@ class GrpcSender(CreditedSender):
         self._outbound.put(self._first, header, address, CHUNK_BYTES, more=more)
 
 
-class Outbound(Outgoing[GrpcSender]):
+class Outbound(OutgoingChannels[GrpcSender]):
     """The stream to one destination. Thread-safe."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Outbound(Outgoing[GrpcSender]):
         self._thread.start()
 
     def want(self, spec: ChannelSpec) -> None:
-        """See ``Outgoing.want``. A channel without any credit yet gets all of it by itself."""
+        """See ``OutgoingChannels.want``. A channel without credit yet gets all of it by itself."""
         self._values.put(waiting(pb.Chunk(plan=spec.plan, edge=spec.edge).SerializeToString()))
 
     def put(
@@ -172,7 +172,7 @@ class Outbound(Outgoing[GrpcSender]):
                 self._values.put(chunk)
 
     def flush(self) -> None:
-        """See ``Outgoing.flush``."""
+        """See ``OutgoingChannels.flush``."""
         with self._writing:
             if self._held:
                 self._values.put(b"".join(self._held))

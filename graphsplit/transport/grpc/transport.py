@@ -37,7 +37,7 @@ from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.grpc.calls import HELLO_KEY, hello_of, write_hello
-from graphsplit.transport.grpc.chunk import PULLS, Piece, read_chunk
+from graphsplit.transport.grpc.chunk import PULLS, ChunkPart, read_chunk
 from graphsplit.transport.grpc.inbound import GrpcReceiver, Inbound
 from graphsplit.transport.grpc.listener import PROVE_S, GrpcListener
 from graphsplit.transport.grpc.outbound import GrpcSender, Outbound
@@ -69,7 +69,7 @@ class _Stream:
         try:
             return read_chunk(data)
         except FrameError:
-            return Piece()
+            return ChunkPart()
 
     def carry(self, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
         """See ``Serving.carry``."""

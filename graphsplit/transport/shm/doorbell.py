@@ -17,7 +17,7 @@ import itertools
 import platform
 from typing import Any
 
-from graphsplit.transport.shm.region import Region, adopt_region, create_region, is_supported
+from graphsplit.transport.shm.region import SharedRegion, adopt_region, create_region, is_supported
 
 BELL_BYTES = 4096
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
@@ -53,7 +53,7 @@ class Doorbell:
         tickets: Numbers for the ringer's rings, shared by all bells that it rings.
     """
 
-    def __init__(self, region: Region, *, ringer: int, tickets: itertools.count[int]) -> None:
+    def __init__(self, region: SharedRegion, *, ringer: int, tickets: itertools.count[int]) -> None:
         self._word = memoryview(region.buffer).cast("B")[:4].cast("I")
         self._address = region.address
         self._ringer = (ringer & 0xFFF) << 20

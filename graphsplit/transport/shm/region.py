@@ -56,7 +56,7 @@ def _unmap(address: int, size_bytes: int) -> None:
     _LIBC.munmap(address, size_bytes)
 
 
-class Region:
+class SharedRegion:
     """A mapping of a memfd. It is unmapped when the last view of ``buffer`` is gone.
 
     Attributes:
@@ -103,7 +103,7 @@ def _can_populate() -> bool:
     fd = os.memfd_create("graphsplit-probe", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, _PAGE)
-        Region(fd, _PAGE).reserve(0, _PAGE)
+        SharedRegion(fd, _PAGE).reserve(0, _PAGE)
     except TransportError:
         return False
     finally:
@@ -122,11 +122,11 @@ def can_populate() -> bool:
     return _populates
 
 
-def create_region(name: str, size_bytes: int) -> tuple[Region, int]:
+def create_region(name: str, size_bytes: int) -> tuple[SharedRegion, int]:
     """A new region that can never change its size, and the descriptor to pass to the peer.
 
-    Pages become real in ``Region.reserve``, so memory that is never used is never taken. Kernels
-    that cannot do that get all of it at once, here.
+    Pages become real in ``SharedRegion.reserve``, so memory that is never used is never taken.
+    Kernels that cannot do that get all of it at once, here.
     """
     populates = can_populate()
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -135,7 +135,7 @@ def create_region(name: str, size_bytes: int) -> tuple[Region, int]:
         if not populates:
             os.posix_fallocate(fd, 0, size_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-        return Region(fd, size_bytes), fd
+        return SharedRegion(fd, size_bytes), fd
     except OSError as error:
         os.close(fd)
         raise TransportError(f"cannot make {size_bytes} bytes of shared memory: {error}") from error
@@ -144,7 +144,7 @@ def create_region(name: str, size_bytes: int) -> tuple[Region, int]:
         raise
 
 
-def adopt_region(fd: int, size_bytes: int, *, what: str) -> Region:
+def adopt_region(fd: int, size_bytes: int, *, what: str) -> SharedRegion:
     """Map a region that a peer made. Closes ``fd``.
 
     Raises:
@@ -162,6 +162,6 @@ def adopt_region(fd: int, size_bytes: int, *, what: str) -> Region:
             raise TransportError(f"{what}: expected a sealed memfd, got another file") from error
         if not seals & _F_SEAL_SHRINK:
             raise TransportError(f"{what}: expected memory sealed against shrinking, got no seal")
-        return Region(fd, size_bytes)
+        return SharedRegion(fd, size_bytes)
     finally:
         os.close(fd)

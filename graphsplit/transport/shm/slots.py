@@ -29,7 +29,7 @@ from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.bounded_cache import BoundedCache
 from graphsplit.transport.frame import Frame, header_bytes
 from graphsplit.transport.layout import ALIGNMENT, aligned, payload_view
-from graphsplit.transport.shm.region import Region, can_populate
+from graphsplit.transport.shm.region import SharedRegion, can_populate
 
 LEND_BYTES = 128 << 10
 """Values from this size on are lent: copying one out costs more than keeping track of it."""
@@ -74,7 +74,7 @@ class _Lease:
     words: memoryview
     word: int
     fence: Callable[[], None]
-    region: Region  # keeps the memory mapped
+    region: SharedRegion  # keeps the memory mapped
     process = -1
 
     def __del__(self) -> None:
@@ -103,7 +103,7 @@ class _PayloadView:
     lease: Any = None
 
 
-class Slot:
+class RingSlot:
     """Room for one message: its header, and its payload seen as the last layout sees it.
 
     Args:
@@ -121,7 +121,7 @@ class Slot:
 
     def __init__(
         self,
-        region: Region,
+        region: SharedRegion,
         offset: int,
         spec: ChannelSpec,
         *,

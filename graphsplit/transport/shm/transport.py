@@ -42,8 +42,8 @@ from graphsplit.transport.frame import MESSAGE, FrameDecoder, FrameEncoder, desc
 from graphsplit.transport.layout import ALIGNMENT
 from graphsplit.transport.session import TICK_S, AbortWatch, Session
 from graphsplit.transport.shm.links import Link, Links
-from graphsplit.transport.shm.region import Region, adopt_region, create_region
-from graphsplit.transport.shm.slots import Slot, num_spare, slot_bytes
+from graphsplit.transport.shm.region import SharedRegion, adopt_region, create_region
+from graphsplit.transport.shm.slots import RingSlot, num_spare, slot_bytes
 from graphsplit.transport.wait import Wait, WaitPolicy
 
 LOOK_S = 100e-6
@@ -77,7 +77,7 @@ def channel_bytes(spec: ChannelSpec) -> int:
 _IS_X86 = platform.machine() == "x86_64"
 
 
-class Fence:
+class MemoryFence:
     """Orders the memory accesses before it with those after it.
 
     Python has no fence of its own, but the operations of a lock contain them: on x86 one locked
@@ -105,17 +105,17 @@ class Fence:
 class _End:
     """The common part of both ends of a channel: the ring, the peer, and the wait for it."""
 
-    def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
+    def __init__(self, spec: ChannelSpec, region: SharedRegion, link: Link, links: Links) -> None:
         control_bytes = _num_lines(spec) * _LINE
         region.reserve(0, control_bytes)
         self.closed = False
         self._what = describe(spec)
         self._words = memoryview(region.buffer).cast("B")[:control_bytes].cast("Q")
-        self._fence = Fence()
+        self._fence = MemoryFence()
         first_lent = _FIRST_SLOT_OF + spec.depth * _WORDS_PER_LINE
         with torch.inference_mode(False):
             self._slots = [
-                Slot(
+                RingSlot(
                     region,
                     control_bytes + index * slot_bytes(spec),
                     spec,
@@ -188,7 +188,7 @@ class _End:
 class _ShmSender(_End, Sender):
     """The sending end of a ring."""
 
-    def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
+    def __init__(self, spec: ChannelSpec, region: SharedRegion, link: Link, links: Links) -> None:
         super().__init__(spec, region, link, links)
         self._encoder = FrameEncoder(spec, generation=links.session.generation)
         self._used = [0] * spec.depth  # the slots of the messages under way
@@ -216,7 +216,7 @@ class _ShmSender(_End, Sender):
         if words[_RECEIVER_WAITS] and not quiet:
             self._link.ring()
 
-    def _free_slot(self, count: int) -> Slot:
+    def _free_slot(self, count: int) -> RingSlot:
         """A slot that is neither under way nor lent; see [Note: lent slots]."""
         if not self._num_spare:
             return self._slots[count % self._depth]
@@ -253,11 +253,11 @@ class _ShmSender(_End, Sender):
 class _ShmReceiver(_End, Receiver):
     """The receiving end of a ring."""
 
-    def __init__(self, spec: ChannelSpec, region: Region, link: Link, links: Links) -> None:
+    def __init__(self, spec: ChannelSpec, region: SharedRegion, link: Link, links: Links) -> None:
         super().__init__(spec, region, link, links)
         self._decoder = FrameDecoder(spec, generation=links.session.generation)
         self._expects = False
-        self._lent: list[Slot] = []
+        self._lent: list[RingSlot] = []
 
     def close(self) -> None:
         """See ``_End.close``."""
@@ -302,7 +302,7 @@ class _ShmReceiver(_End, Receiver):
             self._link.ring()
         return value
 
-    def _value_in(self, slot: Slot) -> torch.Tensor | None:
+    def _value_in(self, slot: RingSlot) -> torch.Tensor | None:
         if self._num_spare:
             self._lent = [other for other in self._lent if other.is_lent]
             value = slot.lend() if len(self._lent) < self._num_spare else None
@@ -311,7 +311,7 @@ class _ShmReceiver(_End, Receiver):
                 return value
         return slot.copy_out()
 
-    def _slot_of(self, count: int) -> Slot:
+    def _slot_of(self, count: int) -> RingSlot:
         if not self._num_spare:
             return self._slots[count % self._depth]
         index = self._words[_FIRST_SLOT_OF + count % self._depth * _WORDS_PER_LINE]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from graphsplit.torch_ext.private import nccl_group
 from graphsplit.transport.credit import Arrived
 from graphsplit.transport.frame import MESSAGE, Frame
-from graphsplit.transport.torch.meeting import Meeting
+from graphsplit.transport.torch.meeting import Rendezvous
 from graphsplit.transport.torch.wire import FOREVER, octets
 
 
@@ -52,7 +52,7 @@ class DeviceWire:
         lock: Held while a record and its payload are posted, so that both have one order.
     """
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+    def __init__(self, meeting: Rendezvous, device: torch.device) -> None:
         self.lock = threading.Lock()
         self._device = device
         self._peer = 1 - meeting.rank

@@ -37,8 +37,8 @@ from graphsplit.transport.credit import (
     Arrived,
     CreditedReceiver,
     CreditedSender,
-    Incoming,
-    Outgoing,
+    IncomingChannels,
+    OutgoingChannels,
 )
 from graphsplit.transport.frame import MESSAGE, Frame
 from graphsplit.transport.torch.device import DeviceWire
@@ -47,9 +47,9 @@ from graphsplit.transport.torch.wire import (
     FOREVER,
     MESSAGE_TAG,
     PAYLOAD_TAG,
-    Kind,
     MessageBuffer,
-    Record,
+    RecordKind,
+    WireRecord,
     octets,
 )
 from graphsplit.transport.torch.writer import Writer
@@ -62,7 +62,7 @@ _ABORT_AFTER = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True)
-class Group:
+class PairGroup:
     """A process group of two, and what each of them says first.
 
     Attributes:
@@ -82,7 +82,7 @@ class Group:
     store: object
 
 
-class _Outgoing(Outgoing[CreditedSender]):
+class _Outgoing(OutgoingChannels[CreditedSender]):
     """The channels to the peer."""
 
     def __init__(self, peer: int, writer: Writer) -> None:
@@ -90,17 +90,17 @@ class _Outgoing(Outgoing[CreditedSender]):
         self._writer = writer
 
     def want(self, spec: ChannelSpec) -> None:
-        """See ``Outgoing.want``. That the link broke is told by ``broken``."""
+        """See ``OutgoingChannels.want``. That the link broke is told by ``broken``."""
         with suppress(TransportError):
-            self._writer.put(Record(Kind.WANT, spec.plan, spec.edge))
+            self._writer.put(WireRecord(RecordKind.WANT, spec.plan, spec.edge))
 
     def flush(self) -> None:
-        """See ``Outgoing.flush``. That the link broke is told by ``broken``."""
+        """See ``OutgoingChannels.flush``. That the link broke is told by ``broken``."""
         with suppress(TransportError):
             self._writer.flush()
 
 
-class _Incoming(Incoming[CreditedReceiver]):
+class _Incoming(IncomingChannels[CreditedReceiver]):
     """The channels from the peer."""
 
     def __init__(self, source: int, writer: Writer) -> None:
@@ -109,14 +109,14 @@ class _Incoming(Incoming[CreditedReceiver]):
         self._largest = 0
 
     def add(self, receiver: CreditedReceiver) -> None:
-        """See ``Incoming.add``."""
+        """See ``IncomingChannels.add``."""
         self._largest = max(self._largest, receiver.spec.max_bytes)
         super().add(receiver)
 
     def grant(self, spec: ChannelSpec, messages: int) -> None:
-        """See ``Incoming.grant``. On a broken link nobody needs credit any more."""
+        """See ``IncomingChannels.grant``. On a broken link nobody needs credit any more."""
         with suppress(TransportError):
-            self._writer.put(Record(Kind.CREDIT, spec.plan, spec.edge, messages))
+            self._writer.put(WireRecord(RecordKind.CREDIT, spec.plan, spec.edge, messages))
 
     def scratch(self, size_bytes: int) -> torch.Tensor:
         """Memory for what was under way when its plan was closed, within what plans allow."""
@@ -140,13 +140,13 @@ class TorchLink:
         writer: Writes to it.
     """
 
-    def __init__(self, peer: int, connect: Callable[[Callable[[], None]], Group]) -> None:
+    def __init__(self, peer: int, connect: Callable[[Callable[[], None]], PairGroup]) -> None:
         self.peer = peer
         self.writer = Writer()
         self.outgoing = _Outgoing(peer, self.writer)
         self.incoming = _Incoming(peer, self.writer)
         self._connect = connect
-        self._group: Group | None = None
+        self._group: PairGroup | None = None
         self._posted: deque[MessageBuffer] = deque()
         self._lock = threading.Lock()  # of the two below
         self._is_leaving = self._has_met = False
@@ -174,9 +174,9 @@ class TorchLink:
     def put_owed(self) -> None:
         """Have credits that are owed ride along with what is written next."""
         for plan, edge, messages in self.incoming.owed():
-            self.writer.put(Record(Kind.CREDIT, plan, edge, messages), hold=True)
+            self.writer.put(WireRecord(RecordKind.CREDIT, plan, edge, messages), hold=True)
 
-    def put_device(self, record: Record, payload: torch.Tensor) -> None:
+    def put_device(self, record: WireRecord, payload: torch.Tensor) -> None:
         """Write a record, and send its payload from device to device."""
         group = self._group
         if group is None or group.device is None:
@@ -199,7 +199,7 @@ class TorchLink:
             self._peer_has_read.set()
             return
         try:
-            self.writer.put(Record(Kind.BYE))
+            self.writer.put(WireRecord(RecordKind.BYE))
         except TransportError:
             self._peer_has_read.set()
 
@@ -247,7 +247,9 @@ class TorchLink:
             for _ in range(_NUM_POSTED):
                 self._post(group, MessageBuffer())
             self._group = group
-            self.writer.start(group.gloo, group.peer, Record(Kind.PROOF, header=group.mine))
+            self.writer.start(
+                group.gloo, group.peer, WireRecord(RecordKind.PROOF, header=group.mine)
+            )
             self._is_made.set()
             if not self._is_closing:
                 self._check_proof(group)
@@ -260,44 +262,46 @@ class TorchLink:
             error = TransportError(_reason(raised))
         self._end(error)
 
-    def _post(self, group: Group, message: MessageBuffer) -> None:
+    def _post(self, group: PairGroup, message: MessageBuffer) -> None:
         message.work = group.gloo.recv([message.memory], group.peer, MESSAGE_TAG)
         self._posted.append(message)
 
-    def _next(self, group: Group) -> MessageBuffer:
+    def _next(self, group: PairGroup) -> MessageBuffer:
         message = self._posted.popleft()
         message.work.wait(FOREVER)
         return message
 
-    def _check_proof(self, group: Group) -> None:
+    def _check_proof(self, group: PairGroup) -> None:
         message = self._next(group)
         record = message.read()[0][0]
-        if record.kind is not Kind.PROOF or not hmac.compare_digest(record.header, group.theirs):
+        if record.kind is not RecordKind.PROOF or not hmac.compare_digest(
+            record.header, group.theirs
+        ):
             raise FrameError(f"worker {self.peer}: a stranger answered in its place")
         self._post(group, message)
 
-    def _read(self, group: Group) -> None:
+    def _read(self, group: PairGroup) -> None:
         message = self._next(group)
         for record, address in message.read():
             self._take(group, record, address)
         self._post(group, message)
 
-    def _take(self, group: Group, record: Record, address: int) -> None:
-        if record.kind is Kind.CREDIT:
+    def _take(self, group: PairGroup, record: WireRecord, address: int) -> None:
+        if record.kind is RecordKind.CREDIT:
             self.outgoing.granted(record.plan, record.edge, record.number)
-        elif record.kind is Kind.WANT:
+        elif record.kind is RecordKind.WANT:
             self.incoming.wanted(record.plan, record.edge)
-        elif record.kind is Kind.BYE:
+        elif record.kind is RecordKind.BYE:
             self._peer_left = True
-            self.writer.put(Record(Kind.READ))
-        elif record.kind is Kind.READ:
+            self.writer.put(WireRecord(RecordKind.READ))
+        elif record.kind is RecordKind.READ:
             self._peer_has_read.set()
-        elif record.kind is Kind.PROOF:
+        elif record.kind is RecordKind.PROOF:
             raise FrameError(f"worker {self.peer} said twice who it is")
         else:
             self._take_value(group, record, address)
 
-    def _take_value(self, group: Group, record: Record, address: int) -> None:
+    def _take_value(self, group: PairGroup, record: WireRecord, address: int) -> None:
         receiver = self.incoming.find(record.plan, record.edge)
         if receiver is None:
             self._drop(group, record)
@@ -310,31 +314,31 @@ class TorchLink:
             )
         receiver.file(self._message(group, record, frame, address))
 
-    def _drop(self, group: Group, record: Record) -> None:
+    def _drop(self, group: PairGroup, record: WireRecord) -> None:
         """Receive what was under way when its plan was closed, and forget it."""
-        if record.kind is Kind.SMALL:
+        if record.kind is RecordKind.SMALL:
             return
         scratch = self.incoming.scratch(record.payload_bytes)
-        if record.kind is Kind.LARGE:
+        if record.kind is RecordKind.LARGE:
             self._receive(group, scratch)
         elif group.device is not None:
             group.device.drop(scratch)
 
-    def _message(self, group: Group, record: Record, frame: Frame, address: int) -> Arrived:
+    def _message(self, group: PairGroup, record: WireRecord, frame: Frame, address: int) -> Arrived:
         """Receive the payload of a checked header."""
         memory = frame.empty_payload()
         is_on_device = memory is not None and not memory.is_cpu
-        if is_on_device != (record.kind is Kind.DEVICE):
+        if is_on_device != (record.kind is RecordKind.DEVICE):
             raise FrameError(f"worker {self.peer} sent to host memory what is on a device")
         if memory is not None and group.device is not None and is_on_device:
             return group.device.receive(record.header, frame, memory)
-        if memory is not None and record.kind is Kind.SMALL:
+        if memory is not None and record.kind is RecordKind.SMALL:
             ctypes.memmove(memory.data_ptr(), address, frame.payload_bytes)
         elif memory is not None:
             self._receive(group, octets(memory, frame.payload_bytes))
         return Arrived(MESSAGE.unpack_from(record.header), frame, memory)
 
-    def _receive(self, group: Group, memory: torch.Tensor) -> None:
+    def _receive(self, group: PairGroup, memory: torch.Tensor) -> None:
         group.gloo.recv([memory], group.peer, PAYLOAD_TAG).wait(FOREVER)
 
     def _end(self, error: Exception) -> None:

@@ -105,7 +105,7 @@ class MeetingStore(dist.Store):  # type: ignore[misc, name-defined]  # missing i
         return False
 
 
-class Meeting:
+class Rendezvous:
     """Two workers that know each other, and what each has to say to prove it on another link.
 
     Args:

@@ -17,8 +17,8 @@ from graphsplit.transport.torch.link import TorchLink
 from graphsplit.transport.torch.wire import (
     INLINE_BYTES,
     MAX_HEADER_BYTES,
-    Kind,
-    Record,
+    RecordKind,
+    WireRecord,
     octets,
 )
 
@@ -45,13 +45,13 @@ class TorchSender(CreditedSender):
         frame = self._encoder.frame_of(value)
         header = self._next_header(frame, step, microbatch)
         memory = None if value is None else value.detach()
-        kind = Kind.SMALL if frame.payload_bytes <= INLINE_BYTES else Kind.LARGE
+        kind = RecordKind.SMALL if frame.payload_bytes <= INLINE_BYTES else RecordKind.LARGE
         if self.spec.device != "cpu" and frame.payload_bytes:
-            kind = Kind.DEVICE
-        record = Record(kind, self.spec.plan, self.spec.edge, 0, header, frame.payload_bytes)
+            kind = RecordKind.DEVICE
+        record = WireRecord(kind, self.spec.plan, self.spec.edge, 0, header, frame.payload_bytes)
         try:
             self._link.put_owed()
-            if kind is Kind.SMALL:
+            if kind is RecordKind.SMALL:
                 self._send_small(record, frame, memory, hold)
             elif memory is not None:
                 self._send_large(record, frame, memory)
@@ -59,7 +59,7 @@ class TorchSender(CreditedSender):
             self._watch.raise_broken(f"{describe(self.spec)}: worker {self._link.peer}: {error}")
 
     def _send_small(
-        self, record: Record, frame: Frame, memory: torch.Tensor | None, hold: bool
+        self, record: WireRecord, frame: Frame, memory: torch.Tensor | None, hold: bool
     ) -> None:
         if memory is not None and not frame.is_payload(memory):
             memory, _ = pack(memory)
@@ -67,12 +67,12 @@ class TorchSender(CreditedSender):
         address = 0 if memory is None else memory.data_ptr()
         self._link.writer.put(record, address=address, hold=hold)
 
-    def _send_large(self, record: Record, frame: Frame, memory: torch.Tensor) -> None:
+    def _send_large(self, record: WireRecord, frame: Frame, memory: torch.Tensor) -> None:
         if frame.is_payload(memory):
             payload = self._copied(octets(memory, frame.payload_bytes))
         else:
             payload, _ = pack(memory)
-        if record.kind is Kind.DEVICE:
+        if record.kind is RecordKind.DEVICE:
             self._under_way.append(None)
             self._link.put_device(record, payload)
             return

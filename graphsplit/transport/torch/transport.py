@@ -21,8 +21,8 @@ from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.credit import CreditedReceiver
 from graphsplit.transport.session import AbortWatch, Session
 from graphsplit.transport.torch.device import DeviceWire
-from graphsplit.transport.torch.link import Group, TorchLink
-from graphsplit.transport.torch.meeting import MEETING_PLAN, Meeting
+from graphsplit.transport.torch.link import PairGroup, TorchLink
+from graphsplit.transport.torch.meeting import MEETING_PLAN, Rendezvous
 from graphsplit.transport.torch.sender import TorchSender
 from graphsplit.transport.wait import WaitPolicy
 
@@ -124,10 +124,10 @@ class TorchTransport(Transport):
                 link.start()
             return link
 
-    def _connect(self, peer: int, meet: Callable[[], None]) -> Group:
+    def _connect(self, peer: int, meet: Callable[[], None]) -> PairGroup:
         """Meet the peer, and make a group of two; on the link's thread."""
         mine = self._session.rank
-        meeting = Meeting(
+        meeting = Rendezvous(
             self._meetings, session=self._session, peer=peer, num_workers=self._num_workers
         )
         if self._closed:  # else ``close`` ends the waits that follow
@@ -138,7 +138,7 @@ class TorchTransport(Transport):
         device = None
         if self._has_device:
             device = DeviceWire(meeting, torch.device("cuda", torch.cuda.current_device()))
-        return Group(
+        return PairGroup(
             gloo=gloo,
             device=device,
             peer=1 - meeting.rank,

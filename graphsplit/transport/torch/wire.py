@@ -36,7 +36,7 @@ _COUNT = struct.Struct("<I")
 _RECORD = struct.Struct("<BxHIqqQ")
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """The meaning of a record."""
 
     PROOF = 1  # the first one: header = who I am
@@ -50,7 +50,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Record:
+class WireRecord:
     """One record.
 
     Attributes:
@@ -62,7 +62,7 @@ class Record:
         payload_bytes: Size of the payload, wherever it is.
     """
 
-    kind: Kind
+    kind: RecordKind
     plan: int = 0
     edge: int = 0
     number: int = 0
@@ -72,10 +72,10 @@ class Record:
     @property
     def inline_bytes(self) -> int:
         """Bytes of payload in the message itself."""
-        return self.payload_bytes if self.kind is Kind.SMALL else 0
+        return self.payload_bytes if self.kind is RecordKind.SMALL else 0
 
 
-def record_bytes(record: Record) -> int:
+def record_bytes(record: WireRecord) -> int:
     """Room that a record takes in a message."""
     return aligned(_RECORD.size + len(record.header)) + aligned(record.inline_bytes)
 
@@ -104,11 +104,11 @@ class MessageBuffer:
         """Begin a new message."""
         self.used, self.count = ALIGNMENT, 0
 
-    def has_room(self, record: Record) -> bool:
+    def has_room(self, record: WireRecord) -> bool:
         """Whether a record fits behind the others."""
         return self.used + record_bytes(record) <= MESSAGE_BYTES
 
-    def write(self, record: Record) -> int:
+    def write(self, record: WireRecord) -> int:
         """Add a record; the address for its payload."""
         start, header = self.used, record.header
         _RECORD.pack_into(
@@ -133,7 +133,7 @@ class MessageBuffer:
         """The message."""
         return self.memory[: self.used]
 
-    def read(self) -> list[tuple[Record, int]]:
+    def read(self) -> list[tuple[WireRecord, int]]:
         """The records, and the address of each one's payload.
 
         Raises:
@@ -150,14 +150,18 @@ class MessageBuffer:
             at += aligned(record.inline_bytes)
         return records
 
-    def _read_at(self, at: int) -> tuple[Record, int]:
+    def _read_at(self, at: int) -> tuple[WireRecord, int]:
         kind, size, number, plan, edge, payload = _RECORD.unpack_from(self._view, at)
         body = at + _RECORD.size
         end = at + aligned(_RECORD.size + size)
-        if kind not in Kind._value2member_map_ or size > MAX_HEADER_BYTES or end > MESSAGE_BYTES:
+        if (
+            kind not in RecordKind._value2member_map_
+            or size > MAX_HEADER_BYTES
+            or end > MESSAGE_BYTES
+        ):
             raise FrameError(f"a record of kind {kind} with a header of {size} bytes")
         header = bytes(self._view[body : body + size])
-        record = Record(Kind(kind), plan, edge, number, header, payload)
+        record = WireRecord(RecordKind(kind), plan, edge, number, header, payload)
         if end + record.inline_bytes > MESSAGE_BYTES:
             raise FrameError(f"a record with {payload} bytes of payload, more than fit in it")
         return record, end

@@ -20,7 +20,7 @@ from graphsplit.transport.torch.wire import (
     MESSAGE_TAG,
     PAYLOAD_TAG,
     MessageBuffer,
-    Record,
+    WireRecord,
 )
 
 _NUM_MESSAGES = 16
@@ -34,11 +34,11 @@ class Writer:
         self._free: deque[MessageBuffer] = deque()
         self._current: MessageBuffer | None = None
         self._num_made = 0
-        self._early: list[Record] = []
+        self._early: list[WireRecord] = []
         self._gloo: Any = None
         self._peer = -1
 
-    def start(self, gloo: Any, peer: int, first: Record) -> None:
+    def start(self, gloo: Any, peer: int, first: WireRecord) -> None:
         """Begin to write, this record before all others."""
         with self._lock:
             self._gloo, self._peer = gloo, peer
@@ -47,7 +47,7 @@ class Writer:
                 self._flush()
             self._early.clear()
 
-    def put(self, record: Record, *, address: int = 0, hold: bool = False) -> None:
+    def put(self, record: WireRecord, *, address: int = 0, hold: bool = False) -> None:
         """Write a record, with a payload copied from ``address`` if it is a small one.
 
         Args:
@@ -65,7 +65,7 @@ class Writer:
             if not hold:
                 self._flush()
 
-    def put_large(self, record: Record, payload: torch.Tensor) -> Any:
+    def put_large(self, record: WireRecord, payload: torch.Tensor) -> Any:
         """Write a record and, out of the value's own memory, its payload.
 
         Returns:
@@ -88,7 +88,7 @@ class Writer:
             self._free.clear()
             self._current = None
 
-    def _add(self, record: Record, address: int) -> None:
+    def _add(self, record: WireRecord, address: int) -> None:
         message = self._current
         if message is not None and not message.has_room(record):
             self._flush()

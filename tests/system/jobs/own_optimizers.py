@@ -35,7 +35,7 @@ def plain(kind: str) -> list[str]:
     return losses
 
 
-def train(kind: str, first: int, second: int) -> None:
+def train(kind: str, first: int, second: int, in_parts: bool) -> None:
     """Train with the two layers on two workers, or on one."""
     import graphsplit as gs
 
@@ -43,18 +43,27 @@ def train(kind: str, first: int, second: int) -> None:
     net[0].place("MS_WORKER", first)
     net[2].place("MS_WORKER", second)
     model = gs.Model(net, nn.MSELoss(), optimizer)
-    losses = [model.train_step(*batch).item().hex() for batch in batches]
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        if not in_parts:
+            return model.train_step(*batch)
+        model.zero_grad()
+        loss = model.forward_backward(*batch)
+        model.step()
+        return loss
+
+    losses = [step(*batch).item().hex() for batch in batches]
     print(*losses, flush=True)
 
 
 def main(cases: list[str]) -> None:
-    """Train once for each KIND:FIRST:SECOND."""
+    """Train once for each KIND:FIRST:SECOND, with ``:parts`` behind it in the parts of a step."""
     import graphsplit as gs
 
     gs.init()
     for case in cases:
-        kind, first, second = case.split(":")
-        train(kind, int(first), int(second))
+        kind, first, second, *rest = case.split(":")
+        train(kind, int(first), int(second), in_parts=rest == ["parts"])
 
 
 if __name__ == "__main__":

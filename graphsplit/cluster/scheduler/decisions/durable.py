@@ -6,7 +6,7 @@ from graphsplit.cluster.scheduler.job.events import Exit, Persist
 from graphsplit.cluster.scheduler.job.image import JobImage
 from graphsplit.cluster.scheduler.job.roster import NO_NODE, Worker
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
-from graphsplit.cluster.scheduler.job.state import Generation, JobState, Phase
+from graphsplit.cluster.scheduler.job.state import Generation, JobPhase, JobState
 from graphsplit.failure import FailureCause
 
 _ENDED = "ended"
@@ -16,7 +16,7 @@ def persist(job: JobState) -> None:
     """Write down where the job stands, before anybody is told of it."""
     if not job.rules.keeps_journal or job.seed is None:
         return
-    recovers = job.phase is Phase.RECOVERING
+    recovers = job.phase is JobPhase.RECOVERING
     image = JobImage(
         job=job.identity.job,
         seed=job.seed,
@@ -40,13 +40,13 @@ def restored(rules: JobRules, image: JobImage, now: float) -> JobState:
     job.recovery.cause = image.cause
     if image.phase == "planned":
         # Nobody has run in it; who knows of it gives it up.
-        job.phase, job.generation = Phase.RECOVERING, Generation.begun(image.generation + 1, now)
+        job.phase, job.generation = JobPhase.RECOVERING, Generation.begun(image.generation + 1, now)
         job.recovery.cause = FailureCause("lost", "the scheduler was lost and is back")
     elif image.phase == _ENDED:
         raise ValueError("a job that has ended cannot be restored")
     else:
-        job.phase = Phase(image.phase)
-    if job.phase is Phase.FAILED and image.cause is not None:
+        job.phase = JobPhase(image.phase)
+    if job.phase is JobPhase.FAILED and image.cause is not None:
         job.ending.exit = Exit(rules.failure_status(image.cause), image.cause)
     # Workers that try again only now and then must hear how it ended.
     job.ending.leave_deadline = now + rules.node_timeout_s

@@ -6,7 +6,7 @@ from graphsplit.cluster.scheduler.decisions import durable, view
 from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.events import Exit, Interrupted, TellLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.status.watchdog import standing_still
 from graphsplit.cluster.text import join_numbers
 from graphsplit.cluster.wire.limits import LEAVE_TIMEOUT_S
@@ -22,7 +22,7 @@ def finish(job: JobState, arrival: Arrive) -> None:
     job.ending.exit = Exit(STOPPED_STATUS if stopped else 0)
     end = "stopped in order" if stopped else "finished"
     job.log(f"all workers have {end}", event=arrival.name or "finished")
-    job.phase = Phase.DRAINING
+    job.phase = JobPhase.DRAINING
     job.effects.append(TellLauncher(Over()))
     job.ending.leave_deadline = job.now + LEAVE_TIMEOUT_S
     durable.persist(job)
@@ -30,15 +30,15 @@ def finish(job: JobState, arrival: Arrive) -> None:
 
 def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> None:
     """The job has failed for good: all are told why, and are to leave."""
-    if cause.kind == "timeout" and job.phase is Phase.RUNNING:
+    if cause.kind == "timeout" and job.phase is JobPhase.RUNNING:
         view.log_stall(job, level="error")
         cause = _of_who_stands_still(job, cause)
     ending = job.ending
-    if job.phase is Phase.FORMING and cause.kind in ("lost", "exception"):
+    if job.phase is JobPhase.FORMING and cause.kind in ("lost", "exception"):
         # The others are on their way: they are to hear of it, and not to look for nobody.
         is_known = any(one.is_process(cause.host, cause.pid) for one in job.roster)
         ending.num_to_come = job.rules.num_workers - len(job.roster) - (not is_known)
-    job.phase = Phase.FAILED
+    job.phase = JobPhase.FAILED
     ending.leave_deadline = job.now + LEAVE_TIMEOUT_S
     ending.exit = Exit(job.rules.failure_status(cause) if status is None else status, cause)
     told = cause.heard() if cause.is_told_by_worker else cause.story()
@@ -90,7 +90,7 @@ def stop_soon(job: JobState, why: str) -> bool:
 
     Workers repeat their wish by every heartbeat, until the job runs.
     """
-    if job.ending.is_stopping or job.phase is not Phase.RUNNING:
+    if job.ending.is_stopping or job.phase is not JobPhase.RUNNING:
         return False
     job.ending.is_stopping = True
     job.log(f"{why}: all workers leave when their step is done", event="stopping")
@@ -144,7 +144,7 @@ def end(job: JobState) -> None:
     for node in [*job.candidates.strangers, *job.candidates.spares]:
         job.refuse(node, "the job is ending")
     job.is_over = True
-    if job.phase is Phase.DRAINING:
-        job.phase = Phase.FINISHED
+    if job.phase is JobPhase.DRAINING:
+        job.phase = JobPhase.FINISHED
     durable.persist(job)
     job.effects.append(job.ending.exit)

@@ -7,7 +7,7 @@ from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.divergence import call_of_some, describe_divergence
 from graphsplit.cluster.scheduler.job.meetings import Dispute
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.limits import TEXT_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Arrive, Departed, MeetingKind, Text, TextWanted
 from graphsplit.failure import FailureCause
@@ -15,19 +15,19 @@ from graphsplit.failure import FailureCause
 
 def arrive(job: JobState, worker: Worker, arrival: Arrive, *, is_present: bool) -> None:
     """A worker waits at its next meeting, or says so again."""
-    if job.phase is Phase.DRAINING and arrival.kind is MeetingKind.FINISH:
+    if job.phase is JobPhase.DRAINING and arrival.kind is MeetingKind.FINISH:
         _let_go(job, worker, arrival)
     if not job.is_healthy or not is_present:
         return
     meeting = job.gathering.meeting
     waits_at = meeting.waits_at(worker.rank)
-    if job.phase is Phase.RUNNING and arrival.number <= meeting.num_departed:
+    if job.phase is JobPhase.RUNNING and arrival.number <= meeting.num_departed:
         _let_go(job, worker, arrival)
         return
     if arrival == waits_at:
         return
     number = meeting.num_departed + 1
-    if job.phase is not Phase.RUNNING or waits_at is not None or arrival.number != number:
+    if job.phase is not JobPhase.RUNNING or waits_at is not None or arrival.number != number:
         ending.protest(job, worker.node, f"arrived at {arrival.meeting_name} out of turn")
         return
     apart = meeting.arrive(worker.rank, arrival, job.now)

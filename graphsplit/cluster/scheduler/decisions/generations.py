@@ -6,7 +6,7 @@ from graphsplit.cluster.scheduler.decisions import durable, ending
 from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.formation import bit_warnings, choose_seed, missing_ranks
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.text import forming_line, join_numbers
 from graphsplit.cluster.wire.limits import FORMING_REPORT_INTERVAL_S
 from graphsplit.cluster.wire.messages import Formed, Ready, Register, Started
@@ -40,7 +40,7 @@ def plan(job: JobState) -> None:
     """All are there: ranks are final, and every worker is told who the others are."""
     generation = job.generation
     job.roster.seal()
-    job.phase = Phase.PLANNED
+    job.phase = JobPhase.PLANNED
     generation.ready.clear()
     job.recovery.former.clear()
     job.liveness.absent.clear()
@@ -79,11 +79,11 @@ def tell_plan(job: JobState, worker: Worker) -> None:
 def note_ready(job: JobState, worker: Worker, message: Ready) -> None:
     """A worker knows the plan; when all do, the generation runs."""
     generation = job.generation
-    if job.phase is not Phase.PLANNED or message.generation != generation.number:
+    if job.phase is not JobPhase.PLANNED or message.generation != generation.number:
         return
     generation.ready.add(worker.registration.incarnation)
     if len(generation.ready) == job.rules.num_workers:
-        job.phase = Phase.RUNNING
+        job.phase = JobPhase.RUNNING
         durable.persist(job)
         job.broadcast(Started(generation.number))
         for one in job.roster:

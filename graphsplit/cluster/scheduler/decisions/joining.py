@@ -6,7 +6,7 @@ from graphsplit.cluster.scheduler.decisions import ending, generations, returnin
 from graphsplit.cluster.scheduler.job.events import Drop
 from graphsplit.cluster.scheduler.job.formation import misfit, refusal
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Abort, Register
 from graphsplit.failure import FailureCause
@@ -23,13 +23,13 @@ def register(job: JobState, node: int, new: Register) -> None:
         job.refuse(node, "it has opened another stream since", new)
     elif new.resume is not None:
         returning.resume(job, node, new, new.resume)
-    elif job.phase is Phase.FAILED and cause is not None:
+    elif job.phase is JobPhase.FAILED and cause is not None:
         _tell_latecomer(job, node, new, cause)
     elif not job.is_healthy:
         job.refuse(node, "the job is ending", new)
     elif known is not None and job.rules.workers_reconnect:
         returning.come_again(job, known, node, new)
-    elif job.phase is Phase.FORMING:
+    elif job.phase is JobPhase.FORMING:
         _enlist(job, node, new)
     else:
         _offer_place(job, node, new)
@@ -67,7 +67,7 @@ def _offer_place(job: JobState, node: int, new: Register) -> None:
     job.candidates.spares[node] = new
     job.accept(node, new)
     job.log(f"{new.who} registered, and waits for a rank that is free", event="spare_registered")
-    if job.phase is Phase.RECOVERING:
+    if job.phase is JobPhase.RECOVERING:
         generations.fill(job)
 
 

@@ -9,7 +9,7 @@ from graphsplit.cluster.scheduler.job import causes
 from graphsplit.cluster.scheduler.job.divergence import describe_divergence, diverging_call
 from graphsplit.cluster.scheduler.job.events import Drop, ToldByLauncher
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.limits import FROZEN_AFTER_S
 from graphsplit.cluster.wire.messages import FailureNoted, Heartbeat, Progress
 from graphsplit.failure import FailureCause
@@ -23,10 +23,11 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
             worker.last_change = job.now
         worker.progress, worker.position = progress, beat.position
         worker.location, worker.calls = beat.location, beat.calls
+        worker.training = beat.training
         _compare_calls(job, worker)
     if beat.wants_stop:
         ending.stop_soon(job, f"worker {worker.rank} was asked to end")
-    if beat.watched and job.phase is Phase.RUNNING:
+    if beat.watched and job.phase is JobPhase.RUNNING:
         asked = set(beat.watched)
         known = {one.rank: one.progress for one in job.workers_of(asked)}
         job.send(worker, Progress(known))
@@ -37,7 +38,7 @@ def _compare_calls(job: JobState, worker: Worker) -> None:
 
     Where any two differ, one of them differs from the first worker.
     """
-    if job.phase is not Phase.RUNNING or not job.roster.is_full or not _waits(job, worker):
+    if job.phase is not JobPhase.RUNNING or not job.roster.is_full or not _waits(job, worker):
         return
     first = job.roster.in_order[0]
     others = job.roster.in_order if worker is first else (first,)
@@ -88,11 +89,11 @@ def note_end(job: JobState, event: ToldByLauncher) -> None:
     host, note = event.host, event.note
     worker = next((one for one in job.roster if one.is_process(host, note.pid)), None)
     cause = causes.ended(note.rank, host, note.pid, note.how, note.error)
-    if job.phase is Phase.FORMING:
+    if job.phase is JobPhase.FORMING:
         ending.fail(job, cause)
     elif worker is not None:
         _lose(job, worker, causes.ended_process(note.how))
-    elif job.phase is Phase.RECOVERING and note.rank in job.roster.vacant:
+    elif job.phase is JobPhase.RECOVERING and note.rank in job.roster.vacant:
         ending.fail(job, cause)
 
 
@@ -101,7 +102,7 @@ def _lose(job: JobState, worker: Worker, message: str) -> None:
         return
     worker.is_lost = True
     cause = worker.cause("lost", message)
-    if job.phase is Phase.FORMING and job.rules.waits_for_rejoin:
+    if job.phase is JobPhase.FORMING and job.rules.waits_for_rejoin:
         job.log(cause.headline, event="worker_lost")
         job.roster.remove(worker)
         job.liveness.absent[worker.registration.incarnation] = worker
@@ -149,5 +150,5 @@ def tick(job: JobState) -> None:
 
 def watch(job: JobState) -> None:
     """Report a stall now and then, before it ends the job."""
-    if job.phase is Phase.RUNNING and job.liveness.watchdog.is_due(view.still_s(job)):
+    if job.phase is JobPhase.RUNNING and job.liveness.watchdog.is_due(view.still_s(job)):
         view.log_stall(job, level="warning")

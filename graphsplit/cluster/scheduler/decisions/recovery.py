@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from graphsplit.cluster.scheduler.decisions import durable, generations
 from graphsplit.cluster.scheduler.job.events import Drop
-from graphsplit.cluster.scheduler.job.meetings import Meeting
+from graphsplit.cluster.scheduler.job.meetings import Meetings
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import Gathering, Generation, JobState, Phase
+from graphsplit.cluster.scheduler.job.state import Gathering, Generation, JobPhase, JobState
 from graphsplit.cluster.scheduler.job.suspicion import Suspicion
 from graphsplit.cluster.wire.limits import MAX_UNEXPLAINED_RECOVERIES
 from graphsplit.cluster.wire.messages import NO_CALLS, Recovering, Rejoin
@@ -20,7 +20,7 @@ def can_recover(job: JobState, cause: FailureCause) -> bool:
     return (
         job.rules.waits_for_rejoin
         and cause.kind == "lost"
-        and job.phase is not Phase.FORMING
+        and job.phase is not JobPhase.FORMING
         and job.recovery.num_unexplained < MAX_UNEXPLAINED_RECOVERIES
     )
 
@@ -38,7 +38,7 @@ def recover(job: JobState, cause: FailureCause) -> None:
             job.effects.append(Drop(worker.node))
     job.liveness.suspicion = Suspicion()
     recovery.num_unexplained = 0 if lost else recovery.num_unexplained + 1
-    is_first = job.phase is not Phase.RECOVERING
+    is_first = job.phase is not JobPhase.RECOVERING
     if is_first:
         recovery.num_recoveries += 1
         _leave_generation(job, cause)
@@ -54,10 +54,10 @@ def recover(job: JobState, cause: FailureCause) -> None:
 
 
 def _leave_generation(job: JobState, cause: FailureCause) -> None:
-    job.phase = Phase.RECOVERING
+    job.phase = JobPhase.RECOVERING
     job.generation = Generation.begun(job.generation.number + 1, job.now)
     job.recovery.cause = cause
-    job.gathering = Gathering(Meeting(job.rules.num_workers))
+    job.gathering = Gathering(Meetings(job.rules.num_workers))
     for worker in job.roster:
         worker.is_finished = False
         worker.progress = 0
@@ -72,7 +72,7 @@ def repeat_recovering(job: JobState, worker: Worker) -> None:
 
 def note_offer(job: JobState, worker: Worker, offer: Rejoin) -> None:
     """A worker has left its generation, and can be reached elsewhere in the next one."""
-    if job.phase is not Phase.RECOVERING or offer.generation != job.generation.number:
+    if job.phase is not JobPhase.RECOVERING or offer.generation != job.generation.number:
         return
     worker.registration = replace(worker.registration, endpoints=offer.endpoints)
     job.generation.offering.add(worker.registration.incarnation)

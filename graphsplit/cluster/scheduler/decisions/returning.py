@@ -7,16 +7,16 @@ from dataclasses import replace
 from graphsplit.cluster.scheduler.decisions import durable, ending, gathering, generations, recovery
 from graphsplit.cluster.scheduler.job.events import Drop
 from graphsplit.cluster.scheduler.job.roster import NO_NODE, Worker
-from graphsplit.cluster.scheduler.job.state import JobState, Phase
+from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.messages import Abort, Register, Resume, Started
 
 
 def come_again(job: JobState, worker: Worker, node: int, new: Register) -> None:
     """A worker that had not heard of any plan lost its stream, and registers again."""
     _attach(job, worker, node, new)
-    if job.phase is Phase.PLANNED:
+    if job.phase is JobPhase.PLANNED:
         generations.tell_plan(job, worker)
-    elif job.phase is Phase.RECOVERING:
+    elif job.phase is JobPhase.RECOVERING:
         job.generation.offering.add(new.incarnation)
         generations.fill(job)
 
@@ -37,22 +37,22 @@ def resume(job: JobState, node: int, new: Register, stands: Resume) -> None:
     _attach(job, worker, node, new)
     cause = job.ending.exit.cause
     match job.phase:
-        case Phase.PLANNED:
+        case JobPhase.PLANNED:
             generations.tell_plan(job, worker)
-        case Phase.RUNNING:
+        case JobPhase.RUNNING:
             job.send(worker, Started(job.generation.number))
             ending.repeat_stop(job, worker)
             gathering.catch_up(job, stands.num_departed)
-        case Phase.RECOVERING:
+        case JobPhase.RECOVERING:
             recovery.repeat_recovering(job, worker)
-        case Phase.FAILED if cause is not None:
+        case JobPhase.FAILED if cause is not None:
             job.send(worker, Abort(cause))
 
 
 def _revived(job: JobState, new: Register, stands: Resume) -> Worker | None:
     """The worker that was given up and is back before another one took its rank."""
     former = job.recovery.former
-    if job.phase is not Phase.RECOVERING or stands.rank not in job.roster.vacant:
+    if job.phase is not JobPhase.RECOVERING or stands.rank not in job.roster.vacant:
         return None
     lost = former.get(stands.rank)
     if lost is None:  # a scheduler that was away does not know who had this rank
@@ -73,7 +73,7 @@ def _attach(job: JobState, worker: Worker, node: int, new: Register) -> None:
         job.effects.append(Drop(worker.node))
     job.roster.attach(worker, node)
     # In planned, what the others were told must stay true.
-    kept = worker.registration.endpoints if job.phase is Phase.PLANNED else new.endpoints
+    kept = worker.registration.endpoints if job.phase is JobPhase.PLANNED else new.endpoints
     worker.registration = replace(worker.registration, endpoints=kept)
     worker.last_seen = worker.last_change = job.now
     worker.is_lost = worker.is_leaving = False

@@ -41,6 +41,7 @@ def _worker_status(job: JobState, worker: Worker, now: float) -> WorkerStatus:
         meets_at="" if arrival is None else arrival.meeting_name,
         heard_s=max(0.0, now - worker.last_seen),
         still_s=max(0.0, now - worker.last_change),
+        training=worker.training,
     )
 
 

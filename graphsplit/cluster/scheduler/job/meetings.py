@@ -13,7 +13,7 @@ from graphsplit.cluster.wire.messages import Arrive
 _LINE_CHARS = 1_000
 
 
-class Meeting:
+class Meetings:
     """The meetings of one generation: who waits at which. One is open at a time.
 
     Attributes:

@@ -31,6 +31,7 @@ class Worker:
     position: str = ""
     location: Location = NOWHERE
     calls: CallsMade = NO_CALLS
+    training: str = ""
     is_finished: bool = False
     is_leaving: bool = False
     is_lost: bool = False

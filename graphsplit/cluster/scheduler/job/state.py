@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from graphsplit.cluster.scheduler.job.events import Effect, Exit, Log, Refuse, Send
-from graphsplit.cluster.scheduler.job.meetings import Dispute, Meeting
+from graphsplit.cluster.scheduler.job.meetings import Dispute, Meetings
 from graphsplit.cluster.scheduler.job.roster import Roster, Worker
 from graphsplit.cluster.scheduler.job.rules import JobIdentity, JobRules
 from graphsplit.cluster.scheduler.job.suspicion import Suspicion
@@ -16,7 +16,7 @@ from graphsplit.cluster.wire.messages import Accepted, Peer, Register, Scheduler
 from graphsplit.failure import FailureCause
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """How far the job has come."""
 
     FORMING = "forming"
@@ -28,7 +28,7 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-_HEALTHY = frozenset({Phase.FORMING, Phase.PLANNED, Phase.RUNNING, Phase.RECOVERING})
+_HEALTHY = frozenset({JobPhase.FORMING, JobPhase.PLANNED, JobPhase.RUNNING, JobPhase.RECOVERING})
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class Gathering:
         dispute: The texts that two of them disagree about; None while all agree.
     """
 
-    meeting: Meeting
+    meeting: Meetings
     dispute: Dispute | None = None
 
 
@@ -168,14 +168,14 @@ class JobState:
         self.identity = identity
         self.seed: int | None = None
         self.started = self.now = now
-        self.phase = Phase.FORMING
+        self.phase = JobPhase.FORMING
         self.is_over = False
         self.effects: list[Effect] = []
         self.roster = Roster(rules.num_workers)
         self.candidates = Candidates()
         self.generation = Generation.begun(identity.generation, now)
         self.recovery = Recovery()
-        self.gathering = Gathering(Meeting(rules.num_workers))
+        self.gathering = Gathering(Meetings(rules.num_workers))
         self.liveness = Liveness(Watchdog(rules.receive_timeout_s), now)
         self.ending = Ending()
 

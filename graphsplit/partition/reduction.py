@@ -4,9 +4,9 @@ Clipping by the global norm needs the norm of every gradient, wherever it lives;
 to know whether any of them is infinite. Every worker gives its part, a short vector, to one worker,
 the *root*, which hands the whole to everybody::
 
-    worker 0          TALLY  SEND part to 1                                RECEIVE whole  CLIP
-    worker 1, root    TALLY  RECEIVE parts of 0 and 2  SEND whole to 0, 2                 CLIP
-    worker 2          TALLY  SEND part to 1                                RECEIVE whole  CLIP
+    worker 0          REDUCE  SEND part to 1                                RECEIVE whole  CLIP
+    worker 1, root    REDUCE  RECEIVE parts of 0 and 2  SEND whole to 0, 2                 CLIP
+    worker 2          REDUCE  SEND part to 1                                RECEIVE whole  CLIP
 
 The root is the worker whose backward ends last: when it has its part, the others have sent theirs,
 and one hop is left. What the numbers mean, only those who step the optimizer know.
@@ -21,21 +21,21 @@ import torch
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import InvariantError
-from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, Tally
+from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, Reduction
 from graphsplit.tensor_meta import TensorMeta
 
-TALLY_DTYPE = torch.float64  # holds every norm of a shorter dtype exactly
+REDUCTION_DTYPE = torch.float64  # holds every norm of a shorter dtype exactly
 
 
-def with_tally(plan: PartitionPlan, sizes: Sequence[int]) -> PartitionPlan:
+def with_reduction(plan: PartitionPlan, sizes: Sequence[int]) -> PartitionPlan:
     """Add to a plan what workers share before the optimizer steps.
 
     Args:
         plan: The plan of a training step.
         sizes: How many numbers each worker gives.
     """
-    tally = Tally(_last_in_backward(plan), tuple(sizes))
-    root, whole = tally.root, sum(sizes)
+    reduction = Reduction(_last_in_backward(plan), tuple(sizes))
+    root, whole = reduction.root, sum(sizes)
     others = [worker for worker in range(plan.num_workers) if worker != root]
     messages = [(worker, root, sizes[worker]) for worker in others if sizes[worker]]
     messages += [(root, worker, whole) for worker in others]
@@ -43,16 +43,16 @@ def with_tally(plan: PartitionPlan, sizes: Sequence[int]) -> PartitionPlan:
     edges = [
         Edge(
             index,
-            EdgeKind.TALLY,
+            EdgeKind.REDUCTION,
             kinds.index(NodeKind.PARAMETER),
             source,
             destination,
-            TensorMeta(TALLY_DTYPE, (size,), (1,)),
+            TensorMeta(REDUCTION_DTYPE, (size,), (1,)),
             per_step=True,
         )
         for index, (source, destination, size) in enumerate(messages, start=len(plan.edges))
     ]
-    return dataclasses.replace(plan, edges=(*plan.edges, *edges), tally=tally)
+    return dataclasses.replace(plan, edges=(*plan.edges, *edges), reduction=reduction)
 
 
 def _last_in_backward(plan: PartitionPlan) -> int:
@@ -60,14 +60,14 @@ def _last_in_backward(plan: PartitionPlan) -> int:
     return min(segments, key=lambda segment: (segment.level, segment.worker)).worker
 
 
-def check_tally(plan: PartitionPlan) -> None:
+def check_reduction(plan: PartitionPlan) -> None:
     """Check that every part reaches the root, and the whole everybody else."""
-    found = sorted((e.source, e.destination) for e in plan.edges if e.kind is EdgeKind.TALLY)
+    found = sorted((e.source, e.destination) for e in plan.edges if e.kind is EdgeKind.REDUCTION)
     expected: list[tuple[int, int]] = []
-    if plan.tally is not None:
-        root = plan.tally.root
-        for worker, size in enumerate(plan.tally.sizes):
+    if plan.reduction is not None:
+        root = plan.reduction.root
+        for worker, size in enumerate(plan.reduction.sizes):
             if worker != root:
                 expected += [(root, worker), *([(worker, root)] if size else [])]
     if found != sorted(expected):
-        raise InvariantError("a tally goes astray")
+        raise InvariantError("a part of the reduction goes astray")
