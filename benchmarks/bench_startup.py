@@ -4,7 +4,10 @@
 
 A: six processes started together, each imports torch and captures LeNet's train step once by
 torch.export; until the last has ended. B: a scheduler and five workers of the example, from launch
-to the end of step 1 on all five. Alternating A B A B ...; medians, and the spread of the ratio.
+to the end of step 1 on all five. Then README's example on three workers against one process, from
+launch to exit, with the time between the last line and the exit; and a process that imports torch
+and graphsplit against one that imports torch. Alternating A B A B ...; medians, and the spread of
+the ratio.
 """
 
 from __future__ import annotations
@@ -73,8 +76,65 @@ def five_workers() -> float:
         return max(float((Path(folder) / str(rank)).read_text()) for rank in range(5)) - start
 
 
+def readme_example() -> str:
+    """The program of README that trains."""
+    blocks = (HERE.parent / "README.md").read_text().split("```python\n")[1:]
+    (found,) = (b.partition("```")[0] for b in blocks if "load_digits" in b)
+    return found
+
+
+def until_exit(command: list[str]) -> tuple[float, float]:
+    """Seconds from launch to exit, and from the last line to exit."""
+    start = last = time.monotonic()
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        for _ in process.stdout:
+            last = time.monotonic()
+    end = time.monotonic()
+    if process.returncode:
+        raise SystemExit(f"{command} ended with status {process.returncode}")
+    return end - start, end - last
+
+
+def example_row(rounds: int) -> Row:
+    """README's example on three workers and in one process."""
+    workers, alone, ends = Samples(), Samples(), Samples()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "example.py"
+        script.write_text(readme_example())
+        launch = [sys.executable, "-m", "graphsplit.cli", "run", "-n", "3", str(script)]
+        for _ in range(rounds):
+            alone.seconds.append(until_exit([sys.executable, str(script)])[0])
+            whole, end = until_exit(launch)
+            workers.seconds.append(whole)
+            ends.seconds.append(end)
+    return compared(
+        "README's example, from launch to exit",
+        ("three workers", workers),
+        ("one process", alone),
+        reach=1.8,
+        further_sides={"from the last line to exit": ends.summary()},
+    )
+
+
+def import_row(rounds: int) -> Row:
+    """What graphsplit's import costs beside torch's, and what the first use of it imports."""
+    torch = "import torch"
+    own = f"{torch}; import graphsplit as gs"
+    sides = {torch: Samples(), own: Samples(), f"{own}; gs.init, gs.Model": Samples()}
+    for _ in range(rounds):
+        for code, side in sides.items():
+            start = time.monotonic()
+            checked([sys.executable, "-c", code], env=ENVIRONMENT)
+            side.seconds.append(time.monotonic() - start)
+    alone, ours, used = sides.items()
+    return compared("imports", ours, alone, reach=None, further_sides={used[0]: used[1].summary()})
+
+
 def rows(rounds: int) -> Iterator[Row]:
-    """The row."""
+    """The rows."""
     six_captures()  # warms the page cache
     captures, workers = Samples(), Samples()
     for _ in range(rounds):
@@ -86,6 +146,8 @@ def rows(rounds: int) -> Iterator[Row]:
         ("six captures", captures),
         reach=None,
     )
+    yield example_row(rounds)
+    yield import_row(rounds)
 
 
 def main() -> None:

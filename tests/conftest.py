@@ -166,16 +166,21 @@ def _unowned(names: set[str]) -> list[str]:
     """Leave out what a process that is not ours has mapped: tests may run side by side."""
     if not names:
         return []
-    mapped: set[str] = set()
+    mapped: set[int] = set()  # inodes: a semaphore is mapped under the name that it had at first
     for path in Path("/proc").glob("[0-9]*/maps"):
         if path.parent.name == str(os.getpid()):
             continue
         try:
-            mapped.update(line for line in path.read_text().splitlines() if "/dev/shm/" in line)
+            lines = [line.split() for line in path.read_text().splitlines() if "/dev/shm/" in line]
         except OSError:
             continue
-    return sorted(
-        name
-        for name in names & _segments()
-        if not any(f"/dev/shm/{name}" in line for line in mapped)
-    )
+        mapped.update(int(inode) for _, _, _, _, inode, *_ in lines)
+    return sorted(name for name in names & _segments() if _inode(name) not in mapped | {None})
+
+
+def _inode(name: str) -> int | None:
+    """None if it has gone meanwhile."""
+    try:
+        return (SHARED_MEMORY / name).stat().st_ino
+    except OSError:
+        return None

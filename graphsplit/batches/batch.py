@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -212,7 +213,8 @@ def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
 
     A mapping becomes keyword arguments of the network. With a loss function a batch is
     ``(inputs, target)`` or ``(input, ..., target)``, or a mapping with an entry that is named as
-    targets are; without one, all are the network's.
+    targets are; without one, all are the network's. A dataclass counts as a tuple of its fields,
+    as a named tuple does.
 
     Raises:
         ConfigurationError: The batch does not fit.
@@ -224,6 +226,8 @@ def split_batch(batch: Any, *, has_loss_fn: bool) -> Arguments:
         return (batch[name],), {key: value for key, value in batch.items() if key != name}
     if isinstance(batch, torch.Tensor):
         batch = (batch,)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = tuple(getattr(batch, field.name) for field in dataclasses.fields(batch))
     if not isinstance(batch, (list, tuple)) or (has_loss_fn and len(batch) < 2):
         raise ConfigurationError(
             f"a batch is a {type(batch).__name__}"

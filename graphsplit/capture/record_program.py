@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
+from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.numbers.sizes import check_known
 from graphsplit.capture.opaque.automatic import kept_whole_unasked
 from graphsplit.capture.opaque.functions import custom_functions_whole
@@ -190,6 +191,16 @@ def _record(
     try:
         with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
             program = _exported(export, network, signals)
+    except NotLiftedError as error:  # what is left is made of values: only code that runs leaves it
+        loss_fn = getattr(root, "loss_fn", None)
+        if not isinstance(loss_fn, nn.Module) or loss_fn in whole:
+            raise
+        refusal = CaptureError(
+            f"network or loss keeps a number that comes from the values of a tensor (item, float) "
+            f"in Python state; the captured graph would not ({error})\n"
+            f"  Fix: keep it in a buffer, or keep the module around it whole with gs.opaque."
+        )
+        raise _CannotBeTakenApartError(refusal, loss_fn) from None
     finally:
         export.watch.put_back()  # first the containers themselves, then what they held
         attributes.put_back()

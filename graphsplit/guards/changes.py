@@ -11,7 +11,7 @@ found out when it is captured, taken away, and left at each step on every worker
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -154,15 +154,24 @@ def changes_of(
         told = (_is_noted(one, difference, noted) for difference in differences(one.first, now))
         if all(told) and not is_left:
             continue
-        new = compute(now) if isinstance(now, NUMBERS) else freeze(now)
-        found.append(Change(one.place, one.first, new, one.is_read))
+        found.append(Change(one.place, one.first, freeze(now), one.is_read))
     for one in reversed(list(noted.values())):
         if one.place.module is not None and _holds_fake(one.place.read()):
             continue  # whoever looks for tensors that are left will put it back
         put_back(one.first)
         if one.place.read() is not reference_of(one.first):
             one.place.write(reference_of(one.first))
-    return tuple(change for change in found if _can_be_left(change))
+    made = [_with_numbers(change, compute) for change in found]
+    return tuple(change for change in made if _can_be_left(change))
+
+
+def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:
+    """A change to a number, with how it is made; one in a container must not be of values."""
+    if isinstance(change.new, NUMBERS):
+        return replace(change, new=compute(change.new))
+    if change.is_read:  # what is left in there counts, if only their number
+        any_leaf(change.new, lambda leaf: isinstance(leaf, NUMBERS) and compute(leaf) is None)
+    return change
 
 
 def _holds_fake(value: Any, depth: int = 3) -> bool:

@@ -24,7 +24,7 @@ from graphsplit.program.lower import Policy
 from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_loader, check_run
 from graphsplit.train.callbacks import Callback
-from graphsplit.train.callbacks.stopping import Validation
+from graphsplit.train.callbacks.stopping import Validation, check_watched
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer, Shown
@@ -219,6 +219,7 @@ class Model(Shown, Steps):
             _need_metrics(self._metrics)
             check_loader("validation", validation, has_loss_fn=has_loss_fn)
             callbacks.insert(0, Validation(validation))
+        check_watched(callbacks, () if validation is None else self._metrics)
         self._calls.train(epochs, loader, callbacks, resume, steps, self)
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
@@ -240,7 +241,7 @@ class Model(Shown, Steps):
 
         Returns:
             The network's outputs in its own structure, on every worker. For a single ``DataLoader``
-            or iterator, which gives batches as for ``eval``: the list of each batch's outputs.
+            or iterator, of batches as for ``eval`` or of inputs alone: the list of their outputs.
         """
         outputs = self._calls.predict(args, kwargs)
         self._stop_between_calls()

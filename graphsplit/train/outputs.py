@@ -81,6 +81,9 @@ class Predicting:
         return outputs
 
     def _inputs(self, batch: Any) -> Arguments:
+        is_input = isinstance(batch, (list, tuple)) and len(batch) == 1
+        if is_input or isinstance(batch, torch.Tensor):  # there is no target to leave out
+            return split_batch(batch, has_loss_fn=False)
         args, kwargs = split_batch(batch, has_loss_fn=self.has_loss_fn)
         return (args[:-1] if self.has_loss_fn else args), kwargs
 

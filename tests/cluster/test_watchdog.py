@@ -121,13 +121,15 @@ def test_what_a_job_is_doing_is_told(drive, step):
     scheduler = drive(num_workers=3).form()
     scheduler.now = 12.0
     scheduler.arrive(2, MeetingKind.BARRIER, "barrier 1")
-    scheduler.say(1, Heartbeat(41, "train step 4", location=Location(step=step)))
+    at = Location(step=step)
+    scheduler.say(1, Heartbeat(41, "train step 4", location=at, training="epoch 1 of 2"))
     scheduler.now = 15.0
     status = scheduler.state.status(scheduler.now)
     assert (status.phase, status.generation, status.num_workers) == ("running", 1, 3)
     assert status.missing == []
     first, second, third = status.workers
     assert (second.progress, second.position, second.location.step) == (41, "train step 4", step)
+    assert (second.training, first.training) == ("epoch 1 of 2", "")
     assert (second.heard_s, second.still_s, first.heard_s) == (3.0, 3.0, 15.0)
     assert third.meets_at == "the barrier 'barrier 1'"
     assert status.waits_for(third) == (0, 1)

@@ -228,6 +228,39 @@ def test_a_sobol_engine_goes_on_where_it_was(
     same(lambda: Net(Quasirandom(num, is_scrambled=is_scrambled)), microbatches=microbatches)
 
 
+class Smoothed:
+    """Divides by what losses were so far."""
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        value = loss.item()
+        self.mean = value if self.mean is None else 0.9 * self.mean + 0.1 * value
+        return loss / (1e-3 + self.mean)
+
+
+class Listed:
+    """Counts the losses that it keeps."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        self.seen.append(loss.item())
+        return loss * (1 + len(self.seen) / 10)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("kind", [Smoothed, Listed])
+def test_a_loss_keeps_what_losses_were_as_numbers(
+    kind: Callable[[], Loss], microbatches: int
+) -> None:
+    same(Net, loss_fn=kind(), microbatches=microbatches)
+
+
 def branching(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     loss = rows_against_target(outputs, target)
     return loss * 3 if loss > 1 else loss

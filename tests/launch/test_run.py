@@ -228,6 +228,17 @@ def test_a_package_may_import_graphsplit_when_it_is_run(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, timeout=60, check=True)
 
 
+def test_a_shell_completes_commands() -> None:
+    code = "from graphsplit.cli.main import main; main(prog_name='graphsplit')"
+    asked = {"COMP_WORDS": "graphsplit stat", "COMP_CWORD": "1"}
+    environ = {**os.environ, **asked, "_GRAPHSPLIT_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "plain,status\n", done
+
+
 def test_the_launcher_does_not_import_torch() -> None:
     # The command is recognised by its name: a script that imports graphsplit needs torch anyway.
     code = (

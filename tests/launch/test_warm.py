@@ -35,17 +35,19 @@ sys.exit({"seven": 7, "text": "a reason", "none": None}[sys.argv[1]])
 """
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text(TELLS)
     path.with_name("helper.py").write_text("")
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def warm(script: Path) -> Iterator[WarmStart]:
+    """It has started one already, so its server is there before a test begins."""
     start = WarmStart(script, print)
+    ended(start.start(spec(), [sys.executable, str(script), "none"], ()))
     yield start
     start.close()
 
@@ -61,14 +63,15 @@ def ended(child) -> tuple[int, str, str]:
 
 
 def test_a_forked_script_sees_what_a_fresh_one_sees(warm: WarmStart, script: Path):
-    for argument in ("seven", "text", "none", "raises"):
-        assert_alike(warm, script, argument)
+    commands = [[sys.executable, str(script), how] for how in ("seven", "text", "none", "raises")]
+    fresh = [start_child(spec(), command, ()) for command in commands]  # they import side by side
+    for command, child in zip(commands, [ended(child) for child in fresh], strict=True):
+        assert_alike(warm, command, child)
 
 
-def assert_alike(warm: WarmStart, script: Path, argument: str) -> None:
-    command = [sys.executable, str(script), argument]
+def assert_alike(warm: WarmStart, command: list[str], fresh: tuple[int, str, str]) -> None:
     status, out, err = ended(warm.start(spec(), command, ()))
-    fresh_status, fresh_out, fresh_err = ended(start_child(spec(), command, ()))
+    fresh_status, fresh_out, fresh_err = fresh
     assert (status, out) == (fresh_status, fresh_out)
     assert err.splitlines()[0] != fresh_err.splitlines()[0]  # Python's own generator
     assert err.splitlines()[1:] == fresh_err.splitlines()[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import PlacementError
+from graphsplit.job import joined
 from graphsplit.marks import annotations
 from graphsplit.marks.annotations import mark_planned, module_annotation
 
@@ -124,3 +126,20 @@ def test_placements_that_nothing_was_planned_with_are_named(
     assert named.startswith("Linear at ") and "test_annotations.py:" in named
     annotations.mark_planned(network)
     assert annotations.never_used() == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_stepped", "times"), [(0, False, 1), (1, False, 0), (0, True, 0)]
+)
+def test_worker_0_tells_of_modules_that_no_model_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rank: int,
+    has_stepped: bool,
+    times: int,
+) -> None:
+    monkeypatch.setattr(annotations, "_not_used", {"train.py:12": "Linear"})
+    monkeypatch.setattr(annotations, "_is_used", False)
+    joined._name_unused(SimpleNamespace(rank=rank, has_stepped=has_stepped))  # type: ignore[arg-type]
+    told = "placed modules were never given to a gs.Model that ran: Linear at train.py:12\n  Fix: "
+    assert caplog.text.count(told) == times

@@ -26,6 +26,28 @@ def test_with_a_loss_a_batch_is_inputs_and_a_target(batch, expected):
     assert kwargs == {}
 
 
+@dataclasses.dataclass
+class Pair:
+    inputs: torch.Tensor
+    target: torch.Tensor
+
+
+@pytest.mark.parametrize("has_loss_fn", [True, False])
+def test_a_dataclass_counts_as_a_tuple_of_its_fields(has_loss_fn):
+    args, kwargs = split_batch(Pair(X, Y), has_loss_fn=has_loss_fn)
+    assert args[0] is X and args[1] is Y and len(args) == 2 and kwargs == {}
+
+
+class Cache:
+    def get_seq_length(self):
+        return 3
+
+
+def test_a_cache_of_transformers_is_refused_with_the_way_out():
+    with pytest.raises(ConfigurationError, match=r"holds a Cache; .*\n.*use_cache=False.*dynamic_"):
+        Signature.of(((X, Cache()), {}))
+
+
 def test_a_mapping_becomes_keyword_arguments():
     assert split_batch({"x": X, "labels": Y}, has_loss_fn=False) == ((), {"x": X, "labels": Y})
 

@@ -79,6 +79,18 @@ def test_a_stream_without_a_length():
     everywhere(lambda: trained(stream(), 2), plain(stream(), 2, None))
 
 
+def kept() -> DataLoader[Any]:
+    draws = torch.Generator().manual_seed(5)
+    return DataLoader(
+        pairs(), 8, shuffle=True, generator=draws, num_workers=1, persistent_workers=True
+    )
+
+
+def test_processes_of_a_loader_that_outlive_an_epoch():
+    expected = plain(kept(), 3, None)
+    assert difference(expected, trained(kept(), 3)) is None
+
+
 @on_threads
 def test_an_endless_stream_is_stopped():
     def endless() -> DataLoader[Any]:

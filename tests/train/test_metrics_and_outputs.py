@@ -57,6 +57,10 @@ def test_predict_over_a_loader():
         expected = [net(inputs) for inputs, _ in ordered()]
     everywhere(lambda: model_of().predict(ordered()), expected)
     assert difference(expected, model_of().predict(iter(ordered()))) is None
+    tensors = [inputs for inputs, _ in ordered()]
+    for alone in (tensors, [[one] for one in tensors]):
+        loader = DataLoader(alone, batch_size=None)  # type: ignore[arg-type]
+        everywhere(lambda loader=loader: model_of().predict(loader), expected)
     with pytest.raises((ConfigurationError, JobFailedError), match="only once"):
         ThreadCluster(lambda _: model_of().predict(iter(ordered())), NUM_WORKERS).run()
     shuffled = batches()

@@ -213,3 +213,25 @@ def test_a_stop_outside_of_train_is_an_error():
 def test_bad_arguments(run: Callable[[], Any], message: str):
     with pytest.raises(ConfigurationError, match=message):
         run()
+
+
+class Metrics(gs.callbacks.Callback):
+    """Puts a metric there; notes each step."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        self.num_steps += 1
+        context.metrics["Own"] = 1.0
+
+
+def test_a_metric_that_there_will_not_be_is_found_before_the_first_step(
+    capsys: pytest.CaptureFixture[str],
+):
+    with pytest.raises(ConfigurationError, match="watches 'Los', but there is no metric at all"):
+        train_with(gs.callbacks.LossMonitor(every=1), gs.callbacks.EarlyStopping("Los"))
+    assert capsys.readouterr().out == ""
+    own = Metrics()
+    train_with(own, gs.callbacks.EarlyStopping("Own"))
+    assert own.num_steps == 3

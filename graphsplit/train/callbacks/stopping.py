@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from graphsplit.errors import ConfigurationError
@@ -47,13 +47,28 @@ class _Best(Callback):
     def _value(self, context: RunContext) -> float:
         if not isinstance(self._metric, str):
             return float(self._metric(context))
-        if self._metric not in context.metrics:
+        self.check_watched(context.metrics)
+        return context.metrics[self._metric]
+
+    def check_watched(self, names: Iterable[str]) -> None:
+        """Raise ``ConfigurationError`` if the metric that it watches is not among these."""
+        if isinstance(self._metric, str) and self._metric not in names:
             raise ConfigurationError(
                 f"{type(self).__name__} watches {self._metric!r}, but there is "
-                f"{', '.join(map(repr, context.metrics)) or 'no metric at all'}\n"
+                f"{', '.join(map(repr, names)) or 'no metric at all'}\n"
                 f"  Fix: name a metric of the Model, and pass train(..., validation=loader)."
             )
-        return context.metrics[self._metric]
+
+
+def check_watched(callbacks: Sequence[Callback], names: Iterable[str]) -> None:
+    """Refuse what watches a metric that there will not be, before the first step.
+
+    A callback of the user's own may put a metric there; then only the end of an epoch can tell.
+    """
+    if all(type(callback).__module__.startswith("graphsplit.") for callback in callbacks):
+        for callback in callbacks:
+            if isinstance(callback, _Best):
+                callback.check_watched(names)
 
 
 class EarlyStopping(_Best):
