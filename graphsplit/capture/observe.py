@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from graphsplit.capture.numbers.answered import sized
+from graphsplit.capture.opaque.rounds import Rounds
 from graphsplit.capture.operations.effects import HIDDEN_WRITES
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
@@ -44,7 +46,18 @@ _MAX_ANSWERS = 1000
 
 
 class TooManyQuestionsError(Exception):
-    """Code went on asking for the values of tensors, as a loop until convergence does."""
+    """Code went on asking for the values of tensors, as a loop until convergence does.
+
+    Args:
+        observer: What was seen of it until then.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(
+            f"it asked for values {observer.num_answers} times, and was told "
+            f"{observer.answer} each time"
+        )
+        self.observer = observer
 
 
 class Observer(TorchDispatchMode):
@@ -57,6 +70,8 @@ class Observer(TorchDispatchMode):
         placements: Lines of ``with gs.place(...)`` blocks that were entered.
         drawn_from: Python's and NumPy's generators, where something was drawn from them.
         assigned: Buffers that were replaced by new tensors, and are back in their places.
+        answer: The answer that was given to all questions, if any is given.
+        num_answers: How often it was given.
 
     Args:
         is_foreign: What to note as foreign.
@@ -75,17 +90,19 @@ class Observer(TorchDispatchMode):
         self.drawn_from: list[Holder] = []
         self.assigned: dict[int, torch.Tensor] = {}
         self._is_foreign = is_foreign
-        self._answer = answer
-        self._num_answers = 0
+        self.answer = answer
+        self.num_answers = 0
+        self._rounds = Rounds(sys._getframe(1).f_code)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Note one operation, and run it."""
         kwargs = kwargs or {}
-        if self._answer is not None and func in _QUESTIONS:
+        if self.answer is not None and func in _QUESTIONS:
             return self._answer_to(func, args)
-        for leaf in pytree.tree_leaves((args, kwargs)):
+        given_leaves = pytree.tree_leaves((args, kwargs))
+        for leaf in given_leaves:
             if isinstance(leaf, torch.Tensor) and self._is_foreign(leaf):
                 self.foreign.setdefault(id(leaf), leaf)
         schema = schema_of(func)
@@ -94,8 +111,11 @@ class Observer(TorchDispatchMode):
             self._note_writes(schema, given)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.is_random |= _draws(given)
-        answered = sized(func, self._answer) if self._answer is not None else None
-        return (answered or func)(*args, **kwargs)
+        if self.answer is None:
+            return func(*args, **kwargs)
+        result = (sized(func, self.answer) or func)(*args, **kwargs)
+        self._rounds.note(func, given_leaves, pytree.tree_leaves(result))
+        return result
 
     def _answer_to(self, func: Any, args: tuple[Any, ...]) -> bool | int | float:
         with contextlib.suppress(DataDependentOutputException):
@@ -103,14 +123,12 @@ class Observer(TorchDispatchMode):
             if isinstance(known, (bool, int, float)):  # made of sizes, not of values
                 return known
         tensor: torch.Tensor = args[0]
-        self._num_answers += 1
-        if self._num_answers > _MAX_ANSWERS:
-            raise TooManyQuestionsError(
-                f"it asked for values {_MAX_ANSWERS} times, and was told {self._answer} each time"
-            )
+        self.num_answers += 1
+        if self.num_answers > _MAX_ANSWERS or not self._rounds.go_on():
+            raise TooManyQuestionsError(self)
         if tensor.dtype is torch.bool or func is torch.ops.aten.equal.default:
-            return bool(self._answer)
-        return float(self._answer or 0) if tensor.is_floating_point() else int(self._answer or 0)
+            return bool(self.answer)
+        return float(self.answer or 0) if tensor.is_floating_point() else int(self.answer or 0)
 
     def _note_writes(self, schema: torch.FunctionSchema, given: dict[str, Any]) -> None:
         names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]

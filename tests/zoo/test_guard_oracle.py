@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ _NOT_WATCHED = {
     r"^L\['network'\]$": "the network itself: a Model keeps its network",
     r"\.__class__\.call_super_init$": "of torch's own classes, which nobody changes",
     r"\.__dict__$": "the dictionary of attributes itself; its entries are watched one by one",
+    r"\.act\.args$": "of a functools.partial, to which nothing can be assigned",
 }
 
 
@@ -69,7 +71,10 @@ def _sources(network: nn.Module, batch: Any) -> Iterator[str]:
         return network(**batch)[0]
 
     dynamo.reset()
-    for guard in dynamo.explain(run)(network, dict(batch)).out_guards:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Dynamo itself looks at attributes that warn
+        guards = dynamo.explain(run)(network, dict(batch)).out_guards
+    for guard in guards or ():
         if guard.create_fn_name() in _KINDS and guard.name.startswith("L['network']"):
             yield guard.name
 

@@ -3,6 +3,7 @@
 There are no values while a network is captured. Where code asks for one (``if x.sum() > 0``), it
 is run twice: once with every answer 0 or False, once with every answer 1 or True. If what comes
 back looks alike both times, that is what the call returns; each real call is checked against it.
+A loop that does not end with one answer tells what it reads and writes, but returns nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from graphsplit.torch_ext.private import DataDependentOutputException, pytree
 R = TypeVar("R", bound=Any)
 
 
-def _asked_for_values(*others: type[Exception]) -> tuple[type[Exception], ...]:
+def _asked_for_values() -> tuple[type[Exception], ...]:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return GuardOnDataDependentSymNode, DataDependentOutputException, *others
+    return GuardOnDataDependentSymNode, DataDependentOutputException
 
 
 def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str) -> R:
@@ -45,11 +46,15 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
     except Exception as error:
         raise _refusal(label, source, f"{type(error).__name__}: {error}") from None
     runs: list[R] = []
+    cut_short: list[Observer] = []
     reason = ""
     for answer in (0, 1):
         try:
             runs.append(attempt(answer))
-        except _asked_for_values(TooManyQuestionsError) as error:
+        except TooManyQuestionsError as error:
+            cut_short.append(error.observer)
+            reason = str(error)
+        except _asked_for_values() as error:
             reason = str(error)
         except GraphsplitError:
             raise
@@ -60,8 +65,8 @@ def run_with_answers(attempt: Callable[[int | None], R], label: str, source: str
     if len({_look(run.result) for run in runs}) > 1:
         raise _refusal(label, source, "its branches return tensors of several shapes or dtypes")
     chosen = max(runs, key=lambda run: _num_with_grad(run.result))
-    for run in runs:
-        _join(chosen.observer, run.observer)
+    for observer in (*(run.observer for run in runs), *cut_short):
+        _join(chosen.observer, observer)
     return chosen
 
 
