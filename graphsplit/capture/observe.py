@@ -24,10 +24,10 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from graphsplit.capture.numbers.answered import sized
-from graphsplit.capture.opaque.rounds import Rounds
 from graphsplit.capture.operations.effects import HIDDEN_WRITES
 from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
 from graphsplit.capture.reach.reach import holders
+from graphsplit.capture.rounds import Rounds
 from graphsplit.marks.annotations import NODE_KEY
 from graphsplit.torch_ext.attributes import buffers_of, schema_of, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, without_modes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from graphsplit.capture.opaque.rounds import Rounds
+from graphsplit.capture.rounds import Rounds
 
 Watched = list[Rounds]  # its contents are no plain values of the loops that are watched
 
