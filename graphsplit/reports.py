@@ -8,6 +8,7 @@ the root cause; reading it out of what the processes print would be guessing.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,6 +49,27 @@ def write_report(environ: Mapping[str, str], cause: FailureCause) -> None:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(number, "w") as file:
             file.write(records.to_text(report))
+
+
+def who_failed_alike(environ: Mapping[str, str], text: str) -> str:
+    """The process of this launcher that has ended with the same text before, as ``worker_0``.
+
+    Empty if this one is the first, or cannot know. What is wrong with a script is wrong in each.
+    """
+    path = Path(environ.get(VARIABLE, "").strip())
+    if not path.name:
+        return ""
+    mark = path.with_name(f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.error")
+    own = path.with_suffix(".name")
+    try:
+        own.write_text(path.stem)
+        os.link(own, mark)  # whole or not at all
+    except FileExistsError:
+        with contextlib.suppress(OSError):
+            return mark.read_text()
+    except OSError:  # the launcher may be gone, and its folder too
+        pass
+    return ""
 
 
 def note_init(environ: Mapping[str, str]) -> None:

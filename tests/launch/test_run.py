@@ -218,6 +218,23 @@ def test_a_script_that_never_calls_init_fails(tmp_path: Path, uses: str) -> None
 
 
 @pytest.mark.timeout(90)  # they import torch
+def test_an_error_before_init_is_told_whole_once(tmp_path: Path) -> None:
+    path = tmp_path / "early.py"
+    path.write_text("import graphsplit as gs\n\nopen('/no/such/file')\ngs.init()\n")
+    command = [sys.executable, "-m", "graphsplit", "run", "-n", "2", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    error = "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'"
+    lines = done.stderr.splitlines()
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1, done
+    assert sum(line.endswith('early.py", line 3, in <module>') for line in lines) == 1
+    others = [line for line in lines if "[graphsplit] the same error as worker " in line]
+    assert len(others) <= 1  # it may have been ended before
+    assert all(line.endswith(error) for line in others)
+    assert error in lines[-1]
+
+
+@pytest.mark.timeout(90)  # they import torch
 def test_a_package_may_import_graphsplit_when_it_is_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import graphsplit")

@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,11 +198,26 @@ def _run(arguments: list[str]) -> int:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        _tell(error.with_traceback(trace))
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     return status
+
+
+def _tell(error: BaseException) -> None:
+    """Print what ended the script, once for all processes; after ``gs.init()`` its hook does."""
+    if sys.excepthook is not sys.__excepthook__ or not isinstance(error, Exception):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return
+    from graphsplit.reports import who_failed_alike, write_report
+    from graphsplit.root_cause import FailureCause
+
+    text = "".join(traceback.format_exception(error))
+    first, last = who_failed_alike(os.environ, text), text.strip().rpartition("\n")[2]
+    same = f"[graphsplit] the same error as {first.replace('_', ' ')}: {last}\n"
+    sys.stderr.write(same if first else text)
+    write_report(os.environ, FailureCause("exception", f"{type(error).__name__}: {error}"))
 
 
 def _run_file(path: str, module: types.ModuleType) -> None:
