@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
 from torch import nn
 
+import graphsplit as gs
+from graphsplit.errors import ConfigurationError
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
 
@@ -250,6 +252,18 @@ def test_a_flag_that_toggles_takes_two_captures(monkeypatch: pytest.MonkeyPatch)
         )
 
     assert num_captures(monkeypatch, run) == 2
+
+
+def test_explain_prints_the_places_that_are_watched() -> None:
+    net: Any = Net()
+    model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = (torch.randn(4, 3), torch.randn(4, 4))
+    text = model.explain(*batch, detail="state")
+    assert "  net.beta = 0.5  # " in text
+    assert "  net.flag = True  # " in text
+    assert "net.beta" not in model.explain(*batch)
+    with pytest.raises(ConfigurationError, match="detail"):
+        model.explain(*batch, detail="values")
 
 
 class Turns:
