@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.operations.effects import HIDDEN_WRITES
 from graphsplit.capture.state.attributes import Attributes
 from graphsplit.tensor_meta import TensorMeta
-from graphsplit.torch_ext.attributes import buffers_of, is_module_call, operator_schema
-from graphsplit.torch_ext.private import FakeTensorMode, TorchDispatchMode, pytree
+from graphsplit.torch_ext.attributes import buffers_of, is_module_call
+from graphsplit.torch_ext.private import FakeTensorMode, pytree
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
@@ -60,14 +59,11 @@ def own_error(
         arguments: Its arguments: ``(args, kwargs)``.
         error: The error.
     """
-    calls = _LastCall()
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    calls = _LastCall(fake_mode)
     with _everything_kept(root):
         try:
-            with (
-                FakeTensorMode(allow_non_fake_inputs=True) as fake_mode,
-                _Unwritten(fake_mode),
-                calls,
-            ):
+            with fake_mode, calls:
                 given = pytree.tree_map_only(torch.Tensor, fake_mode.from_tensor, arguments)
                 run(*given[0], **given[1])
         except Exception as other:
@@ -78,34 +74,25 @@ def own_error(
     return None
 
 
-class _Unwritten(TorchDispatchMode):
-    """Lets no operation write into a tensor that has values: it writes into a fake of that."""
+class _LastCall(TorchCalls):
+    """Notes the function of torch that raised.
+
+    What would write into a tensor that has values writes into a fake of that: where no operand is
+    a fake, the operation would be run.
+    """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fake_mode = fake_mode
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = args, kwargs or {}
-        schema = operator_schema(func)
-        if schema.is_mutable or schema.name in HIDDEN_WRITES:
-            given = pytree.tree_map_only(torch.Tensor, self._fake_mode.from_tensor, given)
-        return func(*given[0], **given[1])
-
-
-class _LastCall(TorchCalls):
-    """Notes the function of torch that raised."""
-
-    def __init__(self) -> None:
         super().__init__()
+        self._fake_mode = fake_mode
         self._error: Exception | None = None
         self._call: tuple[Callable[..., Any], Any] | None = None
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if _may_write(function, kwargs):
+            to_fake = self._fake_mode.from_tensor
+            args, kwargs = pytree.tree_map_only(torch.Tensor, to_fake, (args, kwargs))
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -128,6 +115,14 @@ class _LastCall(TorchCalls):
         except Exception as eager:
             return eager
         return None
+
+
+def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch is called to change a tensor, by its name: ``add_``."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") or name in ("__set__", "__setitem__")
+    return name.endswith("_") or kwargs.get("out") is not None or bool(kwargs.get("inplace"))
 
 
 def _where(root: nn.Module, error: Exception) -> tuple[str, tuple[str, ...]]:
