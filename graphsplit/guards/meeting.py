@@ -38,7 +38,9 @@ from graphsplit.guards.values import (
     NUMBERS,
     any_leaf,
     freeze,
+    item_of,
     items_of,
+    reference_of,
 )
 from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES
 from graphsplit.torch_ext.private import FakeTensor
@@ -121,8 +123,12 @@ class ValueVisitor:
         value = place.read()
         is_whole = items is None or not all(_is_asked_for(value, item) for item in items)
         self.note(place, is_whole=is_whole)
+        outer = self.noted[place.identity].first
         for item in () if is_whole else items or ():
             inner = inside(value, item.key, place)
+            if inner.identity not in self.noted and reference_of(outer) is value:
+                # Forward may have changed the item since its container was first read.
+                self._note_first(inner, item_of(outer, item.key), is_whole=False)
             self.note_read(inner, (item.then,) if item.then is not None else None)
             self.meet(inner.read(), inner.label)
         return is_whole
@@ -134,7 +140,11 @@ class ValueVisitor:
         if known is not None:
             known.is_whole |= is_whole
             return
-        first = freeze(place.read())
+        self._note_first(place, freeze(place.read()), is_read=is_read, is_whole=is_whole)
+
+    def _note_first(
+        self, place: Place, first: Any, *, is_read: bool = True, is_whole: bool = True
+    ) -> None:
         if any_leaf(first, lambda leaf: isinstance(leaf, (FakeTensor, torch.fx.Proxy))):
             is_read = False
         self.noted[place.identity] = Noted(place, first, is_read, is_whole)

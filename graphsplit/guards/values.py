@@ -77,6 +77,14 @@ def reference_of(frozen: Any) -> Any:
     return frozen.container if isinstance(frozen, Frozen) else frozen
 
 
+def item_of(frozen: Frozen, key: Any) -> Any:
+    """An item of a mapping or sequence as it was; ``MISSING`` if there was none."""
+    if is_mapping(frozen.container):
+        return dict(zip(frozen.keys, frozen.items, strict=True)).get(key, MISSING)
+    is_there = -len(frozen.items) <= key < len(frozen.items)
+    return frozen.items[key] if is_there else MISSING
+
+
 def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
     """The snapshot of a value; the value itself where it is no container."""
     if not isinstance(value, CONTAINERS) or isinstance(value, torch.Size) or id(value) in _inside:
@@ -168,8 +176,13 @@ def put_into(frozen: Any, there: Any) -> Any:
 
     What others know by the container, and not by its place, sees it too.
     """
-    is_alike = isinstance(frozen, Frozen) and type(there) is type(frozen.container)
-    if not is_alike or not isinstance(there, MUTABLE):
+    if not isinstance(frozen, Frozen) or type(there) is not type(frozen.container):
+        return thaw(frozen)
+    if isinstance(there, tuple) and len(there) == len(frozen.items):
+        items = [put_into(item, held) for item, held in zip(frozen.items, there, strict=True)]
+        is_same = all(item is held for item, held in zip(items, there, strict=True))
+        return there if is_same else thaw(frozen)
+    if not isinstance(there, MUTABLE):
         return thaw(frozen)
     if frozen.content is not None:
         if frozen.content[:2] != _content(there)[:2]:

@@ -290,6 +290,38 @@ def test_what_cannot_be_lifted_leaves_no_trace_in_buffers() -> None:
     )
 
 
+class CountsInside(nn.Linear):
+    """Counts in containers that lie in others."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.table, self.pair = {"k": {0: 1.0, 1: 1.0}, "all": 0}, ({"n": 1.0}, [0.5])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table["all"] += 1
+        self.table["k"][self.table["all"] % 2] += 0.5
+        self.pair[0]["n"] += 0.25
+        return super().forward(x) * self.table["k"][0] + self.pair[0]["n"]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_forward_counts_in_a_container_inside_another(microbatches: int) -> None:
+    net = CountsInside()
+    inner = net.table["k"], net.pair[0]
+    model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model.explain(torch.randn(4, 3), torch.randn(4, 4))
+    assert net.table["k"] is inner[0]  # a capture leaves them where they are
+    assert net.pair[0] is inner[1]
+    assert_same_bits(
+        CountsInside,
+        batches_of(4, 3),
+        num_workers=2,
+        steps=4,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+    )
+
+
 class CountsUses(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.uses = getattr(self.weight, "uses", 0) + 1

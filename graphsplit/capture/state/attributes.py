@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.guards.values import MISSING
+from graphsplit.guards.values import MISSING, freeze, put_into
 from graphsplit.torch_ext.attributes import NOT_THE_USERS, storage_of
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
@@ -229,15 +229,8 @@ def _restore(module: nn.Module, name: str, before: dict[str, Any]) -> None:
         vars(module).pop(name, None)
         return
     old, held = before[name], vars(module).get(name)
-    if held is old:  # not copied: what was read of it is put back by who saw that
-        return
-    if isinstance(held, list) and type(old) is list:
-        held[:] = old
-    elif isinstance(held, (dict, set)) and type(old) is type(held):
-        held.clear()
-        held.update(old)
-    else:
-        vars(module)[name] = old
+    if held is not old:  # else not copied: what was read of it is put back by who saw that
+        vars(module)[name] = put_into(freeze(old), held)
 
 
 def _holds_fake(value: Any) -> bool:
