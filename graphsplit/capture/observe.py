@@ -33,8 +33,10 @@ from graphsplit.torch_ext.attributes import buffers_of, schema_of, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, without_modes
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
+    FakeTensor,
     TorchDispatchMode,
     active_fake_mode,
+    disable_current_modes,
     pytree,
 )
 
@@ -70,6 +72,7 @@ class Observer(TorchDispatchMode):
         placements: Lines of ``with gs.place(...)`` blocks that were entered.
         drawn_from: Python's and NumPy's generators, where something was drawn from them.
         assigned: Buffers that were replaced by new tensors, and are back in their places.
+        overwritten: Tensors with values that were written, and what they held.
         answer: The answer that was given to all questions, if any is given.
         num_answers: How often it was given.
 
@@ -89,6 +92,7 @@ class Observer(TorchDispatchMode):
         self.placements: list[str] = []
         self.drawn_from: list[Holder] = []
         self.assigned: dict[int, torch.Tensor] = {}
+        self.overwritten: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._is_foreign = is_foreign
         self.answer = answer
         self.num_answers = 0
@@ -140,6 +144,9 @@ class Observer(TorchDispatchMode):
             for tensor in pytree.tree_leaves(given.get(name)):
                 if isinstance(tensor, torch.Tensor):
                     self.written.add(storage_of(tensor))
+                    if not isinstance(tensor, FakeTensor) and id(tensor) not in self.overwritten:
+                        with disable_current_modes():
+                            self.overwritten[id(tensor)] = tensor, tensor.detach().clone()
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:
@@ -192,8 +199,20 @@ def unrecorded(observer: Observer) -> Iterator[None]:
         stack.enter_context(_placements_noted(observer))
         stack.enter_context(_assignments_noted(observer))
         stack.enter_context(_numbers_formatted())
+        stack.enter_context(_values_put_back(observer))
         stack.enter_context(observer)
         yield
+
+
+@contextmanager
+def _values_put_back(observer: Observer) -> Iterator[None]:
+    """Undo what was written into tensors with values: where no operand is a fake, it really is."""
+    try:
+        yield
+    finally:
+        with disable_current_modes():
+            for tensor, before in observer.overwritten.values():
+                tensor.data.copy_(before)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from equivalence_helpers import assert_same_wherever_placed, batches_of
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+import graphsplit as gs
 from graphsplit.testing.equivalence import assert_same_bits
 
 
@@ -251,3 +252,32 @@ def test_a_function_and_its_operands_on_three_workers() -> None:
         loss_fn=lambda outputs, target: F.mse_loss(outputs.sum(1), target),
         plan_everywhere=True,
     )
+
+
+class CountingInTensor(torch.autograd.Function):
+    """Counts in a tensor of its class, which no operand of the call is."""
+
+    calls = torch.zeros(1)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        CountingInTensor.calls.add_(1)
+        return x * CountingInTensor.calls
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Counts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counted: Any = CountingInTensor.apply
+        found: torch.Tensor = counted(super().forward(x))
+        return found
+
+
+def test_a_capture_leaves_a_tensor_that_a_function_counts_in() -> None:
+    net = Counts(3, 4)
+    model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model.explain(torch.randn(4, 3), torch.randn(4, 4))
+    assert CountingInTensor.calls.tolist() == [0.0]
