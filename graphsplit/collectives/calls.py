@@ -36,7 +36,8 @@ def all_reduce(value: Value, op: Op = "sum", *, ranks: Iterable[int] | None = No
         the argument.
 
     Raises:
-        ConfigurationError: An argument is of a wrong kind, or has no such reduction.
+        ConfigurationError: An argument is of a wrong kind, or has no such reduction; or whole
+            numbers add up to more than 64 bits.
         CollectiveMismatchError: Workers made different calls, or passed other shapes or dtypes;
             names workers, calls and lines.
         JobFailedError: The job was ended elsewhere meanwhile: also where a worker never makes this
@@ -232,11 +233,12 @@ def _reduced(name: str, value: Any, op: str, dst: int | None, ranks: Iterable[in
 
     def move(part: PartOfJob, argument: Any) -> Any:
         values = part.collect(tensor_of(argument), root=making.root)
-        result = reduction.of_all(values) if values else None
+        is_tensor = isinstance(argument, torch.Tensor)
+        of_all = reduction.of_all if is_tensor else reduction.of_numbers
+        result = of_all(values) if values else None
         if dst is None:
             result = part.deliver(result, root=making.root)
         if isinstance(result, torch.Tensor):
-            is_tensor = isinstance(argument, torch.Tensor)
             return result.to(argument.device) if is_tensor else result.item()
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ _OF_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
+_OF_TWO_WHOLE: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "prod": operator.mul}
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -90,3 +92,13 @@ class RankReduction:
             return values[0].clone()
         total = functools.reduce(_OF_TWO[self.op], (one.to(values[0].device) for one in values))
         return total / len(values) if self.op == "mean" else total
+
+    def of_numbers(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result over Python's numbers, of which whole ones have no end.
+
+        Raises:
+            ConfigurationError: It takes more than 64 bits.
+        """
+        if values[0].dtype is torch.int64 and self.op in _OF_TWO_WHOLE:
+            tensor_of(functools.reduce(_OF_TWO_WHOLE[self.op], (one.item() for one in values)))
+        return self.of_all(values)

@@ -78,21 +78,19 @@ class _Train(CallKind):
         _mark_stepped(share)
 
 
-class _TrainStep(CallKind):
-    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
-        assert share is not None
-        ensure_training(share.task.network)
-        share.engine.progress.begin()
-        share.engine.progress.num_steps += 1
-        _mark_stepped(share)
-
-
 class _ForwardBackward(CallKind):
     def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
         assert share is not None
         ensure_training(share.task.network)
         share.engine.progress.begin()
         share.engine.progress.num_steps += 1
+
+
+class _TrainStep(_ForwardBackward):
+    def give_again(self, call: ModelCall, share: ModelSnapshot | None, after: Any) -> None:
+        assert share is not None
+        super().give_again(call, share, after)
+        _mark_stepped(share)
 
 
 class _Step(CallKind):

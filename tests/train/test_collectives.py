@@ -202,3 +202,9 @@ def test_what_only_two_make_is_refused_where_workers_come_back() -> None:
             gs.send(rank, 1) if rank == 0 else gs.recv(0 if rank else 1)
 
     run(script, is_recoverable=True)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+def test_whole_numbers_that_take_more_than_64_bits_together_end_the_job(op: str) -> None:
+    with pytest.raises((ConfigurationError, JobFailedError), match="takes more than 64 bits"):
+        run(lambda rank: gs.all_reduce(1 << 62, op))  # type: ignore[arg-type]
