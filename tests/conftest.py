@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -78,6 +79,16 @@ def _distributions_check_their_arguments() -> Iterator[None]:
     yield
     if (distributions := sys.modules.get("torch.distributions")) is not None:
         distributions.Distribution.set_default_validate_args(__debug__)
+
+
+@pytest.fixture(autouse=True)
+def _log_is_as_it_was() -> Iterator[None]:
+    """A scheduler or worker in this process sets the log up, and later tests would be told more."""
+    log = logging.getLogger("graphsplit")
+    handlers, level, propagate = list(log.handlers), log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagate
+    log.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
