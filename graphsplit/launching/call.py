@@ -50,7 +50,7 @@ def name_of(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", "") or repr(fn)
 
 
-def to_bytes(call: LaunchedCall) -> bytes:
+def pickled(call: LaunchedCall) -> bytes:
     """A call, and what it finds in this process: paths, sources of cells, random generators.
 
     Raises:
@@ -70,9 +70,9 @@ def to_bytes(call: LaunchedCall) -> bytes:
     return found
 
 
-def from_bytes(data: bytes) -> LaunchedCall:
-    """What ``to_bytes`` gave, in a child of the process that did; generators are set as there."""
-    paths, argv, sources, generator, states, body = cloudpickle.loads(data)
+def received(octets: torch.Tensor) -> LaunchedCall:
+    """What ``pickled`` gave, in a child of the process that did; generators are set as there."""
+    paths, argv, sources, generator, states, body = cloudpickle.loads(octets.numpy())
     sys.path[:], sys.argv[:] = paths, argv
     linecache.cache.update(sources)
     call = LaunchedCall(*cloudpickle.loads(body))

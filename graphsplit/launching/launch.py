@@ -66,7 +66,7 @@ def launch(
     workers = _number_of(workers)
     _check(fn, workers, timeout_s, restarts)
     wanted = call.LaunchedCall(fn, tuple(args), dict(kwargs or {}))
-    body = bytearray(call.to_bytes(wanted))
+    body = bytearray(call.pickled(wanted))
     with files.memory_files(2 + workers) as (first, answer_file, *results):
         files.write(first, [torch.frombuffer(body, dtype=torch.uint8)])
         request = CallRequest(

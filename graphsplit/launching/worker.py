@@ -14,7 +14,7 @@ def main() -> None:
     first, *results = map(int, sys.argv[1:])
     own = results[int(os.environ["MS_NODE_ID"])]
     try:
-        wanted = call.from_bytes(files.read(first).numpy().tobytes())
+        wanted = call.received(files.read(first))
         joined.init_for_call()
         value = wanted.fn(*wanted.args, **wanted.kwargs)
         pieces = outcome.returned(value, function=call.name_of(wanted.fn))

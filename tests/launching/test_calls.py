@@ -76,9 +76,7 @@ def test_what_a_function_uses_and_cannot_be_sent_is_named() -> None:
 
 def test_a_process_of_a_job_cannot_start_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    with pytest.raises(
-        ConfigurationError, match=r"in a process of a job.*\n  Fix: call the"
-    ):
+    with pytest.raises(ConfigurationError, match=r"in a process of a job.*\n  Fix: call the"):
         gs.launch(double, workers=2)
 
 
@@ -88,12 +86,12 @@ def test_a_call_brings_its_sources_and_generators() -> None:
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    sent = call.to_bytes(LaunchedCall(lambda x: double(x, y=5), (torch.arange(3),), {}))
+    sent = call.pickled(LaunchedCall(lambda x: double(x, y=5), (torch.arange(3),), {}))
     expected = random.random(), np.random.rand(), torch.rand(1)
     del linecache.cache["<cell 1>"]
     sys.argv.append("other")
     sys.path.append("/other")
-    found = call.from_bytes(sent)
+    found = call.received(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
     assert (random.random(), np.random.rand(), torch.rand(1)) == expected
     assert linecache.getline("<cell 1>", 1) == "a line\n"
     assert (sys.argv, sys.path) == (argv, paths)
