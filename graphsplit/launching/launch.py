@@ -168,7 +168,7 @@ def _not_callable(fn: Any) -> ConfigurationError:
 def _results(
     answer: CallAnswer, found: Sequence[Returned | Raised | None], wanted: call.LaunchedCall
 ) -> list[Any]:
-    """What all have returned.
+    """The values that all have returned, in the order of ranks.
 
     Raises:
         Exception: The root cause, where the job has failed.

@@ -1,4 +1,4 @@
-"""What ``gs.launch`` and the launcher that it starts tell each other, as frozen values."""
+"""Request and answer between ``gs.launch`` and the launcher that it starts, as frozen values."""
 
 from __future__ import annotations
 
