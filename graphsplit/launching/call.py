@@ -71,7 +71,7 @@ def pickled(call: LaunchedCall) -> bytes:
 
 
 def received(octets: torch.Tensor) -> LaunchedCall:
-    """Read ``pickled`` in a child of its process; paths and generators are set as they were there."""
+    """Read ``pickled`` in a child of its process; paths and generators are set as there."""
     paths, argv, sources, generator, states, body = cloudpickle.loads(octets.numpy())
     sys.path[:], sys.argv[:] = paths, argv
     linecache.cache.update(sources)
