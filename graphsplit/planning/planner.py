@@ -157,7 +157,7 @@ class Planner:
             self._task.network.train()
 
     def ahead(self, mode: Mode) -> Recording | None:
-        """The latest recording if it holds: known to ``python_step`` if no script runs until then."""
+        """The latest recording, if it holds: for ``python_step``, if no script runs until then."""
         is_begun = mode is not Mode.TRAIN or self._task.network.training
         return self.recordings.latest_if_it_holds() if is_begun else None
 
