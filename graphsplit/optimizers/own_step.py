@@ -32,6 +32,8 @@ _DONE = (
     "optimizer.step(), loss.backward() and optimizer.zero_grad() out; after forward_backward call "
     "model.step()."
 )
+# Hooks around every optimizer's step that are graphsplit's own.
+OWN_HOOKS: list[Any] = []
 _SAID = "_graphsplit_per_parameter"
 
 
@@ -141,7 +143,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
         getattr(optimizer, AFTER_STEP, {}),
     )
     found = [hook for hooks in several for hook in hooks.values()]
-    return [hook for hook in found if hook is not refuse_own_step]
+    return [hook for hook in found if hook is not refuse_own_step and hook not in OWN_HOOKS]
 
 
 def code_of_step(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

@@ -76,7 +76,7 @@ class Elsewhere(StandIn):
         )
 
 
-class _ElsewhereParameter(Elsewhere, nn.Parameter):
+class ElsewhereParameter(Elsewhere, nn.Parameter):
     """A parameter whose value lives on another worker."""
 
 
@@ -116,7 +116,7 @@ def free(
     tensor.data = without_memory(tensor)
     tensor.grad = None
     setattr(tensor, _WHOSE, (name, owner, strides))
-    tensor.__class__ = _ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
+    tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.graph import Mode, Node, NodeKind
+from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.optimizers.parameter_hooks import HookState
@@ -19,7 +19,7 @@ from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
-from graphsplit.program.lower import WorkerProgram, late_edges
+from graphsplit.program.lower import WorkerProgram, first_of_backward, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.channels import (
     ChannelEnds,
@@ -105,7 +105,7 @@ class ProgramRunner:
         self._input_index = {
             p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
         }
-        self._grad_enabled = parts.plan.placed.graph.mode is Mode.TRAIN
+        self._grad_enabled = parts.plan.placed.graph.mode.records_gradients
         self._owned_outputs = {
             output.node: parts.state[output.node].detach()
             for output in parts.plan.placed.graph.outputs
@@ -233,6 +233,25 @@ class ProgramRunner:
                 meanwhile()
             self._run_until(len(self._actions), state)
         return state
+
+    def run_forward(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        numbers: Mapping[str, Any] = NO_NUMBERS,
+    ) -> StepState:
+        """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
+        state = self.begin(step, inputs, numbers)
+        with torch.set_grad_enabled(self._grad_enabled):
+            self._run_until(first_of_backward(self._plan, self._parts.program), state)
+        return state
+
+    def run_backward(self, state: StepState) -> None:
+        """Run the backward of a call, whose ``state.given`` are its outputs' gradients."""
+        self.step = state.step
+        self.position = first_of_backward(self._plan, self._parts.program)
+        with torch.set_grad_enabled(self._grad_enabled):
+            self._run_until(len(self._actions), state)
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions
