@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from graphsplit.distribute.loop import Loop, shape_of
-from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.values import LoopValue, forget_known
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase
@@ -56,6 +56,7 @@ class Gradients:
     def forget(self) -> None:
         """Gradients have changed."""
         self._known = None
+        forget_known()
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""

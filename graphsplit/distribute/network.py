@@ -12,7 +12,7 @@ from torch import nn
 
 from graphsplit.batches.batch import Arguments
 from graphsplit.deferred.construction import is_deferred, materialize
-from graphsplit.distribute import backward as _  # noqa: F401  (what values do in loss.backward())
+from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop

@@ -7,7 +7,7 @@ it; the others run it on shapes, with the same autograd graph. Who asks for numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +74,15 @@ _OPERATORS = (
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 
 
+_num_forgotten = 0
+
+
+def forget_known() -> None:
+    """Values were written to by more than operations of the script; on all workers alike."""
+    global _num_forgotten
+    _num_forgotten += 1
+
+
 class _Draws(TorchDispatchMode):
     """Notes whether an operation may draw from the generator."""
 
@@ -117,12 +126,16 @@ class LoopValue(torch.Tensor):
         made._known, made._copies = None, {}
         return made
 
-    _known: tuple[int, torch.Tensor] | None
-    _copies: dict[int, tuple[int, torch.Tensor]]
+    def _state(self) -> tuple[int, int]:
+        """What changes whenever the value may have been written to, on all workers alike."""
+        return writes_of(self.held), _num_forgotten
+
+    _known: tuple[tuple[int, int], torch.Tensor] | None
+    _copies: dict[int, tuple[tuple[int, int], torch.Tensor]]
 
     def everywhere(self) -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, without history; told once."""
-        version = writes_of(self.held)
+        version = self._state()
         if self._known is None or self._known[0] != version:
             value = self.loop.share(self.held, self.home)
             self._known = version, value.clone() if self.loop.rank == self.home else value
@@ -140,7 +153,7 @@ class LoopValue(torch.Tensor):
             return self.held
         if torch.is_grad_enabled() and self.held.requires_grad:
             return move(self.loop, (self.home, home), self.held)
-        version = writes_of(self.held)
+        version = self._state()
         known = self._copies.get(home)
         if known is None or known[0] != version:
             known = version, self.loop.move(self.held, self.home, home)
@@ -214,6 +227,11 @@ def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return func(*args, **kwargs)
 
 
+def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation where its operands are."""
+    return _operation(func, getattr(func, "__name__", ""), tuple(args), kwargs)
+
+
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found, spec = pytree.tree_flatten((args, kwargs))
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
@@ -271,8 +289,15 @@ def _needs_values(
 def _home(name: str, args: tuple[Any, ...], values: list[LoopValue]) -> int:
     """The worker that has most of the operands; that of the one that is written to."""
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-    if is_in_place and isinstance(args[0], LoopValue):
-        return args[0].home
+    if is_in_place:
+        written = {v.home for v in pytree.tree_leaves(args[0]) if isinstance(v, LoopValue)}
+        if len(written) > 1:
+            raise ConfigurationError(
+                f"{name} writes to values that live on several workers\n"
+                f"  Fix: write to each by itself, in a loop."
+            )
+        if written:
+            return written.pop()
     sizes: dict[int, int] = {}
     for value in values:
         sizes[value.home] = sizes.get(value.home, 0) + value.held.nbytes

@@ -138,7 +138,7 @@ LOOPS = (usual, several, language)
 
 
 def refused(ranks: list[int]) -> Iterator[str]:
-    """The first line of each error that names a fix; the network can be used afterwards."""
+    """What is not possible, each with the beginning of its error."""
     net = gs.distribute(small(ranks))
     x = torch.randn(6, 8)
     first = net(x).sum()
@@ -155,7 +155,8 @@ def refused(ranks: list[int]) -> Iterator[str]:
         try:
             form()
         except gs.errors.GraphsplitError as error:
-            yield "Fix:" in str(error) and str(error).split(",")[0].split(":")[0]
+            has_fix = "Fix:" in str(error)
+            yield f"refused, {'with a' if has_fix else 'without a'} fix: {str(error)[:40]!r}"
         else:
             yield "nothing was raised"
 
