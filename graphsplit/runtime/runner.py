@@ -18,7 +18,7 @@ from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
+from graphsplit.program.liveness import is_held_once, last_uses
 from graphsplit.program.lower import WorkerProgram, first_of_backward, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.channels import (
@@ -45,6 +45,12 @@ from graphsplit.runtime.segments.compiled import Compiler
 from graphsplit.runtime.sharing import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.step_state import Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
+from graphsplit.runtime.with_instructions import (
+    announcing,
+    freeing,
+    holding,
+    letting_others_first,
+)
 from graphsplit.transport.base import Sender, Transport
 
 Action = Callable[[StepState], None]
@@ -125,15 +131,15 @@ class ProgramRunner:
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
-            self._actions[position] = _freeing(self._actions[position], held)
+            self._actions[position] = freeing(self._actions[position], held)
         for position in held_sends(instructions, parts.plan):
             sender = self._senders[instructions[position].operand]
             if type(sender).hold is not Sender.hold:
-                self._actions[position] = _holding(sender, self._actions[position])
+                self._actions[position] = holding(sender, self._actions[position])
         self._announce_values()
         if hasattr(os, "sched_yield"):
             for position in before_waiting_work(instructions):
-                self._actions[position] = _letting_others_first(self._actions[position])
+                self._actions[position] = letting_others_first(self._actions[position])
         self._bound = self._actions
         waits = [i.opcode is Opcode.RECEIVE for i in instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
@@ -160,7 +166,7 @@ class ProgramRunner:
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
-                self._actions[position] = _announcing(senders, self._actions[position])
+                self._actions[position] = announcing(senders, self._actions[position])
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -465,55 +471,3 @@ class ProgramRunner:
         node = self._nodes[value]
         is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
         return receive_parameter if is_borrowed else receive_value
-
-
-# What goes with an instruction: announcing values, letting others first, freeing memory.
-
-
-def _announcing(senders: Sequence[Sender], action: Action) -> Action:
-    """Announce the values that are sent right after it, so that their receivers are awake."""
-    announcements = [sender.announce for sender in senders]
-
-    def announce_and_run(state: StepState) -> None:
-        for announce in announcements:
-            announce()
-        action(state)
-
-    return announce_and_run
-
-
-def _holding(sender: Sender, action: Action) -> Action:
-    """Tell that another value to the same worker follows."""
-
-    def hold_and_send(state: StepState) -> None:
-        sender.hold()
-        action(state)
-
-    return hold_and_send
-
-
-def _letting_others_first(action: Action) -> Action:
-    """Yield the core before what nobody waits for, to a worker that a value sent before has woken.
-
-    Where there are fewer cores than workers it may wait for this very core.
-    """
-
-    def yield_and_run(state: StepState) -> None:
-        os.sched_yield()
-        action(state)
-
-    return yield_and_run
-
-
-def _freeing(action: Action, held: Sequence[HeldValue]) -> Action:
-    """Forget afterwards what nothing reads any more; see ``program.liveness``."""
-
-    def run_and_free(state: StepState) -> None:
-        action(state)
-        for microbatch, value in held:
-            if value == GENERATOR:
-                del state.generators[microbatch]
-            else:
-                del state.values[microbatch][value]
-
-    return run_and_free
