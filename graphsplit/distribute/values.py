@@ -239,6 +239,11 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         shared = [leaf.shared() if isinstance(leaf, LoopValue) else leaf for leaf in found]
         args, kwargs = pytree.tree_unflatten(shared, spec)
         return func(*args, **kwargs)
+    if torch.is_autocast_enabled("cpu"):
+        raise ConfigurationError(
+            f"torch.autocast is on around {name}, whose operands live on one worker: shapes on the "
+            f"others would not be cast\n  Fix: use torch.autocast inside the network's forward."
+        )
     loop, home = values[0].loop, _home(name, args, values)
     is_here = loop.rank == home
     inside = [_operand(leaf, home, loop, name) for leaf in found]
