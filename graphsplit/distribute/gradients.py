@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.distribute.loop import Loop, shape_of
+from graphsplit.distribute.loop import META, Loop
 from graphsplit.distribute.values import LoopValue, forget_known
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, WatchedParameter
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, WatchedParameter
 
 _KEY = "_graphsplit_gradients"
 _ATTRIBUTES: Any = TensorBase
@@ -79,10 +79,9 @@ class Gradients:
                     "the gradient of a parameter is sparse; the script's own loop can look at "
                     "dense ones only\n  Fix: make the embedding with sparse=False."
                 )
-            gradient = parameter.grad
-            inner = shape_of(parameter) if gradient is None else gradient
-            is_there = kind == "1"
-            found[id(parameter)] = LoopValue.of(inner, owner, self._loop) if is_there else None
+            held = _shape_of(parameter) if isinstance(parameter, StandIn) else parameter.grad
+            is_there = kind == "1" and held is not None
+            found[id(parameter)] = LoopValue.of(held, owner, self._loop) if is_there else None
         return found
 
 
@@ -91,6 +90,12 @@ def _kind_of(parameter: torch.Tensor) -> str:
     if gradient is None:
         return "0"
     return "1" if gradient.layout is torch.strided else "s"
+
+
+def _shape_of(parameter: StandIn) -> torch.Tensor:
+    """What stands for a gradient that is on another worker: laid out as the parameter is there."""
+    shape, strides = parameter.shape, parameter.true_strides()
+    return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=META)
 
 
 def gradients_changed() -> None:

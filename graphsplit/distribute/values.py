@@ -266,7 +266,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return known.get(id(leaf)) or LoopValue.of(leaf, home, loop)
+        value = known.get(id(leaf))
+        return LoopValue.of(leaf, home, loop) if value is None else value
 
     return pytree.tree_map(wrap, result)
 
