@@ -80,8 +80,10 @@ class Gradients:
                     "dense ones only\n  Fix: make the embedding with sparse=False."
                 )
             held = _shape_of(parameter) if isinstance(parameter, StandIn) else parameter.grad
-            is_there = kind == "1" and held is not None
-            found[id(parameter)] = LoopValue.of(held, owner, self._loop) if is_there else None
+            if kind == "1" and held is not None:
+                found[id(parameter)] = LoopValue.of(held, owner, self._loop)
+            else:
+                found[id(parameter)] = None
         return found
 
 
