@@ -294,18 +294,27 @@ def _backward_apart(
         if roots and id(parameter) in totals:
             roots.append(parameter)
             root_gradients.append(totals[id(parameter)])
-    found = backward(roots, root_gradients, (*leaves, *parameters), ())
-    for parameter, total in zip(parameters, found[len(leaves) :], strict=True):
+    taken: list[Gradient] = [None] * len(parameters)
+    nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+    hooks = [node.register_prehook(_taking(taken, index)) for index, node in enumerate(nodes)]
+    found = backward(roots, root_gradients, leaves, parameters)
+    for hook in hooks:  # the graphs of earlier calls hold the same nodes
+        hook.remove()
+    for parameter, total in zip(parameters, taken, strict=True):
         if total is not None:
             totals[id(parameter)] = total
-    return found[: len(leaves)]
+    return found
 
 
 def _take_instead_of_adding(leaf: torch.Tensor, found: list[Gradient], index: int) -> Node:
+    node = get_gradient_edge(leaf).node
+    node.register_prehook(_taking(found, index))
+    return node
+
+
+def _taking(found: list[Gradient], index: int) -> Callable[[tuple[Gradient, ...]], tuple[None]]:
     def take(given: tuple[Gradient, ...]) -> tuple[None]:
         (found[index],) = given
         return (None,)
 
-    node = get_gradient_edge(leaf).node
-    node.register_prehook(take)
-    return node
+    return take

@@ -106,7 +106,7 @@ def several(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         if step % 2:
             loss = loss + functional.mse_loss(functional.dropout(net(x * 2), 0.3), net(x))
         loss.backward()
-        yield float(loss), torch.rand(2)
+        yield float(loss.detach()), torch.rand(2)
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
