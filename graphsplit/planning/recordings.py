@@ -215,6 +215,19 @@ class Recordings:
         self._num_made -= 1
         self._num_lifts, self._num_changes = self._counts_before
 
+    def forget_sizes(self) -> None:
+        """Forget recordings of buffers that have another size by now. All workers do so."""
+        tensors = self._tensors()
+        self._latest = [
+            recording
+            for recording in self._latest
+            if all(
+                node.meta is None or tensors[node.target].shape == node.meta.shape
+                for node in recording.graph.nodes
+                if node.kind is NodeKind.BUFFER and node.target in tensors
+            )
+        ]
+
     def record_again(self, found: Match) -> str | None:
         """Record a step once more; says where that gives another graph, which must not be."""
         recording = found.recording
