@@ -1,8 +1,8 @@
 """MegEngine's pipeline of two stages: `graphsplit run -n 2 two_stage_pipeline.py`.
 
-There each process builds its own stage, and calls `remote_send` and `remote_recv`. Here there is one
-network; what crosses the cut follows from where layers live, its gradient too, and four microbatches
-keep both workers busy.
+There each process builds its own stage, and calls `remote_send` and `remote_recv`. Here there is
+one network; what crosses the cut follows from where layers live, its gradient too, and four
+microbatches keep both workers busy.
 """
 
 from __future__ import annotations
