@@ -67,16 +67,7 @@ def distribute(
         ConfigurationError: It is no module, or is distributed already; ``MS_ROLE`` is set and
             ``gs.init()`` was not called; or lost workers may come back in this job.
     """
-    if not isinstance(net, nn.Module):
-        raise ConfigurationError(
-            f"distribute was given a {type(net).__name__}; expected a torch.nn.Module\n"
-            f"  Fix: pass the network itself, not what torch.compile made of it."
-        )
-    if net in _behind:
-        raise ConfigurationError(
-            f"distribute was given a {type(net).__name__} that is distributed already\n"
-            f"  Fix: call it once, and use what it returned."
-        )
+    _check(net)
     job = joined.current()
     if job is None or job.num_workers == 1:
         if is_deferred(net):
@@ -94,6 +85,19 @@ def distribute(
     net.__class__ = own
     install()
     return net
+
+
+def _check(net: Any) -> None:
+    if not isinstance(net, nn.Module):
+        raise ConfigurationError(
+            f"distribute was given a {type(net).__name__}; expected a torch.nn.Module\n"
+            f"  Fix: pass the network itself, not what torch.compile made of it."
+        )
+    if net in _behind:
+        raise ConfigurationError(
+            f"distribute was given a {type(net).__name__} that is distributed already\n"
+            f"  Fix: call it once, and use what it returned."
+        )
 
 
 class Distributed:
