@@ -87,7 +87,7 @@ def _refuse_spent(calls: Sequence[Call]) -> None:
 
 
 def _refuse_unordered(calls: Sequence[Call]) -> None:
-    """What cannot be added up over several calls in eager's order; alike on all workers."""
+    """Refuse sums over several calls whose order is unknown; alike on all workers."""
     uses: Counter[int] = Counter()
     for call in calls:
         placed = call.plan.plan.placed

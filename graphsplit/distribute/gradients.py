@@ -95,7 +95,7 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 
 def _shape_of(parameter: StandIn) -> torch.Tensor:
-    """What stands for a gradient that is on another worker: laid out as the parameter is there."""
+    """A stand-in for a gradient that is on another worker: laid out as the parameter is there."""
     shape, strides = parameter.shape, parameter.true_strides()
     return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=META)
 

@@ -101,7 +101,7 @@ def _check(net: Any) -> None:
 
 
 class Distributed:
-    """What stands behind a distributed network.
+    """The machinery behind a distributed network.
 
     Args:
         task: What a call runs.
@@ -196,7 +196,7 @@ def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Calls(nn.Module):
-    """What a distributed network does otherwise than before."""
+    """Methods of a distributed network that differ from those before."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

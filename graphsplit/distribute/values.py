@@ -115,7 +115,7 @@ class LoopValue(torch.Tensor):
 
     @staticmethod
     def of(inner: torch.Tensor, home: int, loop: Loop) -> LoopValue:
-        """What the script holds of a value."""
+        """The stand-in that the script holds of a value."""
         if inner.layout is not torch.strided:
             raise ConfigurationError(
                 f"a value of the script is a tensor of layout {inner.layout}; only dense ones can "
@@ -127,7 +127,7 @@ class LoopValue(torch.Tensor):
         return made
 
     def _state(self) -> tuple[int, int]:
-        """What changes whenever the value may have been written to, on all workers alike."""
+        """A mark that changes whenever the value may have been written to, on all workers alike."""
         return writes_of(self.held), _num_forgotten
 
     _known: tuple[tuple[int, int], torch.Tensor] | None
@@ -148,7 +148,7 @@ class LoopValue(torch.Tensor):
         return self.everywhere()
 
     def at(self, home: int) -> torch.Tensor:
-        """What is inside, for an operation on another worker."""
+        """The tensor inside, for an operation on another worker."""
         if home == self.home:
             return self.held
         if torch.is_grad_enabled() and self.held.requires_grad:

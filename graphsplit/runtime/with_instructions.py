@@ -1,4 +1,4 @@
-"""What goes with an instruction: announcing values, letting others first, freeing memory."""
+"""Actions that go with an instruction: announcing values, letting others first, freeing memory."""
 
 from __future__ import annotations
 
