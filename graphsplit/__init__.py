@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         send,
     )
     from graphsplit.deferred.construction import deferred_init
+    from graphsplit.distribute.network import distribute
     from graphsplit.job.joined import (
         barrier,
         finalize,
@@ -69,6 +70,7 @@ __all__ = [
     "callbacks",
     "clip",
     "deferred_init",
+    "distribute",
     "errors",
     "finalize",
     "gather",
@@ -107,6 +109,7 @@ _HOMES = {
     "callbacks": "train",
     "clip": "optimizers",
     "deferred_init": "deferred.construction",
+    "distribute": "distribute.network",
     "finalize": "job.joined",
     "gather": "collectives.calls",
     "get_rank": "job.joined",

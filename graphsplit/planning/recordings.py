@@ -223,6 +223,19 @@ class Recordings:
         self._num_made -= 1
         self._num_lifts, self._num_changes = self._counts_before
 
+    def forget_sizes(self) -> None:
+        """Forget recordings of buffers that have another size by now. All workers do so."""
+        tensors = self._tensors()
+        self._latest = [
+            recording
+            for recording in self._latest
+            if all(
+                node.meta is None or tensors[node.target].shape == node.meta.shape
+                for node in recording.graph.nodes
+                if node.kind is NodeKind.BUFFER and node.target in tensors
+            )
+        ]
+
     def check_again(self, found: Match, every: int) -> None:
         """Every so many steps, record a step once more.
 
