@@ -239,8 +239,7 @@ class TrainingLoop:
             run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
-            stopping.after_epoch()
-            if stopping.is_stopped:
+            if stopping.after_epoch():
                 break
         for callback in callbacks:
             callback.on_train_end(context)
