@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphsplit.job.group import WorkerGroup
@@ -44,3 +44,7 @@ class StateHolder(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the network's full state, by its own ``load_state_dict``. Collective."""
+
+    @abstractmethod
+    def note_put(self, names: Sequence[str]) -> None:
+        """A load has put values into these attributes, of which a snapshot must know."""

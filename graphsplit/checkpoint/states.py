@@ -34,6 +34,7 @@ from graphsplit.checkpoint.save import save_file, save_folder
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
+from graphsplit.planning.plain_attributes import PythonState
 from graphsplit.planning.task import Task
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
@@ -128,6 +129,7 @@ class States:
         num_epochs: Complete epochs so far.
         run: The ``train`` that runs, which counts its epochs and steps.
         others: Remembers the loaders that ``eval`` was given.
+        python: Plain attributes, and which parameters are trained.
         resumption: Set by ``load``, for the next ``train``.
     """
 
@@ -140,6 +142,7 @@ class States:
         self.num_epochs = 0
         self.run: TrainingRun = NoRun()
         self.others = OtherLoaders()
+        self.python = PythonState(task)
         self.resumption: Resumption | None = None
 
     @property
@@ -242,6 +245,7 @@ class States:
             if group.rank == 0:
                 for section, value in self._sections(extra).items():
                     contents.add_section(section, value)
+                contents.add_section("python", self.python.saved())
             contents.add_section(by_worker.name_of(CALLBACKS, group.rank), self._callbacks())
             return contents
 
@@ -314,6 +318,8 @@ class States:
                 value.load_state_dict(saved[name])
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
+        if isinstance(values.get("python"), dict):  # not in those of earlier versions
+            self._holder.note_put(self.python.put(values["python"]))
         self._take_over(found, values)
         return values
 

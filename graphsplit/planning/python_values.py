@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +102,7 @@ class PythonValues:
             if same(known.first, value):
                 continue
             again = self._named(*known.name)
-            is_kept = is_plain(frozen) and _can_be_written(thaw(frozen))
+            is_kept = is_plain(frozen) and can_be_written(thaw(frozen))
             if not is_kept or again is None or again.identity != key:
                 raise StateError(
                     f"{place.label} has changed from {shown(known.first)} to {shown(value)}, which "
@@ -128,20 +128,30 @@ class PythonValues:
             values[place.identity] = freeze(value) if is_there else MISSING
         self.put(values)
 
+    def note_put(self, labels: Iterable[str]) -> None:
+        """Values were loaded there: a worker that comes back has others."""
+        self.note_loss()
+        number = next(n for n, loss in self._losses.items() if loss is self._task.loss_fn)
+        for label in labels:
+            place = self._named(label, number)
+            if place is not None:
+                known = self._known.get(place.identity, _Known(place, _UNKNOWN, number))
+                self._known[place.identity] = replace(known, first=_UNKNOWN)
+
     def _named(self, label: str, loss: int) -> Place | None:
         """The place that a worker which comes back finds by its name."""
         roots = {"net": self._task.network, "loss_fn": self._losses.get(loss)}
         return place_named(label, roots)
 
 
-def _can_be_written(value: Any) -> bool:
+def can_be_written(value: Any) -> bool:
     """Whether a value that was written comes back as it was, classes of containers included."""
     if type(value) is SimpleNamespace:
-        return _can_be_written(vars(value))
+        return can_be_written(vars(value))
     if isinstance(value, dict):
-        return type(value) is dict and all(map(_can_be_written, (*value, *value.values())))
+        return type(value) is dict and all(map(can_be_written, (*value, *value.values())))
     if isinstance(value, (list, tuple, set, frozenset)):
-        return type(value) in (list, tuple, set, frozenset) and all(map(_can_be_written, value))
+        return type(value) in (list, tuple, set, frozenset) and all(map(can_be_written, value))
     if isinstance(value, Enum):
         return value.name in type(value).__members__
     plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)

@@ -122,6 +122,10 @@ class ClusterState(Engine):
         pairs = {(min(e.source, e.destination), max(e.source, e.destination)) for e in plan.edges}
         return {pair: transport.route(*pair) for pair in pairs}
 
+    def note_put(self, names: Sequence[str]) -> None:
+        """See :class:`StateHolder`."""
+        self.planner.python_values.note_put(names)
+
     def _gatherer(self) -> StateGatherer:
         self.settle_now()
         return StateGatherer(self._task, self._job, self.owners())

@@ -287,6 +287,9 @@ class EagerEngine(Engine):
         """Load into the network."""
         self._task.network.load_state_dict(state)
 
+    def note_put(self, names: Sequence[str]) -> None:
+        """Nobody takes snapshots."""
+
     def optimizer_state_dicts(self) -> list[dict[str, Any]]:
         """The optimizers' own state dictionaries."""
         return [optimizer.state_dict() for optimizer in self._task.optimizers]

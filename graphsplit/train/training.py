@@ -57,6 +57,12 @@ class Calls:
         self._states = states
         self._metrics = metrics
         self._script = script
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._states.python.begin()
 
     def train(
         self,
@@ -68,6 +74,7 @@ class Calls:
         model: TrainedModel,
     ) -> None:
         """Train over a loader; callbacks see the Model."""
+        self._begin()
         lengths = [length for length in (length_of(loader), steps) if length is not None]
         context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
         run = TrainingLoop(self._engine, self._states, context, callbacks, self._after_step)
@@ -79,6 +86,7 @@ class Calls:
 
     def train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Train on one batch; returns the loss."""
+        self._begin()
         task, engine = self._task, self._engine
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
@@ -93,6 +101,7 @@ class Calls:
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], scale: float
     ) -> torch.Tensor:
         """Add the gradients of one batch; returns the loss."""
+        self._begin()
         task, engine = self._task, self._engine
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
@@ -121,6 +130,7 @@ class Calls:
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""
+        self._begin()
         with self._engine.guard():
             refuse_shares(loader, "eval")
             self._states.others.begin(loader)
@@ -132,6 +142,7 @@ class Calls:
 
     def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outputs for one batch, or for each batch of a loader."""
+        self._begin()
         with self._engine.guard():
             has_loss_fn = self._task.loss_fn is not None
             predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
@@ -16,6 +17,7 @@ import graphsplit as gs
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.testing.compare import difference
 
+assert threads_as_workers
 EPOCHS = 3
 DATA = TensorDataset(
     torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3
@@ -444,3 +446,57 @@ def test_weights_and_optimizers_are_streamed_and_loaded_by_path(tmp_path: Path) 
     other.load_optimizer_state_dict(tmp_path / "o.safetensors")
     assert difference(model.state_dict(), other.state_dict()) is None
     assert difference(model.optimizer_state_dict(), other.optimizer_state_dict()) is None
+
+
+class Counting(nn.Module):
+    """A loss that counts its calls, and divides by their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return nn.functional.cross_entropy(output, target) / self.calls
+
+
+class Thaws(gs.callbacks.Callback):
+    """Trains the first layer too from the second epoch on, and keeps a list of the epochs."""
+
+    def on_epoch_begin(self, context: gs.callbacks.RunContext) -> None:
+        layers: Any = context.model.network
+        layers[0].requires_grad_(context.epoch > 1)
+        layers[0].epochs = [*getattr(layers[0], "epochs", ()), context.epoch]
+
+
+def counted(folder: Path, resumes: bool) -> Any:
+    torch.manual_seed(0)
+    net, loss_fn = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3)), Counting()
+    net[0].place("MS_WORKER", 0)
+    net[2].place("MS_WORKER", 1)
+    net[0].requires_grad_(False)
+    model = gs.Model(net, loss_fn, torch.optim.SGD(net.parameters(), lr=0.1))
+    draws = torch.Generator().manual_seed(1)
+    shape = (6, 4)
+    loader = [(torch.randn(shape, generator=draws), torch.arange(6) % 3) for _ in range(3)]
+    if resumes:
+        model.load(folder / "7")  # within the third epoch, whose begin is heard again
+    saves = gs.callbacks.Checkpoint(folder / "{num_steps}", every_steps=7, keep=9)
+    model.train(3, loader, [] if resumes else [Thaws(), saves])
+    flags, attributes = [p.requires_grad for p in net.parameters()], vars(net[0])["epochs"]
+    if not resumes:
+        model.load(folder / "3")  # back to where the first layer was not yet trained
+        assert not net[0].weight.requires_grad and (loss_fn.calls, net[0].epochs) == (3, [1])
+        model.load(folder / "9")
+    return loss_fn.calls, flags, attributes, model.state_dict()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_plain_attributes_and_what_is_trained_are_saved(tmp_path: Path) -> None:
+    whole = counted(tmp_path, resumes=False)
+    assert whole[:3] == (9, [True] * 4, [1, 2, 3])
+    assert difference(whole, counted(tmp_path, resumes=True)) is None
+    there = tmp_path / "all"
+    for resumes in (False, True):
+        for found in ThreadCluster(lambda _, r=resumes: counted(there, r), 2).run():
+            assert difference(whole, found) is None

@@ -1,0 +1,127 @@
+"""What Python itself keeps of a run, for a save: plain attributes, and which parameters train.
+
+Attributes of the network's modules and of the loss, and ``requires_grad``, decide what a step
+computes. The script makes them as they are before the first call; a save holds those that have
+changed since, and a load puts the others back to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from graphsplit.guards.classes import own_dictionary
+from graphsplit.guards.values import MISSING, freeze, is_plain, put_into, reference_of, same, thaw
+from graphsplit.planning.python_values import can_be_written
+from graphsplit.planning.task import Task
+from graphsplit.planning.trainable import put_requires_grad
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
+
+
+class PythonState:
+    """The changed attributes and marks of one task.
+
+    Args:
+        task: Whose network and loss.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._first: dict[str, Any] | None = None  # frozen values, by name
+        self._first_marks: dict[str, bool] = {}
+
+    def begin(self) -> None:
+        """The first call of the Model: what changes from now on belongs to the run."""
+        if self._first is None:
+            self._first, self._first_marks = self._attributes(), self._marks()
+
+    def saved(self) -> dict[str, Any]:
+        """All that has changed since ``begin``: plain values, by name."""
+        self.begin()
+        first, now = self._first or {}, self._attributes()
+        changed = {
+            name: thaw(value)
+            for name, value in now.items()
+            if not same(first.get(name, MISSING), reference_of(value))
+        }
+        marks = self._marks()
+        return {
+            "attributes": changed,
+            "gone": [name for name in first if name not in now and self._is_gone(name)],
+            "requires_grad": {n: m for n, m in marks.items() if self._first_marks.get(n) != m},
+        }
+
+    def put(self, saved: Mapping[str, Any]) -> list[str]:
+        """Let all be as it was saved, or as before the first call; returns what was changed.
+
+        A value is put where there is none, or a plain one: no save replaces code.
+        """
+        self.begin()
+        given, gone = saved.get("attributes") or {}, saved.get("gone") or ()
+        values = {name: value for name, value in (self._first or {}).items() if name not in gone}
+        values |= {name: freeze(v) for name, v in given.items() if can_be_written(v)}
+        changed: list[str] = []
+        for path, held, kind in self._holders():
+            for name in [n for n in held if f"{path}.{n}" in gone and _is_kept(n, held[n])]:
+                del held[name]
+                changed.append(f"{path}.{name}")
+            for name, value in _below(path, values):
+                there = held.get(name, MISSING)
+                is_free = there is MISSING and not hasattr(kind, name)
+                if (is_free or _is_kept(name, there)) and not same(value, there):
+                    held[name] = put_into(value, there)
+                    changed.append(f"{path}.{name}")
+        marks = {**self._first_marks, **(saved.get("requires_grad") or {})}
+        named = dict(self._parameters())
+        known = [name for name in named if type(marks.get(name)) is bool]
+        put_requires_grad([named[name] for name in known], [marks[name] for name in known])
+        return changed
+
+    def _is_gone(self, name: str) -> bool:
+        path, _, key = name.rpartition(".")
+        return any(path == holder and key not in held for holder, held, _ in self._holders())
+
+    def _attributes(self) -> dict[str, Any]:
+        return {
+            f"{path}.{name}": freeze(value)
+            for path, held, _ in self._holders()
+            for name, value in held.items()
+            if _is_kept(name, value)
+        }
+
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any], type]]:
+        """The dictionaries of attributes, each with its name and the class of its object."""
+        for root, one in (("net", self._task.network), ("loss_fn", self._task.loss_fn)):
+            whole = one.named_modules() if isinstance(one, nn.Module) else [("", one)]
+            for path, holder in whole:
+                held = own_dictionary(holder)
+                if held is not None:
+                    yield (f"{root}.{path}" if path else root), held, type(holder)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for root, one in (("net", self._task.network), ("loss_fn", self._task.loss_fn)):
+            if isinstance(one, nn.Module):
+                for name, parameter in one.named_parameters():
+                    yield f"{root}.{name}", parameter
+
+    def _marks(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._parameters()}
+
+
+def _is_kept(name: Any, value: Any) -> bool:
+    is_ours = type(name) is str and name.isidentifier() and not name.startswith(_OTHERS)
+    if not is_ours or name in _OF_TORCH or value is MISSING:
+        return False
+    return is_plain(freeze(value)) and can_be_written(value)
+
+
+def _below(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        holder, _, key = name.rpartition(".")
+        is_ours = key.isidentifier() and not key.startswith(_OTHERS) and key not in _OF_TORCH
+        if holder == path and is_ours:
+            yield key, value
