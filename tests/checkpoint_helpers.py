@@ -69,6 +69,9 @@ class ThreadHolder(StateHolder):
         assert self.network is not None
         return self.network.state_dict()
 
+    def note_put(self, names: Sequence[str]) -> None:
+        """Nobody takes snapshots."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert self.network is not None
         self.network.load_state_dict(state)
