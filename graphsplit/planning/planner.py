@@ -52,7 +52,8 @@ from graphsplit.planning.written_inputs import written_inputs
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, describe_programs
 from graphsplit.runtime.channels import first_received
-from graphsplit.runtime.runner import ProgramRunner, RunnerParts
+from graphsplit.runtime.parts import RunnerParts
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
