@@ -232,12 +232,14 @@ class TrainingLoop:
                     callback.on_step_end(context)
                 self._after_step()
                 stopping.after_step()
-            if not stopping.is_stopped:
-                run.end()
+            if stopping.is_stopped:  # in its middle: a run that goes on from here ends the epoch
+                for callback in callbacks:
+                    callback.on_stop(context)
+                break
+            run.end()
             for callback in callbacks:
                 callback.on_epoch_end(context)
-            stopping.after_epoch()
-            if stopping.is_stopped:
+            if stopping.after_epoch():
                 break
         for callback in callbacks:
             callback.on_train_end(context)

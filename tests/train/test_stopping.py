@@ -11,6 +11,7 @@ import torch
 from recovery_features.parts import Last, adam, all_of, batches, plain_net
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
 from graphsplit.errors import ConfigurationError
@@ -41,6 +42,9 @@ class Stops(gs.callbacks.Callback):
         self.heard.append(f"epoch {context.epoch}")
         if self._is_here(context) and self.step is None:
             context.stop()
+
+    def on_stop(self, context: gs.callbacks.RunContext) -> None:
+        self.heard.append(f"stop {context.epoch} {context.step}")
 
     def on_train_end(self, context: gs.callbacks.RunContext) -> None:
         self.heard.append("end")
@@ -85,9 +89,39 @@ def test_one_worker_stops_all_after_the_same_step(epoch: int, step: int | None, 
     losses = plain_losses(epoch, step)
     heard, found, left = run_twice(epoch, step, None)
     assert difference(losses, found) is None
-    assert heard[-2:] == [f"epoch {epoch}", "end"]
+    ended = f"epoch {epoch}" if step is None else f"stop {epoch} {step}"
+    assert heard[-2:] == [ended, "end"] and heard.count(f"epoch {epoch}") == (step is None)
     for of_worker in ThreadCluster(lambda _: run_twice(epoch, step, rank), NUM_WORKERS).run():
         assert difference((heard, found, left), of_worker) is None
+
+
+def of_a_drawing_run(folder: Path, stops_at: int | None) -> Any:
+    """Losses of a run whose validation draws random numbers; stopped, and gone on with."""
+    for is_resumed in (False, True)[: 1 if stops_at is None else 2]:
+        net = plain_net(place=True)
+        optimizer, data = adam(net), TensorDataset(*map(torch.cat, zip(*batches(), strict=True)))
+        loader, validation = DataLoader(data, 8, shuffle=True), DataLoader(data, 12)
+        model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, {"Loss": gs.metrics.Loss()})
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        last, best = Last(), gs.callbacks.EarlyStopping("Loss", patience=9)
+        calls: list[Any] = [last, best, gs.callbacks.LearningRateScheduler(schedule)]
+        calls.append(gs.callbacks.Checkpoint(folder / "{num_steps}", every_epochs=None))
+        if is_resumed:
+            model.load(folder / str(stops_at))
+        elif stops_at is not None:
+            calls.append(Stops(2, stops_at - len(loader), None))
+        model.train(3, loader, calls, validation=validation)
+    return last.losses, best.state_dict(), schedule.state_dict(), all_of(model)
+
+
+@on_threads
+@pytest.mark.parametrize("stops_at", [4, 6])  # within the epoch, and after its last step
+def test_a_run_that_goes_on_where_it_was_stopped(tmp_path: Path, stops_at: int):
+    whole = of_a_drawing_run(tmp_path, None)
+    assert difference(whole, of_a_drawing_run(tmp_path / "one", stops_at)) is None
+    there = ThreadCluster(lambda _: of_a_drawing_run(tmp_path / "all", stops_at), NUM_WORKERS).run()
+    for found in there:
+        assert difference(whole, found) is None
 
 
 def watched(values: list[float], folder: Path | None = None, **options: Any) -> Any:

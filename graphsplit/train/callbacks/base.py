@@ -96,9 +96,11 @@ class RunContext:
     def stop(self) -> None:
         """End training after this step, on all workers, whichever of them asks.
 
-        The callbacks of the step are called as ever, then ``on_epoch_end`` and ``on_train_end``.
-        A position that is saved there is that after the step, in the middle of the epoch. Asked for
-        at the end of an epoch, the next one does not begin.
+        The callbacks of the step are called as ever, then ``on_stop`` and ``on_train_end``. The
+        epoch does not end: no ``on_epoch_end``, no validation. A save in ``on_stop``, as that of
+        ``Checkpoint``, stands after the step, in the middle of the epoch; a run that goes on from
+        it ends the epoch. Asked for at the end of an epoch, the next one does not begin, and
+        ``on_stop`` is not called.
 
         Raises:
             ConfigurationError: No ``train`` is under way, or the callback's class does not show
@@ -162,6 +164,9 @@ class Callback:
 
     def on_epoch_end(self, context: RunContext) -> None:
         """After an epoch's last step."""
+
+    def on_stop(self, context: RunContext) -> None:
+        """In place of ``on_epoch_end``, where ``context.stop()`` was called within an epoch."""
 
     def on_train_end(self, context: RunContext) -> None:
         """After the last epoch; not called after a failure."""

@@ -54,10 +54,9 @@ class Stopping:
         if self._ends_step:
             self.is_stopped = self._any(self._is_asked)
 
-    def after_epoch(self) -> None:
-        """Collective, if it has to be: whether the epoch was the last."""
-        if self._ends_epoch and not self.is_stopped:
-            self.is_stopped = self._any(self._is_asked)
+    def after_epoch(self) -> bool:
+        """Collective, if it has to be: whether the epoch, which was not stopped, was the last."""
+        return self._ends_epoch and self._any(self._is_asked)
 
     def _any(self, mine: bool) -> bool:
         group = self._group()

@@ -43,6 +43,10 @@ class LossMonitor(Callback):
         if context.loss is not None and not (self._every and context.step % self._every == 0):
             self._print(context)
 
+    def on_stop(self, context: RunContext) -> None:
+        """Print the last loss, unless it was just printed."""
+        self.on_epoch_end(context)
+
     def _print(self, context: RunContext) -> None:
         if context.rank != 0 or context.loss is None:
             return
@@ -72,6 +76,10 @@ class TimeMonitor(Callback):
             _print(
                 f"epoch: {context.epoch} time: {spent_ms:.3f} ms, per step time: {per_step:.3f} ms"
             )
+
+    def on_stop(self, context: RunContext) -> None:
+        """Print the times."""
+        self.on_epoch_end(context)
 
 
 class LearningRateScheduler(Callback):
@@ -144,6 +152,7 @@ def _last_loss(context: RunContext) -> float:
 class Checkpoint(Callback):
     """Saves the training state while it trains, so that a run can go on after it was ended.
 
+    Also where ``context.stop()`` ends training in the middle of an epoch.
     Runs after all other callbacks, so that what they change is saved as well.
 
     Args:
@@ -189,6 +198,10 @@ class Checkpoint(Callback):
         if self._every_epochs and context.epoch % self._every_epochs == 0:
             self._save(context)
 
+    def on_stop(self, context: RunContext) -> None:
+        """Save, so that a run that goes on ends the epoch."""
+        self._save(context)
+
     def _save(self, context: RunContext) -> None:
         num_steps = context.model.position.num_steps
         path = self._series.path(epoch=context.epoch, step=context.step, num_steps=num_steps)
@@ -227,6 +240,10 @@ class ProgressBar(Callback):
                 self._bar.set_postfix_str(f"loss {float(context.loss):.4f}", refresh=True)
             self._bar.close()
             self._bar = None
+
+    def on_stop(self, context: RunContext) -> None:
+        """Close the bar."""
+        self.on_epoch_end(context)
 
     def on_rollback(self, context: RunContext) -> None:
         """Close the bar."""
