@@ -404,14 +404,9 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
+        written = written_inputs(plan)
         return ReadyPlan(
-            plan,
-            programs,
-            runner,
-            consumers_of(plan),
-            waiting,
-            numbers,
-            written_inputs=written_inputs(plan),
+            plan, programs, runner, consumers_of(plan), waiting, numbers, written_inputs=written
         )
 
     def _pure_passes(
