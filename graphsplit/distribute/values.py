@@ -15,7 +15,7 @@ import torch
 from graphsplit.distribute.links import enter, move, share
 from graphsplit.distribute.loop import META, Loop
 from graphsplit.errors import ConfigurationError
-from graphsplit.torch_ext.attributes import writes_of
+from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
@@ -25,7 +25,7 @@ from graphsplit.torch_ext.private import (
 
 Function = Callable[..., Any]
 # Attributes that the tensor inside answers, and those that are operations.
-_OF_INNER = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", "_version"})
+_OF_INNER = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", WRITES})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _ASKING = frozenset(
     [

@@ -52,7 +52,8 @@ from graphsplit.planning.written_inputs import written_inputs
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, describe_programs
 from graphsplit.runtime.channels import first_received
-from graphsplit.runtime.runner import ProgramRunner, RunnerParts
+from graphsplit.runtime.parts import RunnerParts
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -403,14 +404,9 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
+        written = written_inputs(plan)
         return ReadyPlan(
-            plan,
-            programs,
-            runner,
-            consumers_of(plan),
-            waiting,
-            numbers,
-            written_inputs=written_inputs(plan),
+            plan, programs, runner, consumers_of(plan), waiting, numbers, written_inputs=written
         )
 
     def _pure_passes(

@@ -5,21 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from graphsplit.capture.graph import Node, NodeKind
-from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, StepFailedError
-from graphsplit.optimizers.parameter_hooks import HookState
-from graphsplit.optimizers.update import Updater
-from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.partition.plan import Edge, EdgeKind
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import is_held_once, last_uses
-from graphsplit.program.lower import WorkerProgram, first_of_backward, late_edges
+from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
+from graphsplit.program.lower import first_of_backward, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.channels import (
     ChannelEnds,
@@ -28,6 +24,7 @@ from graphsplit.runtime.channels import (
     held_sends,
     sparse_gradient,
 )
+from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.random.generators import (
     GENERATORS,
     bind_receive_generators,
@@ -41,50 +38,14 @@ from graphsplit.runtime.segments.changing_state import (
     with_own_generator,
 )
 from graphsplit.runtime.segments.code import SegmentCode, build_code
-from graphsplit.runtime.segments.compiled import Compiler
 from graphsplit.runtime.sharing import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.step_state import Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
-from graphsplit.runtime.with_instructions import (
-    announcing,
-    freeing,
-    holding,
-    letting_others_first,
-)
-from graphsplit.transport.base import Sender, Transport
+from graphsplit.transport.base import Sender
 
 Action = Callable[[StepState], None]
 _BACKWARD = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class RunnerParts:
-    """The parts that a runner works with.
-
-    Attributes:
-        plan: The agreed plan.
-        plan_number: Its number in the job; part of every channel's identity.
-        program: This worker's program.
-        depths: How many messages of an edge may be under way, where 2 are too few.
-        state: Parameters and buffers of this worker, by node.
-        transport: Moves values; None if the plan has a single worker.
-        updater: What happens to the owned gradients at both ends of a step.
-        position: Told of every instruction, for heartbeats.
-        compiler: Compiles segments, or None.
-        hook_state: Python state that hooks on parameters of several workers share.
-    """
-
-    plan: PartitionPlan
-    plan_number: int
-    program: WorkerProgram
-    depths: Mapping[int, int]
-    state: Mapping[int, torch.Tensor]
-    transport: Transport | None
-    updater: Updater
-    position: ReportedPosition = field(default_factory=ReportedPosition)
-    compiler: Compiler | None = None
-    hook_state: tuple[HookState, ...] = ()
 
 
 def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -131,15 +92,15 @@ class ProgramRunner:
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
-            self._actions[position] = freeing(self._actions[position], held)
+            self._actions[position] = _freeing(self._actions[position], held)
         for position in held_sends(instructions, parts.plan):
             sender = self._senders[instructions[position].operand]
             if type(sender).hold is not Sender.hold:
-                self._actions[position] = holding(sender, self._actions[position])
+                self._actions[position] = _holding(sender, self._actions[position])
         self._announce_values()
         if hasattr(os, "sched_yield"):
             for position in before_waiting_work(instructions):
-                self._actions[position] = letting_others_first(self._actions[position])
+                self._actions[position] = _letting_others_first(self._actions[position])
         self._bound = self._actions
         waits = [i.opcode is Opcode.RECEIVE for i in instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
@@ -166,7 +127,7 @@ class ProgramRunner:
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
-                self._actions[position] = announcing(senders, self._actions[position])
+                self._actions[position] = _announcing(senders, self._actions[position])
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -471,3 +432,52 @@ class ProgramRunner:
         node = self._nodes[value]
         is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
         return receive_parameter if is_borrowed else receive_value
+
+
+def _announcing(senders: Sequence[Sender], action: Action) -> Action:
+    """Announce the values that are sent right after it, so that their receivers are awake."""
+    announcements = [sender.announce for sender in senders]
+
+    def announce_and_run(state: StepState) -> None:
+        for announce in announcements:
+            announce()
+        action(state)
+
+    return announce_and_run
+
+
+def _holding(sender: Sender, action: Action) -> Action:
+    """Tell that another value to the same worker follows."""
+
+    def hold_and_send(state: StepState) -> None:
+        sender.hold()
+        action(state)
+
+    return hold_and_send
+
+
+def _letting_others_first(action: Action) -> Action:
+    """Yield the core before what nobody waits for, to a worker that a value sent before has woken.
+
+    Where there are fewer cores than workers it may wait for this very core.
+    """
+
+    def yield_and_run(state: StepState) -> None:
+        os.sched_yield()
+        action(state)
+
+    return yield_and_run
+
+
+def _freeing(action: Action, held: Sequence[HeldValue]) -> Action:
+    """Forget afterwards what nothing reads any more; see ``program.liveness``."""
+
+    def run_and_free(state: StepState) -> None:
+        action(state)
+        for microbatch, value in held:
+            if value == GENERATOR:
+                del state.generators[microbatch]
+            else:
+                del state.values[microbatch][value]
+
+    return run_and_free
