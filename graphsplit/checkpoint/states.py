@@ -34,7 +34,7 @@ from graphsplit.checkpoint.save import save_file, save_folder
 from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.values import Fixed, decode, tensor_names
 from graphsplit.errors import CheckpointError, StateError
-from graphsplit.planning.plain_attributes import PythonState
+from graphsplit.planning.plain_attributes import PlainState
 from graphsplit.planning.task import Task
 from graphsplit.torch_ext.attributes import STATE_VERSIONS, scaler_findings
 
@@ -142,7 +142,7 @@ class States:
         self.num_epochs = 0
         self.run: TrainingRun = NoRun()
         self.others = OtherLoaders()
-        self.python = PythonState(task)
+        self.python = PlainState(task)
         self.resumption: Resumption | None = None
 
     @property

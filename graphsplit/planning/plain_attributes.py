@@ -22,7 +22,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
 
 
-class PythonState:
+class PlainState:
     """The changed attributes and marks of one task.
 
     Args:
