@@ -1,4 +1,4 @@
-"""What Python itself keeps of a run, for a save: plain attributes, and which parameters train.
+"""Plain attributes and marks of parameters, as a save keeps them of a run.
 
 Attributes of the network's modules and of the loss, and ``requires_grad``, decide what a step
 computes. The script makes them as they are before the first call; a save holds those that have
