@@ -215,7 +215,10 @@ class OptimizerLoader:
         self._source = source
         self._holds = holds
         self._parameters = parameters_of(optimizer)
-        self.problems = [f"{name}: {problem}" for problem in self._compare(ownership)]
+        kind = type(optimizer).__name__
+        self.problems = [
+            f"optimizer {name}, {kind}: {problem}" for problem in self._compare(ownership)
+        ]
 
     def _compare(self, ownership: Ownership) -> list[str]:
         saved = self._saved
@@ -231,7 +234,10 @@ class OptimizerLoader:
         if saved.get("class") != own:
             return [f"was saved from {saved.get('class')}; it is {own} now"]
         if saved.get("group_sizes") != sizes:
-            return [f"has groups of {sizes} parameters; {saved.get('group_sizes')} were saved"]
+            return [
+                f"has groups of {sizes} parameters; {saved.get('group_sizes')} were saved. Fix: "
+                f"add the groups that the saved run had, by add_param_group, before loading"
+            ]
         found = saved.get("parameters")
         found = found if isinstance(found, list) else []
         return [

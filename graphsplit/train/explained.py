@@ -40,7 +40,7 @@ from graphsplit.viz.report import seconds_in_words
 
 
 class Explainer:
-    """Explains the plan of a batch; without one, that of the plan that ran last.
+    """Explains the plan of a batch; without one, that of training used last.
 
     Args:
         task: What is run.
@@ -191,6 +191,12 @@ class Explainer:
                 planned = self._engine.planner.latest(mode)
                 if planned is not None:
                     return planned.plan
+        else:
+            raise ConfigurationError(
+                f"{method} without a batch shows the plan that a cluster runs; one process runs "
+                f"the plain loop, without a plan\n  Fix: pass a batch, as in "
+                f"model.{method}(inputs, target)."
+            )
         raise ConfigurationError(
             f"nothing has been planned yet\n  Fix: pass a batch, as in model.{method}(inputs, "
             f"target), or call it after the first step."

@@ -252,7 +252,7 @@ class Model(Shown, Steps):
 
         Args:
             batch: One batch, as ``train`` takes it; of several microbatches the first is explained.
-                Without one, it is the plan that ran last.
+                Without one, in a cluster, it is the plan of training used last, if any.
             detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation,
                 ``"state"`` for every Python value that the step depends on.
             kwargs: One batch, as keyword arguments.

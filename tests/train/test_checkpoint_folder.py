@@ -237,7 +237,7 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_loaded(tmp_path: Path) -
         "missing: more.weight",
         "norm.weight is float32[4]; expected float32[5]",
         "norm.running_mean is float32[4]; expected float32[5]",
-        "0: has groups of [5] parameters; [3] were saved",
+        "optimizer 0, AdamW: has groups of [5] parameters; [3] were saved. Fix: add the groups",
     ):
         assert text in str(caught.value)
     assert all(torch.equal(other[0].state_dict()[name], value) for name, value in before.items())

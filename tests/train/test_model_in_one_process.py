@@ -225,3 +225,11 @@ def test_explain_in_one_process_plans_for_the_workers_that_placements_ask_for():
     text = model.explain(*BATCHES[0])
     assert "linear" in text
     assert "worker 2" in text
+
+
+def test_a_plan_is_shown_for_a_batch_only() -> None:
+    net = nn.Linear(2, 2)
+    model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model.train_step(torch.ones(1, 2), torch.zeros(1).long())
+    with pytest.raises(ConfigurationError, match="the plain loop, without a plan\n  Fix: pass a"):
+        model.explain()
