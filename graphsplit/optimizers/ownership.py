@@ -63,7 +63,8 @@ class Elsewhere(StandIn):
         name, owner, _ = getattr(self, _WHOSE)
         fix = (
             f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers "
-            f"all values."
+            f"all values. To run the network, call model.predict(x). Change dtype or device, as "
+            f"by net.double(), before the first step."
         )
         if asked == "copy_":
             fix = (

@@ -60,9 +60,14 @@ class Epochs:
             )
         states.resumption = None
         if self._first > context.num_epochs and context.rank == 0 and not self.has_begun:
+            why = "train was asked for 0 epochs"
+            if self._resumption is not None:
+                why = (
+                    f"the loaded run has done all of {context.num_epochs} epoch(s); pass more "
+                    f"epochs to go on, or resume=False to count from 1 again"
+                )
             say(
-                f"nothing is trained: the loaded run has done all of {context.num_epochs} "
-                f"epoch(s); pass more epochs to go on, or resume=False to count from 1 again",
+                f"nothing is trained: {why}",
                 event="nothing_to_train",
                 level="warning",
             )

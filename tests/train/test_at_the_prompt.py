@@ -97,9 +97,11 @@ def test_a_finished_run_says_that_nothing_is_trained(
         model.train(1, batches(), [gs.callbacks.Checkpoint(tmp_path / "run", keep=1)])
         model.load(tmp_path / "run")
         model.train(1, batches(), [last])
+        model.train(0, batches(), [last])
         return len(last.losses)
 
     assert script() == 0
+    assert "nothing is trained: train was asked for 0 epochs" in caplog.text
     assert "nothing is trained: the loaded run has done all of 1 epoch(s)" in caplog.text
 
 
