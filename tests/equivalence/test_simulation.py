@@ -52,9 +52,8 @@ def test_a_simulation_leaves_the_default_generator_alone() -> None:
 def test_what_a_worker_does_not_own_cannot_be_read_there() -> None:
     cluster = SimulatedCluster(make_task, 2)
     cluster.train_step(arguments())
-    with pytest.raises(
-        OwnershipError, match=r"(?s)lives on worker 1.*model\.predict.*before the"
-    ):
+    told = r"(?s)lives on worker 1.*model\.predict.*before the first step"
+    with pytest.raises(OwnershipError, match=told):
         cluster.workers[0].task.network.second.weight.sum()  # type: ignore[operator, union-attr]
 
 
