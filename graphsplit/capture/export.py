@@ -99,7 +99,7 @@ class _Step(nn.Module):
             blocks,
             DataIsDetached(),
             answering as questions,
-            self._watch.watching(),
+            self._watch.watching(buffers),
             OutsideReads(self._plain_loss),
         ):
             found = self._run(self.network, self.loss_fn, *args, **kwargs)

@@ -39,6 +39,7 @@ from graphsplit.capture.state.attributes import (
     set_value,
     value_at,
 )
+from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep, keep_attributes
 from graphsplit.capture.state.owned_tensors import make_buffers, written_attributes
 from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
@@ -92,13 +93,25 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
     """
     whole: list[nn.Module] = []
     buffers: list[Key] = []
+    attributes: set[Key] = set()
+    kept: frozenset[Any] = frozenset()
     refused: CaptureError | None = None
     while True:
         try:
             return replace(_checked(root, export, whole), buffers=tuple(buffers))
+        except _ReadsAttributesError as found:
+            if attributes.issuperset(found.keys):
+                raise kept_tensors(found.keys) from None
+            attributes.update(found.keys)
+            keep_attributes(root, found.keys)
         except _ChangesTensorsError as found:
             make_buffers(dict(root.named_children()), found.keys)
             buffers += found.keys
+        except KeepsTensorsError as found:
+            if found.subjects <= kept:
+                raise found.refusal() from None
+            kept |= found.subjects
+            keep(root, found)
         except _CannotBeTakenApartError as found:
             refused = refused or found.refusal
             if found.module is None or found.module in (root, *_never_whole(network), *whole):
@@ -137,6 +150,10 @@ class _ChangesTensorsError(Exception):
         self.keys = keys
 
 
+class _ReadsAttributesError(_ChangesTensorsError):
+    """One call leaves tensors in attributes, and the next one reads them."""
+
+
 def _checked(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
     """Record, and see that nobody will read the tensors that forward leaves in attributes."""
     recorded, tensors = _record(root, export, whole)
@@ -158,13 +175,13 @@ def _check_not_read(
         for key, value in tensors.items():
             set_value(root, key, value)
         again, _ = _record(root, export, whole, left=tensors)
-    except (CaptureError, _CannotBeTakenApartError):
-        raise kept_tensors(tensors) from None
+    except (CaptureError, _CannotBeTakenApartError, _ChangesTensorsError):
+        raise _ReadsAttributesError(tensors) from None
     finally:
         for key, value in start.items():
             set_value(root, key, value)
     if _text(again.program) != _text(program):
-        raise kept_tensors(tensors)
+        raise _ReadsAttributesError(tensors)
 
 
 def _text(program: ExportedProgram) -> str:
@@ -211,12 +228,13 @@ def _record(
     refuse_reads_of_changed(recorder.calls, export.watch.noted())
     constants = program.constants.values()
     replaced = [k for k in attributes.replaced_tensors(constants) if k not in left]
-    keys = replaced or written_attributes(program, root)
+    keys = replaced or written_attributes(program, root, export.watch.noted())
     if keys:
         raise _ChangesTensorsError(keys)
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
-    attributes.check_replaced(constants)
+    if inside := attributes.replaced_inside(constants):
+        raise _ReadsAttributesError(inside)
     return Recorded(
         program, export.watch.state(recorder.modules.values())
     ), attributes.left_tensors()

@@ -10,7 +10,8 @@ found out when it is captured, taken away, and left at each step on every worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,8 @@ class Change:
         new = self.new
         if isinstance(new, Computed):
             return f"{self.place.label}: {new}"
+        if isinstance(new, torch.Tensor):  # of another class where its value is on another worker
+            return f"{self.place.label}: Tensor"
         is_plain_value = new is MISSING or is_plain(new)
         return f"{self.place.label}: {shown(new) if is_plain_value else type(new).__name__}"
 
@@ -155,14 +158,20 @@ def changes_of(
         if all(told) and not is_left:
             continue
         found.append(Change(one.place, one.first, freeze(now), one.is_read))
-    for one in reversed(list(noted.values())):
-        if one.place.module is not None and _holds_fake(one.place.read()):
+    put_all_back(noted.values())
+    made = [_with_numbers(change, compute) for change in found]
+    return tuple(change for change in made if _can_be_left(change))
+
+
+def put_all_back(noted: Iterable[Noted]) -> None:
+    """Let all places hold what they held first."""
+    for one in reversed(list(noted)):
+        now = one.place.read()
+        if one.place.module is not None and not isinstance(now, deque) and _holds_fake(now):
             continue  # whoever looks for tensors that are left will put it back
         put_back(one.first)
         if one.place.read() is not reference_of(one.first):
             one.place.write(reference_of(one.first))
-    made = [_with_numbers(change, compute) for change in found]
-    return tuple(change for change in made if _can_be_left(change))
 
 
 def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:

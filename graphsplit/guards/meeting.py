@@ -41,9 +41,10 @@ from graphsplit.guards.values import (
     item_of,
     items_of,
     reference_of,
+    with_leaves,
 )
 from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES
-from graphsplit.torch_ext.private import FakeTensor
+from graphsplit.torch_ext.private import FakeTensor, disable_current_modes
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
 WITHOUT_VALUES = (*NUMBERS, FakeTensor)
@@ -84,11 +85,14 @@ class ValueVisitor:
         root: The module that holds the network and the loss.
         labels: The name for people of the module at a path: ``net.fc``.
         classes: Classes of objects that are met are added to these.
+        real_of: Gives for what stands for a tensor that is kept in a place the tensor itself, for
+            anything else that.
 
     Attributes:
         noted: Every place, in the order of first use.
         asked: The identities of places that were used since this was emptied.
         tensors: Tensors that were met and that are no state of ``root``.
+        values: Those of them that torch computes with for real, with their values.
         tables: Every module, its path and its name for people, by the identity of its dictionary:
             while torch records, others stand for modules.
         executed: The code that has run, with its globals, by identity.
@@ -98,11 +102,16 @@ class ValueVisitor:
     """
 
     def __init__(
-        self, root: nn.Module, labels: Callable[[str], str], classes: HookedClasses
+        self,
+        root: nn.Module,
+        labels: Callable[[str], str],
+        classes: HookedClasses,
+        real_of: Callable[[Any], Any],
     ) -> None:
         self.noted: dict[Any, Noted] = {}
         self.asked: set[Any] = set()
         self.tensors: dict[int, torch.Tensor] = {}
+        self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.tables: dict[int, tuple[nn.Module, str | None, str]] = {
             id(vars(m)): (m, path, labels(path)) for path, m in root.named_modules()
         }
@@ -114,6 +123,7 @@ class ValueVisitor:
         self.made: dict[int, Any] = {}  # objects that forward has made
         self.passes_by = False
         self._classes = classes
+        self.real_of = real_of
         self._state = {id(t) for t in (*root.parameters(), *root.buffers())}
 
     # Noting.
@@ -145,7 +155,9 @@ class ValueVisitor:
     def _note_first(
         self, place: Place, first: Any, *, is_read: bool = True, is_whole: bool = True
     ) -> None:
-        if any_leaf(first, lambda leaf: isinstance(leaf, (FakeTensor, torch.fx.Proxy))):
+        if any_leaf(first, _has_no_value):
+            first = with_leaves(first, self.real_of)
+        if any_leaf(first, _has_no_value):
             is_read = False
         self.noted[place.identity] = Noted(place, first, is_read, is_whole)
 
@@ -159,6 +171,9 @@ class ValueVisitor:
         if isinstance(value, torch.Tensor):
             if id(value) not in self._state and not value.is_inference():
                 self.tensors[id(value)] = value
+                if value.numel() <= 1:
+                    with disable_current_modes():
+                        self.values.append((value, value.detach().clone()))
                 self.note(itself(vars(value), f"the attributes of {label}"))
         elif isinstance(value, FunctionType):
             self._meet_function(value, label)
@@ -287,6 +302,10 @@ class ValueVisitor:
         """The path of the module with a dictionary of attributes; None if there is none."""
         known = self.tables.get(id(held))
         return known[1] if known is not None else None
+
+
+def _has_no_value(leaf: Any) -> bool:
+    return isinstance(leaf, (FakeTensor, torch.fx.Proxy))
 
 
 def _is_asked_for(value: Any, item: Item) -> bool:

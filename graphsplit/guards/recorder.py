@@ -75,20 +75,26 @@ class ReadRecorder:
         root: The module that holds the network and the loss.
         labels: The name for people of the module at a path: ``net.fc``.
         is_paused: Whether what runs now is not to be recorded.
+        real_of: Gives for what stands for a tensor that is kept in a place the tensor itself, for
+            anything else that.
 
     Attributes:
         touched: Every module of which something was read, by the identity of its dictionary.
     """
 
     def __init__(
-        self, root: nn.Module, labels: Callable[[str], str], is_paused: Callable[[], bool]
+        self,
+        root: nn.Module,
+        labels: Callable[[str], str],
+        is_paused: Callable[[], bool],
+        real_of: Callable[[Any], Any],
     ) -> None:
         self.touched: dict[int, nn.Module] = {}
         self._seen: dict[tuple[int, str], Any] = {}
         self._told: set[Any] = set()  # code and names that were noted
         self._nested: dict[int, CodeType] = {}
         self._classes = HookedClasses(Hooks(self._read, self._write, self._seen))
-        self._meeting = ValueVisitor(root, labels, self._classes)
+        self._meeting = ValueVisitor(root, labels, self._classes, real_of)
         self._by_name = AskedByName(self._asked)
         self._trace = _tracing(self._ran, self._imported)
         self._is_off = True
@@ -185,6 +191,13 @@ class ReadRecorder:
     def tensors(self) -> dict[int, torch.Tensor]:
         """Tensors that were met and that are no state of the network or the loss."""
         return self._meeting.tensors
+
+    def put_values_back(self) -> None:
+        """Give tensors of one element, with which torch computes while it records, their values."""
+        with torch.no_grad():
+            for tensor, value in self._meeting.values:
+                if tensor._version != 0 and not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
     def results_kept(self) -> Iterator[Place]:
         """The contents of the caches of the user's functions by now."""
@@ -328,7 +341,9 @@ class ReadRecorder:
         if name in _ALL_READ or name in _NOT_READ:
             return
         held = own_dictionary(one)
-        if id(held) in self._meeting.made or isinstance(value, FakeTensor):
+        if id(held) in self._meeting.made or (
+            isinstance(value, FakeTensor) and self._meeting.real_of(value) is value
+        ):
             return
         known = self._meeting.tables.get(id(held))
         if known is None and isinstance(one, nn.Module):

@@ -339,6 +339,14 @@ def is_plain(frozen: Any) -> bool:
     return frozen is None or frozen is MISSING or isinstance(frozen, (*BY_VALUE, enum.Enum))
 
 
+def with_leaves(frozen: Any, change: Callable[[Any], Any]) -> Any:
+    """A snapshot of the same containers, with other things in them."""
+    if isinstance(frozen, Frozen):
+        items = tuple([with_leaves(item, change) for item in frozen.items])
+        return Frozen(frozen.container, items, frozen.keys, frozen.content)
+    return change(frozen)
+
+
 def any_leaf(frozen: Any, test: Callable[[Any], bool]) -> bool:
     """Whether a snapshot holds something of which a test is true."""
     if isinstance(frozen, Frozen):

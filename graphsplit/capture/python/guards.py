@@ -14,6 +14,8 @@ from graphsplit.capture.checkpoints import checkpoints_watched
 from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
+from graphsplit.capture.state.assigned_buffers import AssignedBuffers
+from graphsplit.capture.state.kept_tensors import KeptTensors
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, changes_of
 from graphsplit.guards.check import Guards, Watched
@@ -90,19 +92,25 @@ class StateWatch:
             is_paused: Whether what runs now is no part of the graph.
         """
         self._root, self._is_paused = root, is_paused
-        self._recorder = ReadRecorder(root, label_of_path, is_paused)
+        self._kept = KeptTensors(root)
+        self._recorder = ReadRecorder(root, label_of_path, is_paused, self._kept.real_of)
         self._before = [(module, dict(vars(module))) for module in root.modules()]
         self._parameters = {id(m): dict(parameters_of(m)) for m in root.modules()}
         self._tensors = tensors_of(root.modules())
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what runs inside; ends with everything as it was."""
+    def watching(self, assigned: AssignedBuffers | None = None) -> Iterator[None]:
+        """Watch what runs inside; ends with everything as it was.
+
+        Args:
+            assigned: Copies what code keeps in Python into buffers; None: it is not copied.
+        """
         recorder = self._recorder
         assert recorder is not None
         marks = TrainedMarks(self._root, label_of_path, self._is_paused)
         with lifted_in_place(self._lift) as lifted:
             try:
+                self._kept.bring_in()
                 for place in lifted.places:
                     recorder.note_lifted(place)
                 run_again = RunAgain(recorder)
@@ -115,8 +123,13 @@ class StateWatch:
                 ):
                     yield
                 run_again.check()
+                if assigned is not None:
+                    self._kept.settle(recorder.noted, assigned)
             finally:
-                self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
+                try:
+                    self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
+                finally:
+                    self._kept.put_back()
         self._lifted = lifted
 
     def _attributes_seen(self, recorder: ReadRecorder) -> AbstractContextManager[None]:
@@ -128,6 +141,8 @@ class StateWatch:
 
     def put_back(self) -> None:
         """Put back what torch has replaced by copies: the containers in attributes of modules."""
+        if self._recorder is not None:
+            self._recorder.put_values_back()
         for module, before in self._before:
             held = vars(module)
             for name, value in before.items():

@@ -75,6 +75,16 @@ class AssignedBuffers:
         key = (id(module), name)
         self._assigned.setdefault(key, _Assigned(module, name, current, line))
 
+    def assign(self, module: nn.Module, name: str, value: torch.Tensor, line: str) -> None:
+        """Have a tensor copied into a buffer at the end, as if it had been assigned to it."""
+        original = buffers_of(module)[name]
+        assert original is not None
+        self._finals.append((_Assigned(module, name, original, line), value))
+
+    def assigned(self) -> list[tuple[nn.Module, str]]:
+        """The buffers to which something was assigned, by module and name."""
+        return [(found.module, found.name) for found in self._assigned.values()]
+
     def copy_in(self, outputs: list[Any]) -> list[Any]:
         """Copy into each buffer what was assigned to it last.
 

@@ -95,24 +95,21 @@ class Attributes:
                 if module in self._whole or _holds_fake(new) or not was_made:
                     _restore(module, name, before)
 
-    def check_replaced(self, constants: Collection[Any]) -> None:
-        """Refuse a forward that puts another tensor in the place of one that the graph reads.
+    def replaced_inside(self, constants: Collection[Any]) -> list[Key]:
+        """Attributes with containers in which forward puts another tensor in the place of one.
 
         Args:
             constants: Tensors that the graph reads and that are neither parameters nor buffers.
-
-        Raises:
-            CaptureError: It does.
         """
         read = _storages(constants)
-        for module, after in self._after.items():
-            if module in self._whole:
-                continue
-            before = self._before[module]
-            for name in {**before, **after}:
-                old, new = before.get(name, MISSING), after.get(name, MISSING)
-                if _holds_fake(new) and any(_is_among(leaf, read) for leaf in _leaves(old)):
-                    raise self._replaced_tensor(module, name)
+        return [
+            (self._paths[module], name)
+            for module, after in self._after.items()
+            if module not in self._whole
+            for name, new in after.items()
+            if _holds_fake(new)
+            and any(_is_among(leaf, read) for leaf in _leaves(self._before[module].get(name)))
+        ]
 
     def replaced_tensors(self, constants: Collection[Any]) -> list[Key]:
         """Attributes with a tensor to which forward assigns another one.
@@ -146,15 +143,6 @@ class Attributes:
             for name, new in after.items()
             if _holds_fake(new) and _is_plain(self._before[module].get(name, MISSING))
         }
-
-    def _replaced_tensor(self, module: nn.Module, name: str) -> CaptureError:
-        return CaptureError(
-            f"{type(module).__name__} assigns a new tensor to its attribute "
-            f"{label_of((self._paths[module], name))!r} in forward; the captured graph "
-            f"would read the old one at every step\n"
-            f"  Fix: keep each tensor in an attribute of its own, or in a buffer "
-            f"(register_buffer); or keep the module whole with gs.opaque."
-        )
 
 
 def _with_values(leaf: Any) -> Any:

@@ -7,7 +7,8 @@ copy of it. So one that forward changes::
     self.mean.mul_(0.9)           modified in place
 
 is registered as a buffer that is not persistent: ``state_dict()`` stays as it was. What is in no
-attribute of a module (a global, an item of a list) cannot be registered, and is refused.
+attribute of a module (a global, an item of a list) becomes one of the network's:
+``capture.state.kept_tensors``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.fx import Node
 
 from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.state.attributes import Key
+from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in
 from graphsplit.errors import CaptureError
+from graphsplit.guards.meeting import Noted
 from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_of
 from graphsplit.users_line import users_line_of_trace
 
@@ -46,19 +49,26 @@ def make_buffers(modules: Mapping[str, nn.Module], keys: Collection[Key]) -> Non
             module.register_buffer(name, tensor, persistent=False)
 
 
-def written_attributes(program: ExportedProgram, root: nn.Module) -> list[Key]:
+def written_attributes(
+    program: ExportedProgram, root: nn.Module, noted: Collection[Noted]
+) -> list[Key]:
     """The attributes of modules in whose tensors a graph writes, though they are no state.
 
     Args:
         program: A freshly exported program.
         root: What was exported.
+        noted: The places that code has read or written.
 
     Raises:
-        CaptureError: A tensor that is written to is in no attribute of a module, or in several.
+        KeepsTensorsError: A tensor that is written to is kept in another place.
+        CaptureError: It is kept nowhere, or in several places.
     """
     found: list[Key] = []
     for write, constant in _writes_to_constants(program):
         holders = _holders(root, constant)
+        wanted = {} if holders else kept_in(noted, constant)
+        if wanted:
+            raise KeepsTensorsError(wanted)
         if len(holders) != 1:
             raise _refusal(write, constant, holders)
         found += holders

@@ -95,7 +95,28 @@ def a_quantised_layer() -> Case:
     return net, F.mse_loss, lambda step: None
 
 
+def tensors_in_python() -> Case:
+    net, seen, average, reset = Net(), {}, None, [torch.tensor(2.0)]
+    net.first.register_forward_hook(lambda module, args, out: seen.update(h=out))
+    total, weights = torch.tensor(1.0), list(net.parameters())
+
+    def loss(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal average
+        made = F.mse_loss(outputs, target)
+        average = made.detach() if average is None else 0.9 * average + 0.1 * made.detach()
+        total.add_(made.detach())
+        return made / average + seen["h"].abs().mean() / total + weights[-1].square().sum()
+
+    def change(step: int) -> None:
+        nonlocal average
+        if step == 3:
+            average = reset[0]
+
+    return net, loss, change
+
+
 CASES = (
+    tensors_in_python,
     a_global,
     a_global_counter,
     a_closure,

@@ -1,0 +1,390 @@
+"""Tensors that code keeps in Python: an average in an attribute of a loss, features in a list.
+
+A captured graph computes values; the Python that would put them where the next call looks for them
+does not run again. So each tensor that is left in a place is given a buffer of the network, which
+is not persistent: the graph copies the value into it, and the buffer stands in the place::
+
+    self.average = 0.9 * self.average + 0.1 * loss.detach()     in a loss that is no module
+    features["encoder"] = output                                in a hook
+    self.past.append(loss.detach())                             None, [], or another number before:
+                                                                the next step has another graph
+
+While a step is recorded, what stands for the buffer stands in the place too. A tensor that the user
+has put there is copied into the buffer first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.capture.state.assigned_buffers import AssignedBuffers
+from graphsplit.capture.state.attributes import Key, label_of
+from graphsplit.errors import CaptureError
+from graphsplit.guards.changes import put_all_back
+from graphsplit.guards.meeting import Noted
+from graphsplit.guards.places import Place, entry
+from graphsplit.guards.values import Frozen, any_leaf, freeze, put_back, put_into, with_leaves
+from graphsplit.torch_ext.attributes import buffers_of, storage_of
+from graphsplit.torch_ext.private import FakeTensor
+from graphsplit.torch_ext.stand_ins import StandIn
+
+_PREFIX = "kept "
+# The places in which a network's code has left tensors, by identity: these are known beforehand.
+_places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
+
+# Buffers that are nobody's but the network's, by identity.
+_own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+class KeepsTensorsError(CaptureError):
+    """Code leaves tensors in places that have no buffers for them yet, or not their values.
+
+    Attributes:
+        wanted: What the buffers must be.
+        places: Places that hold parameters or buffers and were not known to.
+        shared: Buffers, by module and name, to which something is assigned, and of which the script
+            may hold the present tensor: that must stay as it is.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[str, _Wanted],
+        places: Iterable[Place] = (),
+        shared: Iterable[tuple[nn.Module, str]] = (),
+    ) -> None:
+        super().__init__("tensors are kept in Python")
+        self.wanted = wanted
+        self.places = tuple(places)
+        self.shared = tuple(shared)
+
+    @property
+    def subjects(self) -> frozenset[Any]:
+        """All that it is about."""
+        places = {place.identity for place in self.places}
+        return frozenset((*self.wanted, *places, *((id(m), name) for m, name in self.shared)))
+
+    def refusal(self) -> CaptureError:
+        """The error where buffers do not help."""
+        places = [*(one.place for one in self.wanted.values()), *self.places]
+        labels = [place.label for place in places] or [name for _, name in self.shared]
+        return CaptureError(
+            f"network or loss keeps tensors in {', '.join(labels)}, which cannot be followed from "
+            f"step to step\n  {places[0].source if places else ''}\n"
+            f"  Fix: keep them in buffers of a module (register_buffer), each in one of its own; "
+            f"or keep the code around it whole with gs.opaque."
+        )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A buffer that is to hold what a place keeps.
+
+    Attributes:
+        like: The form of what is kept.
+        place: Where it is kept.
+        old: The tensor that the user has put there; None if there is none of this form.
+        is_itself: Whether that very tensor becomes the buffer: code modifies it in place.
+    """
+
+    like: torch.Tensor
+    place: Place
+    old: torch.Tensor | None = None
+    is_itself: bool = False
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A tensor without values that code has left.
+
+    Attributes:
+        value: The tensor.
+        label: Its place, for people, and where it is in there.
+        old: What was in the same position before.
+        place: The place.
+    """
+
+    value: torch.Tensor
+    label: str
+    old: Any
+    place: Place
+
+
+class KeptTensors:
+    """The tensors that are kept in Python while a step is recorded once.
+
+    Args:
+        root: Holds the network and the loss.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._network: nn.Module = getattr(root, "network", root)
+        self._state = _state(root)
+        self._buffers = [
+            (module, name, buffer)
+            for module in root.modules()
+            for name, buffer in buffers_of(module).items()
+        ]
+        self._places = _places.get(self._network, {})
+        self._before: list[tuple[Place, Any]] = []
+        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands for state
+
+    def bring_in(self) -> None:
+        """Put what stands for parameters and buffers into the places that hold them."""
+        standing = {}
+        for name, now in _state(self._root).items():
+            real = self._state[name]
+            standing[id(real)] = now
+            self._real[id(now)] = (now, real)
+        for place in self._places.values():
+            value = freeze(place.read())
+            if any_leaf(value, lambda leaf: id(leaf) in standing):
+                self._before.append((place, value))
+                _put(place, with_leaves(value, lambda leaf: standing.get(id(leaf), leaf)))
+
+    def put_back(self) -> None:
+        """Let places hold what they held before ``bring_in``."""
+        for place, value in self._before:
+            there = put_back(value)
+            if place.read() is not there:
+                place.write(there)
+        self._before = []
+
+    def real_of(self, leaf: Any) -> Any:
+        """The parameter or buffer that a tensor stands for; anything else as it is."""
+        return self._real[id(leaf)][1] if id(leaf) in self._real else leaf
+
+    def settle(self, noted: Mapping[Any, Noted], assigned: AssignedBuffers) -> None:
+        """Have what was left copied into buffers, and put these where it was left.
+
+        Args:
+            noted: The places that code has read or written.
+            assigned: Told of the copies.
+
+        Raises:
+            KeepsTensorsError: Buffers are missing, or have not the values that the user has put
+                into the places.
+            CaptureError: Something is left that a buffer cannot stand for.
+        """
+        standing = {id(now): self._state[name] for name, now in _state(self._root).items()}
+        places = {
+            identity: one
+            for identity, one in noted.items()
+            if (
+                one.place.module is None  # else see attributes.py, which knows no deques
+                or identity in self._places
+                or isinstance(one.place.read(), deque)
+            )
+            and _holds_fakes(one.place.read())
+        }
+        left = [item for one in places.values() for item in _left_in(one)]
+        names = self._named(left, standing)
+        refusal = self._refusal(left, names)
+        wanted, unknown = self._wanted(left, names), self._unknown(noted)
+        shared = [one for one in assigned.assigned() if not self._is_own(*one)]
+        if refusal is not None or wanted or unknown or shared:
+            put_all_back(noted.values())
+            raise refusal or KeepsTensorsError(wanted, unknown, shared)
+        buffers = buffers_of(self._network)
+        for item in left:
+            name = names.get(id(item.value))
+            if name is not None and item.value is not buffers[name]:
+                assigned.assign(self._network, name, item.value, item.place.source)
+        final: dict[int, Any] = {}
+        for item in left:
+            name = names.get(id(item.value))
+            own = standing.get(id(item.value), item.value)
+            final[id(item.value)] = own if name is None else self._state[f"{self._prefix}{name}"]
+        for one in places.values():
+            value = freeze(one.place.read())
+            _put(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
+
+    def _is_own(self, module: nn.Module, name: str) -> bool:
+        """Whether a buffer is a copy that nobody else holds."""
+        real = next(b for m, n, b in self._buffers if m is module and n == name)
+        return _own.get(id(real)) is real or isinstance(real, StandIn)
+
+    def _unknown(self, noted: Mapping[Any, Noted]) -> list[Place]:
+        """Places that hold parameters or buffers, and were not known to."""
+        state = {id(real) for real in self._state.values()}
+        return [
+            one.place
+            for identity, one in noted.items()
+            if identity not in self._places
+            and any_leaf(one.first, lambda leaf: id(leaf) in state)
+            and not any_leaf(freeze(one.place.read()), lambda leaf: id(leaf) in self._real)
+        ]
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self._network is self._root else "network."
+
+    def _named(self, left: list[_Left], standing: Mapping[int, Any]) -> dict[int, str]:
+        """The buffer of each tensor that is left and is not itself state: one for each object."""
+        own = {id(buffer): name for name, buffer in buffers_of(self._network).items()}
+        names: dict[int, str] = {}
+        for item in left:
+            number = id(item.value)
+            held = own.get(number, "")
+            if number in names or (number in standing and not held.startswith(_PREFIX)):
+                continue
+            name = base = _name_of(item.label, item.value)
+            count = 1
+            while name in names.values():
+                count += 1
+                name = f"{base} {count}"
+            names[number] = name
+        return names
+
+    def _refusal(self, left: list[_Left], names: Mapping[int, str]) -> CaptureError | None:
+        """Refuse views of state and of each other: a copy would not follow what they are of."""
+        owners = {
+            storage_of(now): name
+            for name, now in _state(self._root).items()
+            if not name.startswith(f"{self._prefix}{_PREFIX}")
+        }
+        first: dict[int, int] = {}
+        for item in left:
+            if id(item.value) not in names:
+                continue
+            storage = storage_of(item.value)
+            other = first.setdefault(storage, id(item.value))
+            if storage in owners or other != id(item.value):
+                return CaptureError(
+                    f"network or loss keeps in {item.label} a view of "
+                    f"{owners.get(storage, 'another tensor that is kept')}; a later call would "
+                    f"read what was in there, not what is\n  {item.place.source}\n"
+                    f"  Fix: keep a copy (clone), or make the view where it is used."
+                )
+        return None
+
+    def _wanted(self, left: list[_Left], names: Mapping[int, str]) -> dict[str, _Wanted]:
+        """The buffers that are missing, or that must first get a value of the user's."""
+        state = {id(tensor) for tensor in self._state.values()}
+        found: dict[str, _Wanted] = {}
+        for item in left:
+            name = names.get(id(item.value))
+            if name is None or name in found:
+                continue
+            is_users = isinstance(item.old, torch.Tensor) and id(item.old) not in state
+            old = item.old if is_users and _look(item.old) == _look(item.value) else None
+            if old is not None or buffers_of(self._network).get(name) is None:
+                found[name] = _Wanted(item.value, item.place, old)
+        return found
+
+
+def keep(root: nn.Module, found: KeepsTensorsError) -> None:
+    """Give the network the buffers that are wanted, with the values that they must have."""
+    network: nn.Module = getattr(root, "network", root)
+    places = _places.setdefault(network, {})
+    places.update({place.identity: place for place in found.places})
+    for module, name in found.shared:
+        own_buffer(module, name)
+    for name, one in found.wanted.items():
+        places[one.place.identity] = one.place
+        buffer = buffers_of(network).get(name)
+        if buffer is None:
+            buffer = one.old if one.is_itself and one.old is not None else _like(one.like)
+            network.register_buffer(name, buffer, persistent=False)
+        if one.old is None or buffer is one.old:
+            continue
+        if not isinstance(buffer, StandIn):  # its value lives on another worker
+            with torch.no_grad():
+                buffer.copy_(one.old)
+        _put(one.place, with_leaves(freeze(one.place.read()), partial(_instead, one.old, buffer)))
+
+
+def keep_attributes(root: nn.Module, keys: Iterable[Key]) -> None:
+    """Count attributes of modules, in which tensors are left and then read, among the places."""
+    places = _places.setdefault(getattr(root, "network", root), {})
+    for path, name in keys:
+        held = vars(root.get_submodule(path))
+        place = entry(held, name, label_of((path, name)), module=path)
+        places[place.identity] = place
+
+
+def own_buffer(module: nn.Module, name: str) -> None:
+    """Put a copy in a buffer's place: the tensor that is there stays as it is, as in eager mode."""
+    buffer = buffers_of(module)[name]
+    if buffer is not None and not isinstance(buffer, StandIn):
+        own = buffers_of(module)[name] = buffer.detach().clone()
+        _own[id(own)] = own
+
+
+def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
+    """The buffer for a tensor that code modifies in place; nothing if no place holds just that."""
+    storage = storage_of(tensor)
+    found: dict[int, tuple[torch.Tensor, str, Place]] = {}
+    for one in noted:
+        for leaf, label in _leaves(one.first, one.place.label):
+            if isinstance(leaf, torch.Tensor) and storage_of(leaf) == storage:
+                found.setdefault(id(leaf), (leaf, label, one.place))
+    if len(found) != 1:
+        return {}
+    leaf, label, place = next(iter(found.values()))
+    return {_name_of(label, leaf): _Wanted(leaf, place, leaf, is_itself=True)}
+
+
+def _instead(old: Any, new: Any, leaf: Any) -> Any:
+    return new if leaf is old else leaf
+
+
+def _state(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(root.named_parameters(remove_duplicate=False)),
+        **dict(root.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _holds_fakes(value: Any) -> bool:
+    return any_leaf(freeze(value), lambda leaf: isinstance(leaf, FakeTensor))
+
+
+def _left_in(one: Noted) -> Iterator[_Left]:
+    before = {label: leaf for leaf, label in _leaves(one.first, one.place.label)}
+    for leaf, label in _leaves(freeze(one.place.read()), one.place.label):
+        if isinstance(leaf, FakeTensor):
+            yield _Left(leaf, label, before.get(label), one.place)
+
+
+def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
+    """What a snapshot holds, each with where it is."""
+    if not isinstance(frozen, Frozen):
+        yield frozen, label
+        return
+    keys = frozen.keys or range(len(frozen.items))
+    for key, item in zip(keys, frozen.items, strict=True):
+        yield from _leaves(item, f"{label}[{key!r}]")
+
+
+def _look(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} {list(tensor.stride())} {tensor.device}"
+
+
+def _name_of(label: str, tensor: torch.Tensor) -> str:
+    """The name of a buffer: the place, and the form, which may change from step to step."""
+    return f"{_PREFIX}{label} {_look(tensor)}".replace(".", "·")
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tuple(map(int, tensor.shape)),
+        tuple(map(int, tensor.stride())),
+        dtype=tensor.dtype,
+        device=tensor.device,
+    ).zero_()
+
+
+def _put(place: Place, mapped: Any) -> None:
+    there = place.read()
+    now = put_into(mapped, there)
+    if now is not there:
+        place.write(now)

@@ -1,0 +1,272 @@
+"""Tensors that a loss or a network keeps in Python: the bits of the plain loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from pass_helpers import captured
+from torch import nn
+
+from graphsplit.errors import CaptureError
+from graphsplit.testing.equivalence import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.begin()
+
+    def begin(self) -> None:
+        pass
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.middle(torch.tanh(self.first(x))))
+
+
+def place(net: Any) -> None:
+    net.first.place("MS_WORKER", 0)
+    net.second.place("MS_WORKER", 1)
+
+
+class Average:
+    """Assigned anew, from a tensor of the user's."""
+
+    def __init__(self) -> None:
+        self.average = torch.tensor(1.0)
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return loss / self.average
+
+
+class FromNothing(Average):
+    def __init__(self) -> None:
+        self.average: Any = None
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        new = loss.detach()
+        self.average = new if self.average is None else 0.9 * self.average + 0.1 * new
+        return loss / self.average
+
+
+class InPlace(Average):
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        self.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / self.average
+
+
+class Latest:
+    """The last losses, which move on by one place at each step."""
+
+    def __init__(self) -> None:
+        self.latest: Any = deque(maxlen=2)
+        self.table: dict[str, torch.Tensor] = {}
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        self.latest.append(loss.detach())
+        self.table["sum"] = self.table.get("sum", torch.zeros(())) + loss.detach()
+        return loss / sum(self.latest) + loss / self.table["sum"]
+
+
+class TwoNames:
+    """One tensor in two places, then two tensors."""
+
+    def __init__(self) -> None:
+        self.one: Any = None
+        self.other: Any = None
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        loss = rows_against_target(outputs, target)
+        if self.one is None:
+            self.one = self.other = outputs.detach().mean(0)
+        elif self.one is self.other:
+            self.one.mul_(0.5)
+            self.other = self.other + 1
+        else:
+            self.one, self.other = self.other, self.one
+        return loss + self.one.sum() * 2 + self.other.sum()
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "assigned": Average,
+    "from nothing": FromNothing,
+    "in place": InPlace,
+    "list and dictionary": Latest,
+    "two names": TwoNames,
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_keeps_tensors(name: str, microbatches: int) -> None:
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=5),
+        num_workers=2,
+        place=place,
+        loss_fn=LOSSES[name](),
+        microbatches=microbatches,
+        plan_everywhere=True,
+    )
+
+
+class Hidden(Net):
+    def begin(self) -> None:
+        self.state: Any = None
+        self.past: Any = deque(maxlen=2)
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        if self.state is not None:
+            h = h + 0.1 * self.state[0] * self.state[1]
+        self.past.append(h.detach().mean(0))
+        self.state = (h.detach().mean(0), h.detach().std(0))
+        return h + sum(self.past)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_network_keeps_tensors_in_attributes(microbatches: int) -> None:
+    def restart(step: int, net: Any, loss_fn: Any) -> None:
+        if step == 3:
+            net.state = None
+
+    assert_same_bits(
+        Hidden,
+        batches_of(8, 3, num=5),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        before_step=restart,
+        plan_everywhere=True,
+    )
+
+
+class Hooked(Net):
+    """A hook keeps a feature, which the second half reads."""
+
+    def begin(self) -> None:
+        self.seen: dict[str, torch.Tensor] = {}
+        self.first.register_forward_hook(self.note)
+
+    def note(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        self.seen["h"] = out
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.seen["h"].sigmoid()
+
+
+def test_a_hook_keeps_a_feature() -> None:
+    assert_same_bits(
+        Hooked,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        evaluate_after=(1, 2),
+        plan_everywhere=True,
+    )
+
+
+def test_what_the_script_had_there_stays_as_it_is() -> None:
+    first = torch.tensor(1.0)
+
+    def put_back(step: int, net: Any, loss_fn: Any) -> None:
+        if step in (0, 3):
+            loss_fn.average = first
+
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=5),
+        num_workers=1,
+        loss_fn=Average(),
+        before_step=put_back,
+        plan_everywhere=True,
+    )
+    assert first == 1
+
+
+class KeepsBuffer(Net):
+    def begin(self) -> None:
+        self.register_buffer("h", torch.ones(4))
+        self.first_h = [self.h]
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        h = h + 0.3 * self.h
+        self.h = h.detach().mean(0)
+        return h
+
+
+def test_a_buffer_may_be_reset_to_the_tensor_that_it_was() -> None:
+    start = torch.ones(4)
+
+    def reset(step: int, net: Any, loss_fn: Any) -> None:
+        if step in (0, 3):
+            net.h = start
+
+    assert_same_bits(
+        KeepsBuffer,
+        batches_of(8, 3, num=5),
+        num_workers=1,
+        loss_fn=rows_against_target,
+        before_step=reset,
+        plan_everywhere=True,
+    )
+    assert torch.equal(start, torch.ones(4))
+
+
+class OfParameters:
+    """A penalty on parameters that it holds in a list."""
+
+    def __init__(self) -> None:
+        self.parameters: list[torch.Tensor] = []
+
+    def __call__(self, outputs: Any, target: Any) -> torch.Tensor:
+        return rows_against_target(outputs, target) + sum(p.square().sum() for p in self.parameters)
+
+
+def test_a_loss_that_holds_parameters_trains_them() -> None:
+    def tell(step: int, net: Any, loss_fn: Any) -> None:
+        loss_fn.parameters = [net.first.weight, net.second.weight]
+
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=OfParameters(),
+        before_step=tell,
+        plan_everywhere=True,
+    )
+
+
+class KeepsView(Net):
+    def begin(self) -> None:
+        self.held: dict[str, torch.Tensor] = {}
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        row = self.held.get("row", self.first.bias)
+        self.held["row"] = self.first.weight.detach()[0]
+        return h * row.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum()
+
+
+def test_a_view_of_a_parameter_is_not_kept() -> None:
+    with pytest.raises(CaptureError, match=r"a view of .*first\.weight"):
+        captured(KeepsView(), torch.randn(2, 3))
