@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         send,
     )
     from graphsplit.deferred.construction import deferred_init
+    from graphsplit.distribute.network import distribute
     from graphsplit.job.joined import (
         barrier,
         finalize,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
         init,
         is_initialized,
     )
+    from graphsplit.launching.launch import launch, launcher
     from graphsplit.marks.annotations import op, place
     from graphsplit.marks.ignored import ignore
     from graphsplit.marks.rules import apply_placement
@@ -68,6 +70,7 @@ __all__ = [
     "callbacks",
     "clip",
     "deferred_init",
+    "distribute",
     "errors",
     "finalize",
     "gather",
@@ -78,6 +81,8 @@ __all__ = [
     "init",
     "is_initialized",
     "latest_checkpoint",
+    "launch",
+    "launcher",
     "metrics",
     "microbatch_rng_state",
     "op",
@@ -104,6 +109,7 @@ _HOMES = {
     "callbacks": "train",
     "clip": "optimizers",
     "deferred_init": "deferred.construction",
+    "distribute": "distribute.network",
     "finalize": "job.joined",
     "gather": "collectives.calls",
     "get_rank": "job.joined",
@@ -113,6 +119,8 @@ _HOMES = {
     "init": "job.joined",
     "is_initialized": "job.joined",
     "latest_checkpoint": "checkpoint.disk.series",
+    "launch": "launching.launch",
+    "launcher": "launching.launch",
     "metrics": "train",
     "microbatch_rng_state": "runtime.random.randomness",
     "op": "marks.annotations",

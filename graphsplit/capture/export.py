@@ -181,17 +181,17 @@ def _graph_of(
     _name_modules_inside(graph_module, step)
     check_pinned_sizes(graph_module.graph)
     sizes = DynamicSizes.of(program, questions, recorded.state.lifted)
-    mark_regions(graph_module.graph, grad_enabled=request.mode is Mode.TRAIN)
+    mark_regions(graph_module.graph, grad_enabled=request.mode.records_gradients)
     remove_identities(graph_module.graph)
     unite_tied(program, state)
-    if request.mode is Mode.TRAIN:
+    if request.mode.records_gradients:
         keep_old_values(graph_module.graph, loss=request.loss)
     make_in_place_explicit(graph_module.graph, state=state_placeholders(program).keys())
     note_written_later(graph_module.graph)
-    if request.mode is Mode.TRAIN:
+    if request.mode.records_gradients:
         keep_casts(graph_module.graph, _parameters(program, state))
     nodes, outputs, constants, state_names = build_nodes(
-        program, state=state, with_gradients=request.mode is Mode.TRAIN
+        program, state=state, with_gradients=request.mode.records_gradients
     )
     return CapturedGraph(
         mode=request.mode,
@@ -257,7 +257,7 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(blocks_kept_flat())
-        stack.enter_context(torch.set_grad_enabled(request.mode is Mode.TRAIN))
+        stack.enter_context(torch.set_grad_enabled(request.mode.records_gradients))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         try:

@@ -108,11 +108,23 @@ class Node:
 
 
 class Mode(Enum):
-    """Which of a model's graphs this is."""
+    """Which of a model's graphs this is; ``CALL`` and ``LOOK`` are a network's forward alone."""
 
     TRAIN = "train"
     EVAL = "eval"
     PREDICT = "predict"
+    CALL = "call"
+    LOOK = "call without gradients"
+
+    @property
+    def records_gradients(self) -> bool:
+        """Whether autograd records what runs."""
+        return self in (Mode.TRAIN, Mode.CALL)
+
+    @property
+    def keeps_outputs_home(self) -> bool:
+        """Whether each output stays on the worker that makes it: the script's own loop asks."""
+        return self in (Mode.CALL, Mode.LOOK)
 
 
 @dataclass(frozen=True)
@@ -212,11 +224,29 @@ class CapturedGraph:
                     touching[value].update(node.runs_after)
         return {value: frozenset(positions) for value, positions in touching.items()}
 
+    @cached_property
+    def given_roots(self) -> frozenset[int]:
+        """Outputs whose gradients come from outside: of a network that the script calls."""
+        if self.mode is not Mode.CALL:
+            return frozenset()
+        found = {output.node for output in self.outputs if output.node is not None}
+        return frozenset(p for p in found if self.nodes[p].requires_grad)
+
     @property
     def has_gradients(self) -> bool:
         """Whether running it backward makes any gradient."""
         loss = self.loss_node
-        return self.mode is Mode.TRAIN and loss is not None and self.nodes[loss].requires_grad
+        is_trained = loss is not None and self.nodes[loss].requires_grad
+        return (self.mode is Mode.TRAIN and is_trained) or bool(self.given_roots)
+
+    def has_terms_before(self, value: int) -> bool:
+        """Whether a sum of a value's gradients begins with what comes from outside the graph.
+
+        The script uses an output after the network; and of several calls under one backward, the
+        gradients of the later ones come before those of the earlier ones.
+        """
+        is_parameter = self.nodes[value].kind is NodeKind.PARAMETER
+        return self.mode is Mode.CALL and (is_parameter or value in self.given_roots)
 
     def code_of_branches(self) -> list[str]:
         """The code of graphs inside this one: numbers stand in it that are no operand of it."""

@@ -8,7 +8,7 @@ import operator
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,28 @@ class OwnedOptimizer:
             return
         with self._without_draws(), partial_norm.allowed():
             self._step(scaler)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, the script itself steps it: over what lives here.
+
+        Raises:
+            ConfigurationError: As ``step``; or only some workers can step it.
+        """
+        judged = self.check()
+        if judged.verdict is _Verdict.LEAVE:
+            raise ConfigurationError(
+                f"{_described(self._optimizer)} has none of its parameters on this worker, and "
+                f"cannot be stepped without\n  Fix: use gs.per_parameter(optimizer) if it treats "
+                f"every parameter by itself."
+            )
+        with ExitStack() as stack:
+            if not judged.is_known:
+                stack.enter_context(self._without_draws())
+                stack.enter_context(partial_norm.allowed())
+            stack.enter_context(self._only_owned())
+            stack.enter_context(by_the_model())
+            yield
 
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         """Set the gradients of the owned parameters to None, or to zeros."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, without_memory
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
@@ -76,7 +76,7 @@ class Elsewhere(StandIn):
         )
 
 
-class _ElsewhereParameter(Elsewhere, nn.Parameter):
+class ElsewhereParameter(Elsewhere, nn.Parameter):
     """A parameter whose value lives on another worker."""
 
 
@@ -116,7 +116,15 @@ def free(
     tensor.data = without_memory(tensor)
     tensor.grad = None
     setattr(tensor, _WHOSE, (name, owner, strides))
-    tensor.__class__ = _ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
+    tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
+
+
+def resize(tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    """Give a stand-in the shape that what it stands for has got on its owner."""
+    name, owner, _ = getattr(tensor, _WHOSE)
+    take_back(tensor)
+    tensor.data = torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+    free(tensor, name=name, owner=owner)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:

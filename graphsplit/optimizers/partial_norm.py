@@ -19,6 +19,9 @@ from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.torch_ext.attributes import GROUPING, NORM
 
+# Of a class of tensors: operations on them run wherever the values are, and answer for all workers.
+IS_GLOBAL = "graphsplit_is_global"
+
 
 class Share:
     """One worker's part of a network's parameters.
@@ -98,7 +101,8 @@ def _install() -> None:
         return
 
     def grouped(tensors: Any, *args: Any, **kwargs: Any) -> Mapping[Any, Any]:
-        if not _num_allowed and sys._getframe(1).f_code.co_name == NORM:
+        is_whole = any(hasattr(type(one), IS_GLOBAL) for one in tensors[0])
+        if not (_num_allowed or is_whole) and sys._getframe(1).f_code.co_name == NORM:
             for share in list(_shares):
                 share.check(tensors[0])
         found: Mapping[Any, Any] = original(tensors, *args, **kwargs)

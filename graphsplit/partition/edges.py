@@ -68,7 +68,9 @@ def segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, Gradient
 
 
 def output_workers(graph: CapturedGraph, home: int, num_workers: int) -> tuple[int, ...]:
-    """The workers that need a graph's outputs: the one with the metrics, or all of them."""
+    """The workers that need a graph's outputs: that of the metrics, or all, or its own alone."""
+    if graph.mode.keeps_outputs_home:
+        return ()
     return (home,) if graph.mode is Mode.EVAL else tuple(range(num_workers))
 
 
@@ -215,7 +217,8 @@ class _Partitioner:
             if worker == destination:
                 terms += [SumTerm(contribution=c) for c in contributions]
                 continue
-            parts = [contributions] if not terms else [(c,) for c in contributions]
+            is_first = not terms and not self.graph.has_terms_before(value)
+            parts = [contributions] if is_first else [(c,) for c in contributions]
             for part in parts:
                 meta = self.nodes[value].meta
                 assert meta is not None
@@ -252,7 +255,9 @@ class _Partitioner:
             roots = tuple(
                 p
                 for p in outputs
-                if p in self.gradients.sums or (p == loss and self.graph.has_gradients)
+                if p in self.gradients.sums
+                or (p == loss and self.graph.has_gradients)
+                or p in self.graph.given_roots
             )
             result.append(
                 SegmentIO(

@@ -87,7 +87,8 @@ def order_gradients(placed: PlacedGraph, segmentation: Segmentation) -> Gradient
     for value, its_uses in uses.items():
         home = _home(placed, segmentation, value, its_uses)
         repeated = frozenset(p for p, _ in its_uses if value in nodes[p].repeated)
-        pieces = _pieces(its_uses, segment_of, home, repeated)
+        is_first = not placed.graph.has_terms_before(value)
+        pieces = _pieces(its_uses, segment_of, home, repeated, is_first=is_first)
         if all(piece.segment == home for piece in pieces):
             continue
         if not _autograd_keeps_order([piece.segment == home for piece in pieces]):
@@ -169,14 +170,27 @@ class _Piece:
 
 
 def _pieces(
-    uses: list[Use], segment_of: Sequence[int], home: int, repeated: AbstractSet[int]
+    uses: list[Use],
+    segment_of: Sequence[int],
+    home: int,
+    repeated: AbstractSet[int],
+    *,
+    is_first: bool = True,
 ) -> list[_Piece]:
-    """Group uses into the terms of the sum: only the first, and whole ones, have several uses."""
+    """Group uses into the terms of the sum: only the first, and whole ones, have several uses.
+
+    Args:
+        uses: The uses, latest first.
+        segment_of: The segment of each operation.
+        home: The segment in which uses need no leaf.
+        repeated: Operations that add several terms in an order of their own.
+        is_first: Whether the sum begins with the latest use here.
+    """
     pieces: list[_Piece] = []
     for segment, group in groupby(uses, key=lambda use: segment_of[use[0]]):
         run = tuple(group)
         is_whole = any(position in repeated for position, _ in run)
-        if segment != home and (not pieces or is_whole):
+        if segment != home and ((is_first and not pieces) or is_whole):
             pieces.append(_Piece(segment, run, is_whole))
         else:
             pieces.extend(_Piece(segment, (use,), use[0] in repeated) for use in run)

@@ -16,6 +16,7 @@ from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation
 from graphsplit.marks.rules import kept_rules
 from graphsplit.optimizers.update import UpdateRules
+from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
 from graphsplit.partition.checks.sound import verify
@@ -129,6 +130,7 @@ def make_plan(
     check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)
     refuse_shared_state(plan)
+    refuse_unordered(plan)
     if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
         plan = with_splits(with_recomputation(plan, recompute))
     if update is not None and part.last and graph.mode is Mode.TRAIN:

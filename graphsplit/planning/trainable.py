@@ -24,6 +24,9 @@ def check_graph(graph: CapturedGraph) -> None:
     Raises:
         ConfigurationError: It depends on no parameter, or is one.
     """
+    if graph.mode.keeps_outputs_home:
+        for root in {output.node for output in graph.outputs if output.node is not None}:
+            _refuse_state(graph, root)
     if graph.mode is not Mode.TRAIN:
         return
     if not graph.has_gradients:
@@ -33,6 +36,16 @@ def check_graph(graph: CapturedGraph) -> None:
     for node in graph.nodes:
         if node.kind is NodeKind.PARAMETER and shares_memory(loss, graph.fx_nodes[node.name]):
             _refuse_parameter(node.target)
+
+
+def _refuse_state(graph: CapturedGraph, root: int) -> None:
+    found = graph.fx_nodes[graph.nodes[root].name]
+    for node in graph.nodes:
+        if node.is_state and shares_memory(found, graph.fx_nodes[node.name]):
+            raise ConfigurationError(
+                f"forward returns {node.target} itself, or a view of it: a later step changes "
+                f"what it holds\n  Fix: return a value of its own, for example the same * 1."
+            )
 
 
 def check_value(loss: torch.Tensor) -> None:

@@ -126,7 +126,12 @@ class _Lowering:
         if self.is_training and self.common.first:
             self.out.append(Instruction(Opcode.ZERO_GRADIENTS))
         self._send_state()
+        is_call = self.plan.placed.graph.mode.keeps_outputs_home
+        if is_call:  # its backward comes when the script asks for it
+            compute = sorted(compute, key=lambda i: i.opcode is not Opcode.FORWARD)
         for instruction in compute:
+            if is_call and instruction.opcode is not Opcode.FORWARD:
+                self._end_forward()
             if instruction.opcode is Opcode.FORWARD:
                 self._forward(instruction)
             elif instruction.opcode is Opcode.ACCUMULATE:
@@ -213,6 +218,13 @@ class _Lowering:
             for edge in self.incoming:
                 self._move(edge, microbatch, Opcode.RECEIVE)
 
+    def _end_forward(self) -> None:
+        """All that forward sends and receives, before the first backward of a call."""
+        for edges, opcode in ((self.outgoing, Opcode.SEND), (self.incoming, Opcode.RECEIVE)):
+            for edge in edges:
+                if edge.kind is not EdgeKind.GRADIENT:
+                    self._move(edge, 0, opcode)
+
     def _share_reduction(self) -> None:
         """Parts to the root, then the whole to everybody; see ``partition.reduction``."""
         reduction = self.plan.reduction
@@ -244,6 +256,18 @@ def made_leaves(plan: PartitionPlan, instruction: Instruction) -> tuple[int, ...
         if instruction.opcode is Opcode.BACKWARD_WEIGHT
         else tuple(leaf for leaf in leaves if leaf not in later)
     )
+
+
+def first_of_backward(plan: PartitionPlan, program: WorkerProgram) -> int:
+    """Where the backward of a call begins: before it, all that forward moves has been moved."""
+    instructions = program.instructions
+    for position in reversed(range(len(instructions))):
+        one = instructions[position]
+        is_move = one.opcode in (Opcode.SEND, Opcode.RECEIVE)
+        is_forwards = is_move and plan.edges[one.operand].kind is not EdgeKind.GRADIENT
+        if one.opcode is Opcode.FORWARD or is_forwards:
+            return position + 1
+    return 0
 
 
 def late_edges(plan: PartitionPlan) -> frozenset[int]:

@@ -25,7 +25,7 @@ from graphsplit.capture.branching import (
     predicate_of,
     submodule_of,
 )
-from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded, JoinBranches
 from graphsplit.capture.operations.effects import alias_roots, is_random, written_operands
 from graphsplit.capture.operations.memory_calls import MemoryCall, Outside
@@ -117,7 +117,7 @@ class _Opener:
         return dataclasses.replace(self._graph, nodes=nodes, fx_graph=self._new, outputs=outputs)
 
     def _carries(self, operand: FxNode) -> bool:
-        return self._graph.mode is Mode.TRAIN and self._notes[operand.name].requires_grad
+        return self._graph.mode.records_gradients and self._notes[operand.name].requires_grad
 
     def _open(
         self,

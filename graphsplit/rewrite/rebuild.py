@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import CapturedGraph, Mode, Node, Output
+from graphsplit.capture.graph import CapturedGraph, Node, Output
 from graphsplit.capture.nodes import NodeBuilder
 
 
@@ -51,7 +51,7 @@ class _Rebuilder(NodeBuilder):
         program: Any = SimpleNamespace(
             graph=fx_graph, graph_signature=SimpleNamespace(input_specs=()), constants={}
         )
-        super().__init__(program, {}, graph.mode is Mode.TRAIN)
+        super().__init__(program, {}, graph.mode.records_gradients)
         self._old = {node.name: node for node in graph.nodes}
         self._old_outputs = graph.outputs
         self._origins = origins

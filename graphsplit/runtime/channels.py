@@ -127,6 +127,9 @@ def held_sends(instructions: Sequence[Instruction], plan: PartitionPlan) -> Iter
     for position, (one, following) in enumerate(itertools.pairwise(instructions)):
         if one.opcode is Opcode.SEND and following.opcode is Opcode.SEND:
             edges = plan.edges[one.operand], plan.edges[following.operand]
+            is_call = plan.placed.graph.mode.keeps_outputs_home
+            if is_call and edges[0].kind is not edges[1].kind:
+                continue  # forward ends in between
             if edges[0].destination == edges[1].destination:
                 yield position
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.graph import Mode, Node, NodeKind
+from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.optimizers.parameter_hooks import HookState
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
-from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
-from graphsplit.program.lower import WorkerProgram, late_edges
+from graphsplit.program.liveness import is_held_once, last_uses
+from graphsplit.program.lower import WorkerProgram, first_of_backward, late_edges
 from graphsplit.root_cause import Location
 from graphsplit.runtime.channels import (
     ChannelEnds,
@@ -45,6 +45,12 @@ from graphsplit.runtime.segments.compiled import Compiler
 from graphsplit.runtime.sharing import bind_receive_reduction, bind_reduce, bind_send_reduction
 from graphsplit.runtime.step_state import Microbatches, StepState
 from graphsplit.runtime.whereabouts import location, step_failed, where
+from graphsplit.runtime.with_instructions import (
+    announcing,
+    freeing,
+    holding,
+    letting_others_first,
+)
 from graphsplit.transport.base import Sender, Transport
 
 Action = Callable[[StepState], None]
@@ -105,7 +111,7 @@ class ProgramRunner:
         self._input_index = {
             p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
         }
-        self._grad_enabled = parts.plan.placed.graph.mode is Mode.TRAIN
+        self._grad_enabled = parts.plan.placed.graph.mode.records_gradients
         self._owned_outputs = {
             output.node: parts.state[output.node].detach()
             for output in parts.plan.placed.graph.outputs
@@ -125,15 +131,15 @@ class ProgramRunner:
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
-            self._actions[position] = _freeing(self._actions[position], held)
+            self._actions[position] = freeing(self._actions[position], held)
         for position in held_sends(instructions, parts.plan):
             sender = self._senders[instructions[position].operand]
             if type(sender).hold is not Sender.hold:
-                self._actions[position] = _holding(sender, self._actions[position])
+                self._actions[position] = holding(sender, self._actions[position])
         self._announce_values()
         if hasattr(os, "sched_yield"):
             for position in before_waiting_work(instructions):
-                self._actions[position] = _letting_others_first(self._actions[position])
+                self._actions[position] = letting_others_first(self._actions[position])
         self._bound = self._actions
         waits = [i.opcode is Opcode.RECEIVE for i in instructions]
         self._first_wait = waits.index(True) if True in waits else len(waits)
@@ -160,7 +166,7 @@ class ProgramRunner:
             edges = [i.operand for i in following if i.operand not in late]
             senders = [self._senders[edge] for edge in edges[:spare]]
             if senders:
-                self._actions[position] = _announcing(senders, self._actions[position])
+                self._actions[position] = announcing(senders, self._actions[position])
 
     @property
     def instructions(self) -> tuple[Instruction, ...]:
@@ -233,6 +239,25 @@ class ProgramRunner:
                 meanwhile()
             self._run_until(len(self._actions), state)
         return state
+
+    def run_forward(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        numbers: Mapping[str, Any] = NO_NUMBERS,
+    ) -> StepState:
+        """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
+        state = self.begin(step, inputs, numbers)
+        with torch.set_grad_enabled(self._grad_enabled):
+            self._run_until(first_of_backward(self._plan, self._parts.program), state)
+        return state
+
+    def run_backward(self, state: StepState) -> None:
+        """Run the backward of a call, whose ``state.given`` are its outputs' gradients."""
+        self.step = state.step
+        self.position = first_of_backward(self._plan, self._parts.program)
+        with torch.set_grad_enabled(self._grad_enabled):
+            self._run_until(len(self._actions), state)
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions
@@ -446,55 +471,3 @@ class ProgramRunner:
         node = self._nodes[value]
         is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
         return receive_parameter if is_borrowed else receive_value
-
-
-# What goes with an instruction: announcing values, letting others first, freeing memory.
-
-
-def _announcing(senders: Sequence[Sender], action: Action) -> Action:
-    """Announce the values that are sent right after it, so that their receivers are awake."""
-    announcements = [sender.announce for sender in senders]
-
-    def announce_and_run(state: StepState) -> None:
-        for announce in announcements:
-            announce()
-        action(state)
-
-    return announce_and_run
-
-
-def _holding(sender: Sender, action: Action) -> Action:
-    """Tell that another value to the same worker follows."""
-
-    def hold_and_send(state: StepState) -> None:
-        sender.hold()
-        action(state)
-
-    return hold_and_send
-
-
-def _letting_others_first(action: Action) -> Action:
-    """Yield the core before what nobody waits for, to a worker that a value sent before has woken.
-
-    Where there are fewer cores than workers it may wait for this very core.
-    """
-
-    def yield_and_run(state: StepState) -> None:
-        os.sched_yield()
-        action(state)
-
-    return yield_and_run
-
-
-def _freeing(action: Action, held: Sequence[HeldValue]) -> Action:
-    """Forget afterwards what nothing reads any more; see ``program.liveness``."""
-
-    def run_and_free(state: StepState) -> None:
-        action(state)
-        for microbatch, value in held:
-            if value == GENERATOR:
-                del state.generators[microbatch]
-            else:
-                del state.values[microbatch][value]
-
-    return run_and_free

@@ -43,6 +43,9 @@ class StepState:
         pending: For each microbatch, weight gradients that are still to be computed, by segment.
         generators: For each microbatch, the state of its generator between random segments.
         partials: What each worker tells the others about its gradients, by worker.
+        given: Gradients of outputs that came from outside the graph, by node.
+        totals: Where calls under one backward add up their gradients: by a parameter's id, what the
+            later calls have given; None where each adds to ``.grad``.
     """
 
     step: int
@@ -57,3 +60,5 @@ class StepState:
     pending: list[dict[int, tuple[Any, ...]]]
     generators: dict[int, torch.Tensor] = field(default_factory=dict)
     partials: dict[int, torch.Tensor] = field(default_factory=dict)
+    given: Mapping[int, Gradient] = field(default_factory=dict)
+    totals: dict[int, torch.Tensor] | None = None

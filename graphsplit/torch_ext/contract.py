@@ -87,6 +87,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("DisableTorchFunction", "DisableTorchFunctionSubclass", "_len_torch_function_stack"),
         "_disabled_torch_function_impl",
     ),
+    *_of(
+        "torch.Tensor",
+        "a value of the script's own loop that is on another worker has a shape and no memory",
+        "_make_wrapper_subclass",
+    ),
     *_of("torch.utils._pytree", "takes values apart and puts them together", "tree_flatten"),
     # torch.export: torch/export/_trace.py, torch/_export/passes, torch/_higher_order_ops.
     *_of("torch.export._trace", "prints its failure; graphsplit's error says it instead", "sys"),

@@ -83,6 +83,7 @@ __all__ = [
     "has_storage",
     "higher_order_ops",
     "kernels_of_python",
+    "make_wrapper",
     "mode_options",
     "nccl_group",
     "pytree",
@@ -154,6 +155,13 @@ def eager_transforms() -> ModuleType:
 def export_trace() -> Any:
     """The module behind ``torch.export``; not imported before somebody asks."""
     return importlib.import_module("torch.export._trace")
+
+
+def make_wrapper(kind: type[torch.Tensor], inner: torch.Tensor) -> Any:
+    """A tensor of a class of our own, without memory, that looks like another one on the CPU."""
+    make: Any = torch.Tensor._make_wrapper_subclass
+    with torch.no_grad():
+        return make(kind, inner.shape, strides=inner.stride(), dtype=inner.dtype, device="cpu")
 
 
 def mode_options(mode: str) -> dict[str, Any]:

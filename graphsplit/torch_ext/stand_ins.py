@@ -101,6 +101,10 @@ class StandIn(torch.Tensor):
         return type(self).__reduce_ex__(self, protocol)
 
 
+class WatchedParameter(nn.Parameter):
+    """A parameter that has its value, and answers some questions otherwise than PyTorch does."""
+
+
 def take_back(tensor: torch.Tensor) -> None:
     """Make a stand-in an ordinary tensor again; its value is up to the caller."""
     plain: Any = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
@@ -132,6 +136,10 @@ def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) 
     For code that looks at shapes only, such as a capture. Their memory is set aside and takes no
     room until it is written to; what was written is lost afterwards.
     """
+    tensors = list(tensors)
+    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, WatchedParameter)}
+    for parameter, _ in watched.values():
+        take_back(parameter)
     swapped = list({id(t): (t, type(t)) for t in tensors if isinstance(t, kind)}.values())
     strides = [tensor.true_strides() for tensor, _ in swapped]
     with plain_torch():
@@ -150,3 +158,5 @@ def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) 
                 tensor.data = memory
                 if was.is_one_still(tensor):
                     tensor.__class__ = was
+        for parameter, kept in watched.values():
+            parameter.__class__ = kept

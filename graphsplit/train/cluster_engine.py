@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -19,13 +20,15 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.leading import Leading
+from graphsplit.feeding.resized_buffers import share_sizes
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import evaluating
 from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
-from graphsplit.planning.task import Task
+from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.train.cluster_state import ClusterState
 from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import NOTHING, Beside, unflatten_outputs
@@ -43,6 +46,7 @@ class ClusterEngine(ClusterState):
         self._leading = Leading(task, job, self.planner, self.progress)
         self.profiler = Profiler(job, self.group)
         self._trace = Trace(job, self.profiler)
+        self._have_run: WeakSet[ProgramRunner] = WeakSet()
 
     @property
     def stops_here(self) -> bool:
@@ -223,6 +227,11 @@ class ClusterEngine(ClusterState):
             if plan.written_inputs and division is not None:
                 for inputs in phase.inputs:
                     share_written(self._job.control, plan, inputs, holders)
+            if plan.runner not in self._have_run:
+                self._have_run.add(plan.runner)
+                tensors = named_state(self._task.network, self._task.loss_fn)
+                if share_sizes(self._job.control, plan.plan, tensors):
+                    self.planner.recordings.forget_sizes()
             yield phase, state.values
 
     def _use_measurements(self, planned: PlannedStep) -> None:
@@ -266,7 +275,7 @@ def _refuse_autocast_around() -> None:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise ConfigurationError(
-                "torch.autocast is on around a call of the Model; it would reach beyond network "
-                "and loss\n"
+                "torch.autocast is on around a call of the Model, or of a distributed network; it "
+                "would reach beyond network and loss\n"
                 "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
             )

@@ -72,6 +72,13 @@ def test_the_api_page_names_every_public_name() -> None:
     assert {_bare(row[0]) for row in rows} == set(graphsplit.__all__)
 
 
+def test_every_page_names_what_there_is() -> None:
+    """What stands as ``gs.name`` in a how-to is public."""
+    pages = [path.read_text() for path in (ROOT / "docs" / "how-to").glob("*.md")]
+    named = {name for text in pages for name in re.findall(r"\bgs\.([A-Za-z_]\w*)", text)}
+    assert named - set(graphsplit.__all__) == set()
+
+
 def test_the_api_page_names_every_method_of_a_model() -> None:
     rows = table(REFERENCE / "api.md", "names: graphsplit.Model")
     methods = {name for name, _ in _methods(graphsplit.Model)}

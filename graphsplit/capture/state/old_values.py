@@ -71,13 +71,15 @@ def keep_old_values(graph: Graph, *, loss: int | None) -> None:
 def _check_not_in_loss(graph: Graph, readers: Sequence[Node], loss: int | None, line: str) -> None:
     """In eager mode a gradient of the loss would flow on to the step before, which has had its."""
     outputs = next(iter(reversed(graph.nodes))).args[0]
-    goal = outputs[loss] if loss is not None and isinstance(outputs, (list, tuple)) else None
+    goals: list[object] = []
+    if isinstance(outputs, (list, tuple)):  # without a loss, any of them may be part of one
+        goals = list(outputs) if loss is None else [outputs[loss]]
     waiting, seen = list(readers), set(readers)
     while waiting:
         node = waiting.pop()
         if node.target is torch.ops.aten.detach.default or region_of(node).grad_enabled is False:
             continue
-        if node is goal:
+        if any(node is goal for goal in goals):
             raise CaptureError(
                 f"forward assigns a tensor with a gradient to a buffer that it reads at the next "
                 f"step: backward would go through the step before a second time\n  {line}\n"

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node as FxNode
 
-from graphsplit.capture.graph import Mode, Node
+from graphsplit.capture.graph import Node
 from graphsplit.capture.opaque.handed_out import WRITTEN_LATER, WrittenLater
 from graphsplit.capture.operations.memory_calls import MemoryCall
 from graphsplit.capture.operations.opaque_call import Limits, OpaqueCall, Pair
@@ -83,7 +83,7 @@ class _Returned:
             as_captured=tuple(w.pair for w in written if not self._runs_in_place(w)),
             detached=tuple(sorted({w.pair[1] - num_operands for w in written})),
             unchanged=tuple(shared_elsewhere(self._plan, self._call)),
-            keeps_gradients=self._graph.mode is Mode.TRAIN,
+            keeps_gradients=self._graph.mode.records_gradients,
         )
 
     def _runs_in_place(self, written: WrittenLater) -> bool:

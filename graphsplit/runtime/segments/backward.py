@@ -79,7 +79,7 @@ class BackwardBinder:
         segment, microbatch = instruction.operand, instruction.microbatch
         io = self._plan.io[segment]
         sums = [(root, self._plan.gradient_sums.get(root, ())) for root in io.roots]
-        loss = self._plan.placed.graph.loss_node
+        loss, given = self._plan.placed.graph.loss_node, self._plan.placed.graph.given_roots
         parameters = [self._state[p] for p in io.parameters]
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
         made = frozenset(made_leaves(self._plan, instruction))
@@ -97,7 +97,11 @@ class BackwardBinder:
             tensors, incoming = [], []
             for root, terms in sums:
                 tensor = state.roots[microbatch].pop(root)
-                gradient = _gradient_sum(state, microbatch, terms)
+                if root in given:
+                    later = _terms(state, microbatch, terms)
+                    gradient = gradient_sum((state.given.get(root), *later))
+                else:
+                    gradient = _gradient_sum(state, microbatch, terms)
                 if root == loss:
                     one = loss_gradient(tensor)
                     if state.microbatches is not None:
@@ -113,6 +117,10 @@ class BackwardBinder:
                 if gradient is not None and inputs[index] is not None:
                     tensors.append(inputs[index])
                     incoming.append(gradient)
+            if state.totals is not None:
+                found = _backward_apart(tensors, incoming, inputs, parameters, state.totals)
+                state.collected[microbatch].update(zip(leaves, found, strict=True))
+                return
             fresh = [parameter for parameter in parameters if parameter.grad is None]
             results = backward(tensors, incoming, inputs, asking)
             state.collected[microbatch].update(
@@ -170,6 +178,11 @@ class BackwardBinder:
 
         def accumulate_shared(state: StepState) -> None:
             found = _terms(state, microbatch, terms)
+            if state.totals is not None:
+                total = gradient_sum((state.totals.get(id(parameter)), *found))
+                if total is not None:
+                    state.totals[id(parameter)] = total
+                return
             gradient = gradient_sum(found)
             if gradient is not None:
                 # A term of this worker may be the gradient of another parameter as well.
@@ -258,11 +271,50 @@ def backward(
     return found
 
 
+def _backward_apart(
+    roots: list[torch.Tensor],
+    root_gradients: list[torch.Tensor],
+    leaves: Sequence[torch.Tensor | None],
+    parameters: Sequence[torch.Tensor],
+    totals: dict[int, torch.Tensor],
+) -> list[Gradient]:
+    """Backward of one segment that adds gradients of parameters to totals, not to ``.grad``.
+
+    What later calls have given enters autograd first, so each use here is added by itself, as in
+    eager mode.
+
+    Args:
+        roots: As for ``backward``; and so are the next three.
+        root_gradients: Their gradients.
+        leaves: What others sent.
+        parameters: What gets a gradient.
+        totals: The gradients so far, by the parameter's id.
+    """
+    for parameter in parameters:
+        if roots and id(parameter) in totals:
+            roots.append(parameter)
+            root_gradients.append(totals[id(parameter)])
+    taken: list[Gradient] = [None] * len(parameters)
+    nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+    hooks = [node.register_prehook(_taking(taken, index)) for index, node in enumerate(nodes)]
+    found = backward(roots, root_gradients, leaves, parameters)
+    for hook in hooks:  # the graphs of earlier calls hold the same nodes
+        hook.remove()
+    for parameter, total in zip(parameters, taken, strict=True):
+        if total is not None:
+            totals[id(parameter)] = total
+    return found
+
+
 def _take_instead_of_adding(leaf: torch.Tensor, found: list[Gradient], index: int) -> Node:
+    node = get_gradient_edge(leaf).node
+    node.register_prehook(_taking(found, index))
+    return node
+
+
+def _taking(found: list[Gradient], index: int) -> Callable[[tuple[Gradient, ...]], tuple[None]]:
     def take(given: tuple[Gradient, ...]) -> tuple[None]:
         (found[index],) = given
         return (None,)
 
-    node = get_gradient_edge(leaf).node
-    node.register_prehook(take)
-    return node
+    return take

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from graphsplit.capture.graph import Mode, Node
+from graphsplit.capture.graph import Node
 from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.capture.operations.regions import ORDINARY, Region
 from graphsplit.capture.reach.holders import Holder
@@ -154,7 +154,7 @@ class _Builder:
 
     def _enter(self, scope: _Scope, before: Region, position: int) -> Region:
         """Switch modes where an operation's region is not that of the one before."""
-        region, grad_enabled = self.nodes[position].region, self.captured.mode is Mode.TRAIN
+        region, grad_enabled = self.nodes[position].region, self.captured.mode.records_gradients
         modes = modes_of(region, self.devices, grad_enabled=grad_enabled)
         if modes != modes_of(before, self.devices, grad_enabled=grad_enabled):
             scope.graph.call_function(switch_modes, modes)

@@ -88,7 +88,21 @@ def a_replaced_layer() -> Case:
     return net, F.mse_loss, change
 
 
-CASES = (a_global, a_global_counter, a_closure, a_frozen_batch_norm, a_replaced_layer)
+def a_quantised_layer() -> Case:
+    net = Net()
+    config = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    net.first = torch.ao.nn.qat.Linear(3, 4, qconfig=config)  # its scale grows in the first step
+    return net, F.mse_loss, lambda step: None
+
+
+CASES = (
+    a_global,
+    a_global_counter,
+    a_closure,
+    a_frozen_batch_norm,
+    a_replaced_layer,
+    a_quantised_layer,
+)
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +125,10 @@ def plain(make: Callable[[], Case], num_parts: int) -> list[torch.Tensor]:
             parts.append(loss.detach() * (1 / num_parts) if num_parts > 1 else loss.detach())
         optimizer.step()
         losses.append(sum(parts[1:], parts[0]))
-    return [*losses, *(p.detach() for p in net.parameters())]
+    found = [*losses, *(p.detach().clone() for p in net.parameters())]
+    net.eval()
+    with torch.no_grad():
+        return [*found, net(batch(0)[0])]
 
 
 def cut(make: Callable[[], Case], num_parts: int) -> list[torch.Tensor]:
@@ -126,7 +143,8 @@ def cut(make: Callable[[], Case], num_parts: int) -> list[torch.Tensor]:
         change(step)
         losses.append(model.train_step(*batch(step)))
     state = model.state_dict()
-    return [*losses, *(state[name] for name, _ in net.named_parameters())]
+    found = [*losses, *(state[name] for name, _ in net.named_parameters())]
+    return [*found, model.predict(batch(0)[0])]
 
 
 def follow() -> None:

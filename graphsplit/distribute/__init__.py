@@ -1,0 +1,1 @@
+"""A network under a script's own training loop: ``gs.distribute``."""

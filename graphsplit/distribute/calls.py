@@ -1,0 +1,146 @@
+"""Calls of a network: forward over all workers now, backward when the script asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from graphsplit.batches.batch import Arguments, leaves
+from graphsplit.batches.microbatches import Division
+from graphsplit.capture.graph import Mode
+from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.values import LoopValue
+from graphsplit.errors import ConfigurationError
+from graphsplit.feeding.shared_inputs import share_written
+from graphsplit.planning.planner import ReadyPlan
+from graphsplit.planning.task import named_state
+from graphsplit.runtime.step_state import StepState
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.train.cluster_engine import ClusterEngine
+from graphsplit.train.outputs import unflatten_outputs
+
+
+class NetworkCalls(ClusterEngine):
+    """Runs the calls of one network; every method is called by all workers in the same order."""
+
+    def forward(self, arguments: Arguments) -> Call:
+        """Run forward; with gradients, where the script records them."""
+        mode = Mode.CALL if torch.is_grad_enabled() else Mode.LOOK
+        division = Division(arguments, (arguments,))
+        planned = self._leading.given(mode, division, self._step)
+        step, self._step = self._step, self._step + 1
+        self._job.has_stepped = True
+        (phase,) = planned.phases(division)
+        plan = phase.planned
+        with DisableTorchFunctionSubclass():
+            state = plan.runner.run_forward(step, phase.inputs, plan.numbers)
+            if plan.written_inputs:
+                share_written(self._job.control, plan, phase.inputs[0], self._job.ranks)
+        return Call(self, plan, state)
+
+    def planner_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The network's parameters and buffers, by name."""
+        return named_state(self._task.network, None)
+
+    def backward(self, call: Call, given: Mapping[int, torch.Tensor]) -> None:
+        """Run the backward of a call, with the gradients of its outputs."""
+        call.state.given = given
+        with self._job.reporting(), DisableTorchFunctionSubclass():
+            call.plan.runner.run_backward(call.state)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that has run forward.
+
+    Attributes:
+        network: Who runs it.
+        plan: Its plan.
+        state: What forward has left for backward.
+        is_spent: Whether backward has run.
+    """
+
+    network: NetworkCalls
+    plan: ReadyPlan
+    state: StepState
+    is_spent: bool = field(default=False)
+
+    def outputs(self, arguments: Arguments, loop: Loop) -> Any:
+        """The outputs, in the network's own structure; each value on the worker that made it."""
+        placed = self.plan.plan.placed
+        graph, made = placed.graph, self.state.values[0]
+        nodes = list(dict.fromkeys(o.node for o in graph.outputs if o.node is not None))
+        nodes = [n for n in nodes if not graph.nodes[n].is_everywhere]
+        found = [self._output(node, made, loop) for node in nodes]
+        if graph.has_gradients:
+            anchor = torch.zeros((), requires_grad=True)
+            found = list(_called(self, loop, nodes, found, anchor))
+        made.clear()
+        values: dict[int, Any] = {
+            node: LoopValue.of(tensor, placed.workers[node], loop)
+            for node, tensor in zip(nodes, found, strict=True)
+        }
+        return unflatten_outputs(graph, values, leaves(arguments), self.plan.numbers)
+
+    def _output(self, node: int, made: Mapping[int, Any], loop: Loop) -> torch.Tensor:
+        graph, home = self.plan.plan.placed.graph, self.plan.plan.placed.workers[node]
+        if loop.rank == home:
+            value: torch.Tensor = made[node]
+            return value
+        meta = graph.nodes[node].meta
+        if meta is None or not all(isinstance(size, int) for size in meta.shape):
+            raise ConfigurationError("forward returns a value whose shape depends on values")
+        return torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device="meta")
+
+
+class _Called(Function):
+    """A call, as one step of the script's autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        loop: Loop,
+        nodes: Sequence[int],
+        found: Sequence[torch.Tensor],
+        anchor: torch.Tensor,
+    ) -> Any:
+        ctx.graphsplit_call, ctx.loop, ctx.nodes = call, loop, nodes
+        ctx.set_materialize_grads(False)
+        graph = call.plan.plan.placed.graph
+        fixed = [f for n, f in zip(nodes, found, strict=True) if n not in graph.given_roots]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        call, workers = ctx.graphsplit_call, ctx.graphsplit_call.plan.plan.placed.workers
+        given = {
+            node: gradient
+            for node, gradient in zip(ctx.nodes, gradients, strict=True)
+            if gradient is not None and workers[node] == ctx.loop.rank
+        }
+        call.is_spent = True
+        call.network.backward(call, given)
+        return None, None, None, None, None
+
+
+_called: Callable[..., tuple[torch.Tensor, ...]] = _Called.apply
+
+
+def calls_behind(value: torch.Tensor) -> Iterator[Call]:
+    """The calls whose gradients a backward from a value makes; the same on all workers."""
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        call = getattr(node, "graphsplit_call", None)
+        if call is not None:
+            yield call
+        waiting += [following for following, _ in node.next_functions]

@@ -1,0 +1,238 @@
+"""``gs.distribute``: a network that stays a network, run over all workers by each call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from graphsplit.batches.batch import Arguments
+from graphsplit.deferred.construction import is_deferred, materialize
+from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
+from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.distribute.gradients import Gradients
+from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.steps import install, settle
+from graphsplit.distribute.values import LoopValue
+from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.job import joined
+from graphsplit.job.job import Job
+from graphsplit.job.script import ModelCall
+from graphsplit.optimizers.ownership import Residence
+from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.task import Task, named_state
+from graphsplit.settings import FAIL_FAST
+from graphsplit.torch_ext.private import pytree
+
+Network = TypeVar("Network", bound=nn.Module)
+_behind: weakref.WeakKeyDictionary[nn.Module, Distributed] = weakref.WeakKeyDictionary()
+
+
+def distribute(
+    net: Network,
+    *,
+    unplaced: UnplacedRule = "affinity",
+    dynamic_dims: Mapping[int, int] | None = None,
+) -> Network:
+    """Let calls of a network run over all workers, under a training loop of the script's own.
+
+    Every worker runs the loop as it is written for one process::
+
+        net = gs.distribute(net)
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(net(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+
+    A call runs whole, each part where it is placed. What it returns stays on the worker that made
+    it; elsewhere a stand-in has its shape. Operations on it run where it is; ``.item()``, ``bool``,
+    printing and NumPy ask, and every worker gets the answer. ``backward`` runs over the workers,
+    and each optimizer steps on each worker what lives there.
+
+    Args:
+        net: The network, with its placement. It stays the same object, of a subclass of its class.
+        unplaced: As for ``Model``.
+        dynamic_dims: As for ``Model``.
+
+    Returns:
+        The network. In one process it is as it was.
+
+    Raises:
+        ConfigurationError: It is no module, or is distributed already; ``MS_ROLE`` is set and
+            ``gs.init()`` was not called; or lost workers may come back in this job.
+    """
+    _check(net)
+    job = joined.current()
+    if job is None or job.num_workers == 1:
+        if is_deferred(net):
+            materialize(net)
+        return net
+    if job.recovery_policy != FAIL_FAST:
+        raise ConfigurationError(
+            f"distribute was called in a job with GS_RECOVERY={job.recovery_policy}: a loop of "
+            f"the script's own cannot go on from a snapshot\n"
+            f"  Fix: train with Model.train, or leave GS_RECOVERY out."
+        )
+    task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
+    _behind[net] = Distributed(task, job)
+    own: Any = _class_of(type(net))
+    net.__class__ = own
+    install()
+    return net
+
+
+def _check(net: Any) -> None:
+    if not isinstance(net, nn.Module):
+        raise ConfigurationError(
+            f"distribute was given a {type(net).__name__}; expected a torch.nn.Module\n"
+            f"  Fix: pass the network itself, not what torch.compile made of it."
+        )
+    if net in _behind:
+        raise ConfigurationError(
+            f"distribute was given a {type(net).__name__} that is distributed already\n"
+            f"  Fix: call it once, and use what it returned."
+        )
+
+
+class Distributed:
+    """The machinery behind a distributed network.
+
+    Args:
+        task: What a call runs.
+        job: The job.
+    """
+
+    def __init__(self, task: Task, job: Job) -> None:
+        self._task, self._job = task, job
+        self.calls = NetworkCalls(task, job)
+        self._loop = Loop(job)
+        self._num_settled = -1
+        self._gradients: Gradients | None = None
+
+    @contextmanager
+    def _as_itself(self) -> Iterator[None]:
+        """Inside, the network is of its own class: it is captured, or its state is taken."""
+        network: Any = self._task.network
+        kind = type(network)
+        network.__class__ = kind.__mro__[2]
+        try:
+            with self.calls.guard():
+                yield
+        finally:
+            network.__class__ = kind
+
+    def call(self, arguments: Arguments) -> Any:
+        """Run the network once."""
+        name = f"a call of {type(self._task.network).__name__}"
+        return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
+
+    def _call(self, arguments: Arguments) -> Any:
+        given = pytree.tree_map(_plain, arguments)
+        with self._as_itself():
+            call = self.calls.forward(given)
+            self._settle()
+            return call.outputs(given, self._loop)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, on every worker."""
+        found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what this worker owns."""
+        self._within("load_state_dict", self.calls.load_state_dict, state)
+
+    def _within(self, name: str, run: Any, *args: Any) -> Any:
+        def inside() -> Any:
+            with self._as_itself():
+                return run(*args)
+
+        return self._job.script.collective(ModelCall(name, inside))
+
+    def _settle(self) -> None:
+        """The first plan, or a later one, has fixed where parameters live."""
+        owners = self.calls.planner.owners
+        if len(owners) == self._num_settled:
+            return
+        self._num_settled = len(owners)
+        tensors = named_state(self._task.network, None)
+        job = self._job
+        residence = Residence(tensors, dict(owners), job.rank, job.num_workers)
+        settle(str(id(self)), residence)
+        parameters = list(self._task.network.parameters())
+        self._gradients = Gradients(parameters, residence.owner_by_id(), self._loop)
+
+
+def _plain(value: Any) -> Any:
+    """An argument of a call, as all workers have it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, LoopValue):
+        value = value.shared()
+    if torch.is_grad_enabled() and value.requires_grad:
+        raise ConfigurationError(
+            "a distributed network was given an input that requires a gradient; gradients do not "
+            "flow into its inputs yet\n"
+            "  Fix: pass value.detach(), or make both networks one module and distribute that."
+        )
+    return value
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind not in _classes:
+        space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        space["__doc__"] = kind.__doc__ or ""
+        _classes[kind] = type(kind.__name__, (_Calls, kind), space)
+    return _classes[kind]
+
+
+class _Calls(nn.Module):
+    """Methods of a distributed network that differ from those before."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            raise ConfigurationError(_COMPILED)
+        return _behind[self].call((args, kwargs))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        return _behind[self].state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        _behind[self].load_state_dict(state_dict)
+        return nn.Module().load_state_dict({})  # no key was missing, or not expected
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigurationError(_COMPILED)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise OwnershipError(
+            "copy.deepcopy of a distributed network: each worker has its own parameters only\n"
+            "  Fix: copy it before gs.distribute, and distribute both; or keep "
+            "net.state_dict(), which gathers all values."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OwnershipError(
+            "a distributed network was pickled: each worker has its own parameters only\n"
+            "  Fix: torch.save(net.state_dict(), path) on one worker, after net.state_dict() on "
+            "all."
+        )
+
+
+_COMPILED = (
+    "torch.compile around a distributed network would compile on each worker another part\n"
+    "  Fix: leave torch.compile out, or use gs.Model(..., compile=True)."
+)

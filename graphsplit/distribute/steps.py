@@ -1,0 +1,96 @@
+"""Optimizers of a script's own loop: each worker steps what lives on it.
+
+The script calls ``optimizer.step()``, or a scaler or a scheduler around it does. Hooks around the
+steps of all optimizers narrow those that have parameters of a distributed network.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from graphsplit.distribute.gradients import gradients_changed, is_in_loop
+from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers.optimizer import OwnedOptimizer
+from graphsplit.optimizers.own_step import OWN_HOOKS
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.update import rules_problems
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+
+_owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, OwnedOptimizer]
+_owned = weakref.WeakKeyDictionary()
+_under_way: list[tuple[torch.optim.Optimizer, AbstractContextManager[Any]]] = []
+_residences: dict[str, Residence] = {}
+
+
+def install() -> None:
+    """Stand around the steps of all optimizers, from now on."""
+    if before_step not in OWN_HOOKS:
+        OWN_HOOKS.extend((before_step, after_step))
+        register_optimizer_step_pre_hook(before_step)
+        register_optimizer_step_post_hook(after_step)
+
+
+def settle(name: str, residence: Residence) -> None:
+    """Take note of where the tensors of a network live, under a name of its own."""
+    _residences[name] = residence
+    _owned.clear()
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook before a step: leave out what others own.
+
+    Raises:
+        ConfigurationError: It cannot be stepped worker by worker.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    is_stepping = any(one is optimizer for one, _ in _under_way)
+    if is_stepping or not any(map(is_in_loop, parameters)):
+        return
+    problems = rules_problems(optimizer, None, None)
+    if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
+        problems.append(
+            f"{type(optimizer).__name__}.step(closure) runs the network inside the step, on each "
+            f"worker another number of times; call backward before step()"
+        )
+    if problems:
+        raise ConfigurationError(
+            "optimizer.step(): "
+            + "\n  ".join(problems)
+            + "\n  Fix: use an optimizer that steps each parameter by itself, without a closure."
+        )
+    if optimizer not in _owned:
+        owned = _owned[optimizer] = OwnedOptimizer(optimizer)
+        owned.settle(_whole())
+        for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
+            del optimizer.state[parameter]
+    stack = ExitStack()
+    stack.enter_context(_owned[optimizer].stepping())
+    stack.enter_context(DisableTorchFunctionSubclass())
+    _under_way.append((optimizer, stack))
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook after it."""
+    if _under_way and _under_way[-1][0] is optimizer:
+        _, stack = _under_way.pop()
+        stack.__exit__(None, None, None)
+        gradients_changed()
+
+
+def _whole() -> Residence:
+    """Where the tensors of all distributed networks live."""
+    parts = list(_residences.items())
+    return Residence(
+        {f"{name}.{key}": tensor for name, part in parts for key, tensor in part.tensors.items()},
+        {f"{name}.{key}": owner for name, part in parts for key, owner in part.owners.items()},
+        parts[0][1].rank,
+        parts[0][1].num_workers,
+    )

@@ -1,0 +1,359 @@
+"""Values of a script's own loop: each is on one worker, and has a stand-in on all others.
+
+Every worker runs the script line by line. An operation on such a value runs on the worker that has
+it; the others run it on shapes, with the same autograd graph. Who asks for numbers (``.item()``,
+``bool``, printing, NumPy) asks on every worker, and the one that has the value tells all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from graphsplit.distribute.links import enter, move, share
+from graphsplit.distribute.loop import META, Loop
+from graphsplit.errors import ConfigurationError
+from graphsplit.torch_ext.attributes import writes_of
+from graphsplit.torch_ext.private import (
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    make_wrapper,
+    pytree,
+)
+
+Function = Callable[..., Any]
+# Attributes that the tensor inside answers, and those that are operations.
+_OF_INNER = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", "_version"})
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_ASKING = frozenset(
+    [
+        "item",
+        "tolist",
+        "numpy",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__complex__",
+        "__index__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__array__",
+        "__contains__",
+        "__deepcopy__",
+        "__reduce_ex__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "untyped_storage",
+        "data_ptr",
+    ]
+)
+# Operations whose result has a shape that depends on values.
+_SHAPED_BY_VALUES = frozenset(
+    (
+        *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+        *("repeat_interleave", "_unique2", "histc"),
+    )
+)
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+)
+_IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
+
+
+_num_forgotten = 0
+
+
+def forget_known() -> None:
+    """Values were written to by more than operations of the script; on all workers alike."""
+    global _num_forgotten
+    _num_forgotten += 1
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operation may draw from the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class LoopValue(torch.Tensor):
+    """A value of the script that lives on one worker.
+
+    Attributes:
+        held: The value on its worker, a tensor of its shape without memory elsewhere; both with
+            the script's autograd graph.
+        home: The worker that has it.
+        loop: The workers.
+    """
+
+    graphsplit_is_global: ClassVar[bool] = True
+
+    held: torch.Tensor
+    home: int
+    loop: Loop
+
+    @staticmethod
+    def of(inner: torch.Tensor, home: int, loop: Loop) -> LoopValue:
+        """The stand-in that the script holds of a value."""
+        if inner.layout is not torch.strided:
+            raise ConfigurationError(
+                f"a value of the script is a tensor of layout {inner.layout}; only dense ones can "
+                f"stay on one worker\n  Fix: make embeddings with sparse=False."
+            )
+        made: LoopValue = make_wrapper(LoopValue, inner)
+        made.held, made.home, made.loop = inner, home, loop
+        made._known, made._copies = None, {}
+        return made
+
+    def _state(self) -> tuple[int, int]:
+        """A mark that changes whenever the value may have been written to, on all workers alike."""
+        return writes_of(self.held), _num_forgotten
+
+    _known: tuple[tuple[int, int], torch.Tensor] | None
+    _copies: dict[int, tuple[tuple[int, int], torch.Tensor]]
+
+    def everywhere(self) -> torch.Tensor:
+        """The value as an ordinary tensor, on all workers, without history; told once."""
+        version = self._state()
+        if self._known is None or self._known[0] != version:
+            value = self.loop.share(self.held, self.home)
+            self._known = version, value.clone() if self.loop.rank == self.home else value
+        return self._known[1]
+
+    def shared(self) -> torch.Tensor:
+        """The value as an ordinary tensor, on all workers, with its history."""
+        if torch.is_grad_enabled() and self.held.requires_grad:
+            return share(self.loop, self.home, self.held)
+        return self.everywhere()
+
+    def at(self, home: int) -> torch.Tensor:
+        """The tensor inside, for an operation on another worker."""
+        if home == self.home:
+            return self.held
+        if torch.is_grad_enabled() and self.held.requires_grad:
+            return move(self.loop, (self.home, home), self.held)
+        version = self._state()
+        known = self._copies.get(home)
+        if known is None or known[0] != version:
+            known = version, self.loop.move(self.held, self.home, home)
+            self._copies[home] = known
+        return known[1]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        special = SPECIAL.get(name)
+        if special is not None:
+            return special(func, args, kwargs)
+        if name in ("__get__", "__set__", "__delete__"):
+            return _attribute(func, name, args)
+        if name in _ASKING:
+            return _asked(func, args, kwargs)
+        return _operation(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise ConfigurationError(
+            f"{func} came upon a value that lives on one worker, in code that hides operations "
+            f"from tensors\n  Fix: pass it value.detach().cpu().numpy(), or do it inside forward."
+        )
+
+
+SPECIAL: dict[str, Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]] = {}
+
+
+def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
+    name, value = func.__self__.__name__, args[0]
+    if not isinstance(value, LoopValue):  # a plain tensor is given one, as in p.data = value
+        raise ConfigurationError(
+            f"{name} of a tensor was set to a value that lives on one worker\n"
+            f"  Fix: use copy_ under torch.no_grad()."
+        )
+    if kind == "__get__" and name in _VIEWS:
+        return _operation(func, name, args, {})
+    if kind == "__get__" and name == "grad":
+        found = value.held.grad
+        return None if found is None else LoopValue.of(found, value.home, value.loop)
+    with DisableTorchFunctionSubclass():
+        if kind == "__get__":
+            return func(value.held if name in _OF_INNER else value)
+        if name in ("requires_grad", "grad"):
+            return func(value.held, *_inside(args[1:], value.home))
+    raise ConfigurationError(
+        f"{name} of a value that lives on one worker was set\n  Fix: make a new value instead."
+    )
+
+
+def _inside(values: Any, home: int) -> Any:
+    return pytree.tree_map(lambda v: v.at(home) if isinstance(v, LoopValue) else v, values)
+
+
+def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tell all workers the values, and go on with ordinary tensors."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, LoopValue):
+            return value
+        found = value.everywhere().detach()
+        return found.requires_grad_() if value.held.requires_grad else found
+
+    args, kwargs = pytree.tree_map(plain, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operation where its operands are."""
+    return _operation(func, getattr(func, "__name__", ""), tuple(args), kwargs)
+
+
+def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found, spec = pytree.tree_flatten((args, kwargs))
+    values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
+    if _needs_values(name, args, kwargs, values):
+        shared = [leaf.shared() if isinstance(leaf, LoopValue) else leaf for leaf in found]
+        args, kwargs = pytree.tree_unflatten(shared, spec)
+        return func(*args, **kwargs)
+    if torch.is_autocast_enabled("cpu"):
+        raise ConfigurationError(
+            f"torch.autocast is on around {name}, whose operands live on one worker: shapes on the "
+            f"others would not be cast\n  Fix: use torch.autocast inside the network's forward."
+        )
+    loop, home = values[0].loop, _home(name, args, values)
+    is_here = loop.rank == home
+    inside = [_operand(leaf, home, loop, name) for leaf in found]
+    its_args, its_kwargs = pytree.tree_unflatten(inside, spec)
+    draws = _Draws()
+    try:
+        with DisableTorchFunctionSubclass(), draws:
+            result = func(*its_args, **its_kwargs)
+    except NotImplementedError as error:
+        if is_here:
+            raise
+        raise ConfigurationError(
+            f"{name} cannot be followed on workers that do not have its operands: {error}\n"
+            f"  Fix: do it inside the network's forward, or ask for the value first."
+        ) from error
+    if draws.found:
+        _take_generator(loop, home)
+    known = {id(value.held): value for value in values if value.home == home}
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        value = known.get(id(leaf))
+        return LoopValue.of(leaf, home, loop) if value is None else value
+
+    return pytree.tree_map(wrap, result)
+
+
+def _needs_values(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[LoopValue]
+) -> bool:
+    """Whether all workers need the operands: shapes hang on them, or a plain tensor is written."""
+    if name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1):
+        return True
+    if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
+        indices = pytree.tree_leaves(args[1])
+        if any(isinstance(i, LoopValue) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+            return True
+    is_method = name.endswith("_") and not name.endswith("__")
+    target = kwargs.get("out")
+    if target is None and (is_method or name in _IN_PLACE_OPERATORS):
+        target = args[0]
+    return target is not None and any(
+        isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
+        for leaf in pytree.tree_leaves(target)
+    )
+
+
+def _home(name: str, args: tuple[Any, ...], values: list[LoopValue]) -> int:
+    """The worker that has most of the operands; that of the one that is written to."""
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+    if is_in_place:
+        written = {v.home for v in pytree.tree_leaves(args[0]) if isinstance(v, LoopValue)}
+        if len(written) > 1:
+            raise ConfigurationError(
+                f"{name} writes to values that live on several workers\n"
+                f"  Fix: write to each by itself, in a loop."
+            )
+        if written:
+            return written.pop()
+    sizes: dict[int, int] = {}
+    for value in values:
+        sizes[value.home] = sizes.get(value.home, 0) + value.held.nbytes
+    return min(sizes, key=lambda home: (-sizes[home], home))
+
+
+def _operand(leaf: Any, home: int, loop: Loop, name: str) -> Any:
+    if isinstance(leaf, LoopValue):
+        return leaf.at(home)
+    is_here = loop.rank == home
+    if isinstance(leaf, torch.Tensor):
+        if torch.is_grad_enabled() and leaf.requires_grad:
+            return enter(loop, home, leaf)
+        return leaf if is_here else leaf.to(META)
+    if is_here:
+        return leaf
+    is_device = isinstance(leaf, torch.device) or (name == "to" and leaf == "cpu")
+    return META if is_device and torch.device(leaf).type == "cpu" else leaf
+
+
+def _take_generator(loop: Loop, home: int) -> None:
+    """An operation has drawn on its worker: all go on from there."""
+    state = loop.share(torch.default_generator.get_state(), home)
+    if loop.rank != home:
+        torch.default_generator.set_state(state)
+
+
+def _iterated(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return iter(torch.Tensor.unbind(args[0], 0))
+
+
+def _cpu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _length(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not args[0].shape:
+        raise TypeError("len() of a 0-d tensor")
+    return args[0].shape[0]
+
+
+def _hooked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hooks are given what the script holds of a gradient."""
+    value, hook = args
+
+    def run(gradient: torch.Tensor) -> torch.Tensor | None:
+        found = hook(LoopValue.of(gradient, value.home, value.loop))
+        return found.at(value.home) if isinstance(found, LoopValue) else found
+
+    return value.held.register_hook(run)
+
+
+SPECIAL.update(__iter__=_iterated, cpu=_cpu, __len__=_length, register_hook=_hooked)

@@ -1,0 +1,183 @@
+"""Each example, on threads as workers, ends in the bits of the loop that anybody would write."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+
+from graphsplit.testing.compare import difference
+
+assert threads_as_workers
+pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Plain = Callable[[ModuleType], Any]
+
+
+@pytest.fixture
+def example(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ModuleType]:
+    path = EXAMPLES / f"{request.param}.py"
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    spec.loader.exec_module(module)
+    yield module
+    sys.modules.pop("data", None)
+
+
+def step(optimizer: torch.optim.Optimizer, *losses: torch.Tensor) -> list[torch.Tensor]:
+    optimizer.zero_grad()
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return [loss.detach() for loss in losses]
+
+
+def ddp_toy(example: ModuleType) -> Any:
+    net, losses = example.ToyModel(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    for _ in range(5):
+        x, y = torch.randn(20, 10), torch.randn(20, 5)
+        losses += step(optimizer, mse_loss(net(x), y))
+    return losses, net.state_dict()
+
+
+def two_stage_pipeline(example: ModuleType) -> Any:
+    net, losses = example.network(), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(5):
+        x, y = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+        parts = zip(x.chunk(4), y.chunk(4), strict=True)
+        losses.append(sum(step_parts(optimizer, net, parts), torch.tensor(0.0)))
+    return losses, net.state_dict()
+
+
+def step_parts(optimizer: torch.optim.Optimizer, net: nn.Module, parts: Any) -> list[torch.Tensor]:
+    optimizer.zero_grad()
+    losses = []
+    for x, y in parts:
+        losses.append(cross_entropy(net(x), y) * 0.25)
+        losses[-1].backward()
+    optimizer.step()
+    return [loss.detach() for loss in losses]
+
+
+def clip_towers(example: ModuleType) -> Any:
+    net, losses = example.Clip(), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(5):
+        images, texts = torch.randn(8, 3, 16, 16), torch.randint(50, (8, 8))
+        losses += step(optimizer, net(images, texts))
+    return losses, net.state_dict()
+
+
+def gan(example: ModuleType) -> Any:
+    maker, judge = example.networks()
+    judging, making = (
+        torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.5, 0.999)) for net in (judge, maker)
+    )
+    ones, losses = torch.ones(16, 1), []
+    for _ in range(5):
+        real, noise = torch.randn(16, 2) + 3, torch.randn(16, 8)
+        made = maker(noise).detach()
+        right = binary_cross_entropy_with_logits(judge(real), ones)
+        losses += step(judging, right + binary_cross_entropy_with_logits(judge(made), 0 * ones))
+        losses += step(making, binary_cross_entropy_with_logits(judge(maker(noise)), ones))
+    state = {f"generator.{name}": value for name, value in maker.state_dict().items()}
+    state |= {f"discriminator.{name}": value for name, value in judge.state_dict().items()}
+    return losses, OrderedDict(state)
+
+
+def encoder_decoder(example: ModuleType) -> Any:
+    net, losses = example.Translate(), []
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    for _ in range(5):
+        source, target, following = example.sentences()
+        losses += step(optimizer, example.loss_of(net(source, target), following))
+    return losses, net.state_dict()
+
+
+def linear(example: ModuleType) -> Any:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(32 * 32, 10))
+    train_set, test_set = example.make_datasets(None)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(2):
+        for x, y in example.batches(train_set, batch_size=64, shuffle=True):
+            step(optimizer, cross_entropy(net(x), y))
+    with torch.no_grad():
+        right = [
+            (net(x).argmax(1) == y).sum().item()
+            for x, y in example.batches(test_set, batch_size=64)
+        ]
+    return sum(right) / len(test_set), net.state_dict()
+
+
+LOOPS: dict[str, tuple[Plain, Any]] = {
+    "ddp_toy": (ddp_toy, 5),
+    "two_stage_pipeline": (two_stage_pipeline, 5),
+    "clip_towers": (clip_towers, 5),
+    "gan": (gan, 5),
+    "encoder_decoder": (encoder_decoder, 5),
+    "lenet_mnist/linear": (linear, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("example", "plain", "length"), [(name, *loop) for name, loop in LOOPS.items()],
+    indirect=["example"], ids=list(LOOPS),
+)  # fmt: skip
+def test_an_example_ends_in_the_bits_of_the_plain_loop(
+    example: ModuleType, plain: Plain, length: int
+) -> None:
+    torch.manual_seed(0)
+    expected = plain(example)
+    for found in on_workers(lambda: example.train(length)):
+        assert difference(expected, found) is None
+
+
+def on_workers(train: Callable[[], Any]) -> list[Any]:
+    return ThreadCluster(lambda rank: train(), 3, is_recoverable=False).run()
+
+
+@pytest.mark.parametrize("example", ["gpt_like"], indirect=True)
+def test_the_gpt_accumulates_and_goes_on_where_it_was(example: ModuleType, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, losses = example.Gpt(), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for first in range(0, 20, 4):
+        optimizer.zero_grad()
+        for number in range(first, first + 4):
+            tokens, following = example.batch(number)
+            loss = example.loss_of(net(tokens), following)
+            (loss * 0.25).backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        if first == 8:
+            half = copy.deepcopy(losses), copy.deepcopy(net.state_dict())
+    for found in on_workers(lambda: example.train(tmp_path, steps=3)):
+        assert difference(half, found) is None
+    for found in on_workers(lambda: example.train(tmp_path, steps=2, resume=True)):
+        assert difference((losses[12:], net.state_dict()), found) is None
+
+
+def test_every_example_is_tried() -> None:
+    files = {str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.rglob("*.py")}
+    of_lenet = {f"lenet_mnist/{name}" for name in ("data", "lenet", "train")}
+    assert files - of_lenet == {*LOOPS, "gpt_like"}
