@@ -4,14 +4,14 @@
 
 A job under ``GS_RECOVERY=wait_rejoin``, started by ``graphsplit run --restarts N``: LeNet, its
 layers on several workers. In every round another worker gets SIGKILL after a step, in between two
-snapshots. All processes write down what they do when. What the replacement does decides; the
-others wait for it::
+snapshots, and the launcher forks its replacement from the process that has imported torch. All
+processes write down what they do when. What the replacement does decides; the others wait for it::
 
     killed ─ start ─ import ─ join ─ build ─ agree ─ restore ─ plan ─ replay ─ first new step
              launcher                                          └ capture
 
 Import, capture and the replay of the steps since the snapshot are what a user's model and machine
-cost. The bound is on the rest: two steps and two seconds.
+cost. The bound is on the rest: two steps and two seconds. The whole is to take 1.5 s at most.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from common import checked, environment, parser
 
 JOB = Path(__file__).resolve().with_name("recovery_job.py")
 STEPS_BETWEEN, SINCE_SNAPSHOT = 60, 7
-MOST_STEPS, MOST_S = 2, 2.0
+MOST_STEPS, MOST_S, MOST_WHOLE_S = 2, 2.0, 1.5
 APART = ("import", "capture", "replay")
 PARTS = {
     "start": "the launcher notices, and starts another process",
@@ -99,8 +99,8 @@ def breakdown(marks: Sequence[Mark], killed: Mark, step_s: float) -> dict[str, f
         "agree": agree["took_s"],
         "restore": restored_s - (agree["at_s"] + agree["took_s"]),
         "capture": capture_s,
-        "plan": plan_s - capture_s,
-        "replay": again["at_s"] - restored_s - plan_s,
+        "plan": plan_s,
+        "replay": again["at_s"] - restored_s - capture_s - plan_s,
         "first new step": new["at_s"] - again["at_s"],
     }
     whole = new["at_s"] - killed["at_s"]
@@ -137,9 +137,14 @@ def show(rounds: Sequence[Mapping[str, float]], medians: Mapping[str, float]) ->
     for part in ("whole", "counted", "bound", "detected after"):
         each = " ".join(f"{found[part]:7.3f}" for found in rounds)
         print(f"{part:15}{medians[part]:8.3f} s  [{each}]")
-    held = medians["counted"] <= medians["bound"]
+    held = is_reached(medians)
     print(f"replayed {[found['steps replayed'] for found in rounds]} steps")
     print("reached" if held else "MISSED", flush=True)
+
+
+def is_reached(medians: Mapping[str, float]) -> bool:
+    """Whether both bounds hold."""
+    return medians["counted"] <= medians["bound"] and medians["whole"] <= MOST_WHOLE_S
 
 
 def main() -> None:
@@ -162,7 +167,8 @@ def main() -> None:
             "not_counted": APART,
             "median": medians,
             "rounds": rounds,
-            "reached": medians["counted"] <= medians["bound"],
+            "whole_bound": MOST_WHOLE_S,
+            "reached": is_reached(medians),
         }
         Path(arguments.json).write_text(json.dumps(content, indent=1) + "\n")
 

@@ -39,10 +39,10 @@ class Marks:
 
     Args:
         folder: Where all processes write, each to a file of its own.
+        rank: This worker's.
     """
 
-    def __init__(self, folder: Path) -> None:
-        rank = int(os.environ.get("MS_NODE_ID", "-1"))
+    def __init__(self, folder: Path, rank: int) -> None:
         name = f"marks-{rank}-{os.getpid()}.jsonl"
         self._file = (folder / name).open("a", buffering=1)
         self._about = {"rank": rank, "pid": os.getpid()}
@@ -93,18 +93,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--kills", default="", help="step:rank, with commas in between")
     arguments = parser.parse_args()
-    marks = Marks(arguments.folder)
-    marks.add("started", process_began_s())
     # torch.optim imports it when the first optimizer is made, with or without graphsplit.
     import_module("torch._dynamo")
-    marks.add("imported")
+    imported_s = time.monotonic()
+    gs.init()
+    joined_s = time.monotonic()
+    marks = Marks(arguments.folder, gs.get_rank())
+    marks.add("started", process_began_s())
+    marks.add("imported", imported_s)
+    marks.add("joined", joined_s)
     marks.around(AbortSignal, "set", "detected")
     marks.around(planner, "capture_graph", "capture")
     marks.around(planner.Planner, "_make", "plan")
     marks.around(Snapshots, "agree", "agree")
     marks.around(Snapshots, "restore", "restore")
-    gs.init()
-    marks.add("joined")
     net, optimizer = made(lenet)
     for index, name in enumerate(LAYERS):
         net.get_submodule(name).place("MS_WORKER", index % gs.get_world_size())

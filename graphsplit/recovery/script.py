@@ -350,8 +350,7 @@ class RecoveringScript(Script):
     def _forget_plans(self) -> None:
         """Nothing of a generation that is over may be kept, however many there are.
 
-        Code, tensors and mapped memory lie in cycles, which Python looks for ever more rarely. Now
-        there is time: somebody else has to start first.
+        Code, tensors and mapped memory lie in cycles, which Python looks for ever more rarely.
         """
         self._job.member.position.hold()
         for share in self._shares:

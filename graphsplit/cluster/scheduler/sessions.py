@@ -47,6 +47,7 @@ from graphsplit.security.protection import Protection
 from graphsplit.settings import ClusterSettings
 
 JOURNAL_NAME = "scheduler.journal"
+_PAST_DUE_S = 0.001  # a timer may be early by what its clock does not tell apart
 
 
 def _rules_of(settings: ClusterSettings) -> JobRules:
@@ -86,6 +87,7 @@ class Sessions:
         self._admission = Admission(settings.num_workers, protection, log)
         self._outboxes = Outboxes()
         self._num_nodes = 0
+        self._decides_at: float | None = None
         path = settings.recovery_path
         self._journal = Journal(Path(path) / JOURNAL_NAME) if path else None
         self._state = _first_state(_rules_of(settings), self._journal, log)
@@ -164,8 +166,18 @@ class Sessions:
         try:
             for effect in self._state.handle(event, time.monotonic()):
                 self._carry_out(effect)
+            self._decide_in_time()
         except Exception as error:
             self._break_down(error)
+
+    def _decide_in_time(self) -> None:
+        """What a lost worker's end means is decided when the grace is over, not a tick later."""
+        due_at = self._state.decides_at
+        if due_at is None or due_at == self._decides_at or self.done.done():
+            return
+        self._decides_at = due_at
+        wait_s = max(due_at - time.monotonic(), 0.0) + _PAST_DUE_S
+        asyncio.get_running_loop().call_later(wait_s, self.apply, Tick())
 
     def _break_down(self, error: Exception) -> None:
         """A bug of ours. It would happen again, so all are told, and end."""

@@ -87,6 +87,11 @@ class SchedulerState:
         """Whether the scheduler may go: nobody is left to be told anything."""
         return self._job.is_over
 
+    @property
+    def decides_at(self) -> float | None:
+        """When it wants to see a tick, sooner than by itself: a cause is known then."""
+        return self._job.liveness.suspicion.due_at if self._job.is_healthy else None
+
     def status(self, now: float) -> JobStatus:
         """The job's status, for visitors."""
         return view.status(self._job, now)

@@ -50,6 +50,11 @@ class Suspicion:
         self._deadline = min(self._deadline, deadline) if self._known else deadline
         self._known.append((strength, cause))
 
+    @property
+    def due_at(self) -> float | None:
+        """When the grace is over; None while nobody is suspected."""
+        return self._deadline if self._known else None
+
     def due(self, now: float) -> FailureCause | None:
         """The root cause, once nothing better is to be expected; else None."""
         if not self._known or now < self._deadline:
