@@ -195,3 +195,12 @@ def _writing(original: Any, write: Callable[[Any, str], None]) -> Any:
 
     setattr(write_attribute, _MARK, True)
     return write_attribute
+
+
+def slot_of(kind: type, name: str) -> Any:
+    """The descriptor of a slot, if a class has one of this name."""
+    for one in kind.__mro__:
+        found = vars(one).get(name)
+        if type(found).__name__ == "member_descriptor":
+            return found
+    return None

@@ -43,7 +43,7 @@ from graphsplit.guards.values import (
     reference_of,
     with_leaves,
 )
-from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES
+from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES, writes_of
 from graphsplit.torch_ext.private import FakeTensor, disable_current_modes
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
@@ -160,6 +160,13 @@ class ValueVisitor:
         if any_leaf(first, _has_no_value):
             is_read = False
         self.noted[place.identity] = Noted(place, first, is_read, is_whole)
+
+    def put_values_back(self) -> None:
+        """Give the tensors that torch has computed with for real their values."""
+        with torch.no_grad():
+            for tensor, value in self.values:
+                if writes_of(tensor) and not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
     # Meeting values.
 

@@ -43,6 +43,7 @@ from graphsplit.guards.classes import (
     is_watched_code,
     is_watched_file,
     own_dictionary,
+    slot_of,
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
@@ -194,10 +195,7 @@ class ReadRecorder:
 
     def put_values_back(self) -> None:
         """Give tensors of one element, with which torch computes while it records, their values."""
-        with torch.no_grad():
-            for tensor, value in self._meeting.values:
-                if tensor._version != 0 and not torch.equal(tensor, value):
-                    tensor.copy_(value)
+        self._meeting.put_values_back()
 
     def results_kept(self) -> Iterator[Place]:
         """The contents of the caches of the user's functions by now."""
@@ -281,7 +279,7 @@ class ReadRecorder:
             if name.startswith("."):
                 package = held.get("__package__") or ""
                 above = package.split(".")
-                above = above[: len(above) + 1 - _dots(name)]
+                above = above[: len(above) + 1 - (len(name) - len(name.lstrip(".")))]
                 whole = ".".join((*above, name.strip("."))).rstrip(".")
             self._imported(whole)
 
@@ -415,12 +413,12 @@ class ReadRecorder:
             return None
         label = f"{self._label_of(one)}.{name}"
         if held is not None and (name in held or value is MISSING):
-            if value is MISSING and _slot_of(type(one), name) is not None:
+            if value is MISSING and slot_of(type(one), name) is not None:
                 return Place(PlaceKind.SLOT, one, name, label, self._where(held)[0])
             return entry(held, name, label, *self._where(held))
         for kind in type(one).__mro__:
             if name in vars(kind):
-                if _slot_of(kind, name) is not None:
+                if slot_of(kind, name) is not None:
                     return Place(PlaceKind.SLOT, one, name, label, self._where(held)[0])
                 self._note_absence(one, held, name, label, kind)
                 if not is_watchable(kind):
@@ -467,19 +465,6 @@ class ReadRecorder:
             return None if asked is None else (asked,)
         key = frame.f_locals.get(asked.local, MISSING)
         return (Item(key),) if key is not MISSING else None
-
-
-def _dots(name: str) -> int:
-    return len(name) - len(name.lstrip("."))
-
-
-def _slot_of(kind: type, name: str) -> Any:
-    """The descriptor of a slot, if a class has one of this name."""
-    for one in kind.__mro__:
-        found = vars(one).get(name)
-        if type(found).__name__ == "member_descriptor":
-            return found
-    return None
 
 
 def _is_put_there_by_capture(value: Any) -> bool:
