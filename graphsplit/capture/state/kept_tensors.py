@@ -356,7 +356,7 @@ def _left_in(one: Noted) -> Iterator[_Left]:
 
 
 def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
-    """What a snapshot holds, each with where it is."""
+    """The leaves of a snapshot, each with where it is."""
     if not isinstance(frozen, Frozen):
         yield frozen, label
         return

@@ -171,7 +171,7 @@ class Sessions:
             self._break_down(error)
 
     def _decide_in_time(self) -> None:
-        """What a lost worker's end means is decided when the grace is over, not a tick later."""
+        """Have the loss of a worker decided when its grace is over, not a tick later."""
         due_at = self._state.decides_at
         if due_at is None or due_at == self._decides_at or self.done.done():
             return
