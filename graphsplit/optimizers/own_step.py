@@ -30,7 +30,8 @@ _DONE = (
     "train_step and train have done backward and the optimizer's step already, forward_backward "
     "has done backward, and each worker has its own parameters only\n  Fix: leave "
     "optimizer.step(), loss.backward() and optimizer.zero_grad() out; after forward_backward call "
-    "model.step()."
+    "model.step(). If the script calls none of them, put model.train_step(*batch) in the place of "
+    "these lines, or keep them and give the loop gs.distribute(net)."
 )
 # Hooks around every optimizer's step that are graphsplit's own.
 OWN_HOOKS: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -40,8 +40,9 @@ def on_fakes(node: Node, run: Callable[[], Result]) -> Result | None:
     fake = next((value for value in values if isinstance(value, FakeTensor)), None)
     if fake is None:
         return None
+    sizes = fake.fake_mode.shape_env  # what is asked here must not fix a size of the graph
     try:
-        with fake.fake_mode:
+        with fake.fake_mode, sizes.suppress_guards() if sizes is not None else nullcontext():
             return run()
     except (RuntimeError, AssertionError):
         return None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from graphsplit.capture.graph import Mode
@@ -184,3 +185,39 @@ def test_what_was_asked_of_known_values_is_asked_again_for_other_sizes() -> None
         dynamic_dims={0: 8, 1: 64},
     )
     assert _num_plans(cluster, Mode.TRAIN) == 2  # short and long
+
+
+class _Recurrent(nn.Module):
+    """A GRU, whose first state has the size of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gru = nn.Embedding(10, 8), nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.gru(self.embed(tokens))[0][:, -1])
+        return made
+
+
+def test_a_recurrent_layer_takes_batches_of_other_sizes() -> None:
+    def place(net: Any) -> None:
+        for rank, name in enumerate(("embed", "gru", "head")):
+            getattr(net, name).place("MS_WORKER", rank)
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.randint(0, 10, (rows, 5), generator=generator),
+            torch.randint(0, 3, (rows,), generator=generator),
+        )
+        for rows in (16, 10, 16, 7)
+    ]
+    assert_same_bits(
+        _Recurrent,
+        batches,
+        num_workers=3,
+        place=place,
+        loss_fn=F.cross_entropy,
+        dynamic_dims={0: 16},
+    )
