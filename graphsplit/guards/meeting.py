@@ -208,7 +208,7 @@ class ValueVisitor:
     def _meet_items(self, value: Any, label: str) -> None:
         if isinstance(value, BUFFERS):
             return
-        for item in items_of(value):
+        for item in list(items_of(value)):
             self.meet(item, f"{label}[…]")
         if type(value) not in CONTAINERS:
             self._meet_object(value, label)

@@ -93,7 +93,8 @@ def freeze(value: Any, _inside: tuple[int, ...] = ()) -> Any:
         return Frozen(value, content=_content(value))
     inside = (*_inside, id(value))
     keys = tuple(keys_of(value)) if is_mapping(value) else ()
-    return Frozen(value, tuple([freeze(item, inside) for item in items_of(value)]), keys)
+    items = tuple(items_of(value))  # at once: what frees a tensor may change a dictionary meanwhile
+    return Frozen(value, tuple([freeze(item, inside) for item in items]), keys)
 
 
 def is_mapping(value: Any) -> bool:
