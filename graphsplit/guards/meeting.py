@@ -45,6 +45,7 @@ from graphsplit.guards.values import (
 )
 from graphsplit.torch_ext.attributes import FLAT_WEIGHTS, TABLES, writes_of
 from graphsplit.torch_ext.private import FakeTensor, disable_current_modes
+from graphsplit.torch_ext.stand_ins import StandIn
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
 WITHOUT_VALUES = (*NUMBERS, FakeTensor)
@@ -176,7 +177,8 @@ class ValueVisitor:
             return
         self.met[id(value)] = value, label
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._state and not value.is_inference():
+            is_here = id(value) not in self._state and not isinstance(value, StandIn)
+            if is_here and not value.is_inference():
                 self.tensors[id(value)] = value
                 if value.numel() <= 1:
                     with disable_current_modes():

@@ -12,8 +12,9 @@ from equivalence_helpers import batches_of, rows_against_target
 from pass_helpers import captured
 from torch import nn
 
-from graphsplit.errors import CaptureError
+from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.torch_ext.stand_ins import StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning")
 
@@ -180,6 +181,23 @@ def test_a_hook_keeps_a_feature() -> None:
         evaluate_after=(1, 2),
         plan_everywhere=True,
     )
+
+
+def test_the_script_is_not_given_what_moves_on() -> None:
+    """In eager mode a reference to it keeps the value of its step."""
+    found: list[Any] = []
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=4),
+        num_workers=1,
+        loss_fn=FromNothing(),
+        before_step=lambda step, net, loss_fn: found.append(loss_fn.average),
+        plan_everywhere=True,
+    )
+    kept = [value for value in found if isinstance(value, StandIn)]
+    assert kept
+    with pytest.raises(OwnershipError, match=r"loss_fn\.average is kept with the network"):
+        float(kept[-1])
 
 
 def test_what_the_script_had_there_stays_as_it_is() -> None:

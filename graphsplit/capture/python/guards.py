@@ -15,9 +15,9 @@ from graphsplit.capture.numbers.lifted import Lifted, computed, lifted_in_place
 from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
-from graphsplit.capture.state.kept_tensors import KeptTensors
-from graphsplit.errors import CaptureError
-from graphsplit.guards.changes import Change, changes_of
+from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
+from graphsplit.errors import CaptureError, OwnershipError
+from graphsplit.guards.changes import Change, changes_of, put_all_back
 from graphsplit.guards.check import Guards, Watched
 from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, PlaceKind, entry
@@ -125,6 +125,14 @@ class StateWatch:
                 run_again.check()
                 if assigned is not None:
                     self._kept.settle(recorder.noted, assigned)
+            except (
+                OwnershipError
+            ):  # it may be that of something that is kept, in a place not known to
+                unknown = self._kept.unknown(recorder.noted) if assigned is not None else []
+                if unknown:
+                    put_all_back(recorder.noted.values())
+                    raise KeepsTensorsError({}, unknown) from None
+                raise
             finally:
                 try:
                     self._changes = (*changes_of(recorder.noted, computed), *marks.changes())

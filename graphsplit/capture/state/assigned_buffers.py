@@ -41,14 +41,10 @@ class _Assigned:
 class AssignedBuffers:
     """Watches assignments to buffers while a network runs.
 
-    ``with AssignedBuffers(root) as buffers:`` runs the network; ``buffers.copy_in`` ends it.
-
-    Args:
-        root: The module that holds all others.
+    ``with AssignedBuffers() as buffers:`` runs the network; ``buffers.copy_in`` ends it.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self) -> None:
         self._assigned: dict[tuple[int, str], _Assigned] = {}
         self._finals: list[tuple[_Assigned, Any]] = []
 
@@ -107,7 +103,6 @@ class AssignedBuffers:
             if not isinstance(value, torch.Tensor) or _look(value) != _look(original):
                 change = f"{_look(original)} by {_look(value)}"
                 raise _refusal(found.module, found.name, change, found.line)
-            self._check_not_shared(found)
             shares = _memory(value) in memories  # two buffers that change places
             final = value.detach().clone() if shares else value.detach()
             copies.append((found, final, value.requires_grad))
@@ -115,20 +110,6 @@ class AssignedBuffers:
             with noted_as_assignment(found.line, has_gradient=has_gradient):
                 found.original.copy_(value)
         return outputs
-
-    def _check_not_shared(self, found: _Assigned) -> None:
-        """Refuse a buffer whose memory somebody else keeps: that is not assigned anew."""
-        memory = _memory(found.original)
-        for module in self._root.modules():
-            for name, held in buffers_of(module).items():
-                is_itself = module is found.module and name == found.name
-                if not is_itself and held is not None and _memory(held) == memory:
-                    raise CaptureError(
-                        f"{type(found.module).__name__} replaces its buffer {found.name!r} in "
-                        f"forward, whose memory is also that of the buffer {name!r} of "
-                        f"{type(module).__name__}\n  {found.line}\n"
-                        f"  Fix: give each buffer memory of its own."
-                    )
 
 
 def _memory(value: Any) -> int | None:

@@ -2,15 +2,16 @@
 
 A captured graph computes values; the Python that would put them where the next call looks for them
 does not run again. So each tensor that is left in a place is given a buffer of the network, which
-is not persistent: the graph copies the value into it, and the buffer stands in the place::
+is not persistent: the graph copies the value into it, and what stands for it is in the place::
 
     self.average = 0.9 * self.average + 0.1 * loss.detach()     in a loss that is no module
     features["encoder"] = output                                in a hook
     self.past.append(loss.detach())                             None, [], or another number before:
                                                                 the next step has another graph
 
-While a step is recorded, what stands for the buffer stands in the place too. A tensor that the user
-has put there is copied into the buffer first.
+A tensor that the user has put there is copied into the buffer first; one that code modifies in
+place becomes the buffer itself. What else stands there has no value that the script could read: in
+eager mode a reference to it would keep the value of its step, and the buffer moves on.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.attributes import Key, label_of
+from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import put_all_back
 from graphsplit.guards.meeting import Noted
@@ -40,6 +42,8 @@ _PREFIX = "kept "
 # The places in which a network's code has left tensors, by identity: these are known beforehand.
 _places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
 
+# What stands in the places for a network's buffers, by their names.
+_stand_ins: weakref.WeakKeyDictionary[nn.Module, dict[str, KeptValue]] = weakref.WeakKeyDictionary()
 # Buffers that are nobody's but the network's, by identity.
 _own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -90,12 +94,14 @@ class _Wanted:
     Attributes:
         like: The form of what is kept.
         place: Where it is kept.
+        label: The same with where it is in there.
         old: The tensor that the user has put there; None if there is none of this form.
         is_itself: Whether that very tensor becomes the buffer: code modifies it in place.
     """
 
     like: torch.Tensor
     place: Place
+    label: str
     old: torch.Tensor | None = None
     is_itself: bool = False
 
@@ -134,6 +140,8 @@ class KeptTensors:
             for name, buffer in buffers_of(module).items()
         ]
         self._places = _places.get(self._network, {})
+        self._stand_ins = _stand_ins.get(self._network, {})
+        self._held = {id(t) for t in (*self._state.values(), *self._stand_ins.values())}
         self._before: list[tuple[Place, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands for state
 
@@ -141,9 +149,9 @@ class KeptTensors:
         """Put what stands for parameters and buffers into the places that hold them."""
         standing = {}
         for name, now in _state(self._root).items():
-            real = self._state[name]
-            standing[id(real)] = now
-            self._real[id(now)] = (now, real)
+            real, stand_in = self._state[name], self._stand_in(name)
+            standing.update({id(real): now, id(stand_in): now})
+            self._real[id(now)] = (now, stand_in)
         for place in self._places.values():
             value = freeze(place.read())
             if any_leaf(value, lambda leaf: id(leaf) in standing):
@@ -159,7 +167,7 @@ class KeptTensors:
         self._before = []
 
     def real_of(self, leaf: Any) -> Any:
-        """The parameter or buffer that a tensor stands for; anything else as it is."""
+        """The tensor that a place holds while nothing is recorded; anything else as it is."""
         return self._real[id(leaf)][1] if id(leaf) in self._real else leaf
 
     def settle(self, noted: Mapping[Any, Noted], assigned: AssignedBuffers) -> None:
@@ -174,7 +182,6 @@ class KeptTensors:
                 into the places.
             CaptureError: Something is left that a buffer cannot stand for.
         """
-        standing = {id(now): self._state[name] for name, now in _state(self._root).items()}
         places = {
             identity: one
             for identity, one in noted.items()
@@ -186,9 +193,9 @@ class KeptTensors:
             and _holds_fakes(one.place.read())
         }
         left = [item for one in places.values() for item in _left_in(one)]
-        names = self._named(left, standing)
+        names = self._named(left)
         refusal = self._refusal(left, names)
-        wanted, unknown = self._wanted(left, names), self._unknown(noted)
+        wanted, unknown = self._wanted(left, names), self.unknown(noted)
         shared = [one for one in assigned.assigned() if not self._is_own(*one)]
         if refusal is not None or wanted or unknown or shared:
             put_all_back(noted.values())
@@ -201,9 +208,12 @@ class KeptTensors:
         final: dict[int, Any] = {}
         for item in left:
             name = names.get(id(item.value))
-            own = standing.get(id(item.value), item.value)
-            final[id(item.value)] = own if name is None else self._state[f"{self._prefix}{name}"]
-        for one in places.values():
+            is_new = name is not None
+            own = self._stand_in(f"{self._prefix}{name}") if is_new else self.real_of(item.value)
+            final[id(item.value)] = own
+        known = _places.setdefault(self._network, {}) if places else {}
+        for identity, one in places.items():
+            known[identity] = one.place
             value = freeze(one.place.read())
             _put(one.place, with_leaves(value, lambda leaf: final.get(id(leaf), leaf)))
 
@@ -212,14 +222,13 @@ class KeptTensors:
         real = next(b for m, n, b in self._buffers if m is module and n == name)
         return _own.get(id(real)) is real or isinstance(real, StandIn)
 
-    def _unknown(self, noted: Mapping[Any, Noted]) -> list[Place]:
+    def unknown(self, noted: Mapping[Any, Noted]) -> list[Place]:
         """Places that hold parameters or buffers, and were not known to."""
-        state = {id(real) for real in self._state.values()}
         return [
             one.place
             for identity, one in noted.items()
             if identity not in self._places
-            and any_leaf(one.first, lambda leaf: id(leaf) in state)
+            and any_leaf(one.first, lambda leaf: id(leaf) in self._held)
             and not any_leaf(freeze(one.place.read()), lambda leaf: id(leaf) in self._real)
         ]
 
@@ -227,14 +236,18 @@ class KeptTensors:
     def _prefix(self) -> str:
         return "" if self._network is self._root else "network."
 
-    def _named(self, left: list[_Left], standing: Mapping[int, Any]) -> dict[int, str]:
+    def _stand_in(self, name: str) -> torch.Tensor:
+        """What stands in places for a parameter or buffer, by its name below the root."""
+        return self._stand_ins.get(name.removeprefix(self._prefix), self._state[name])
+
+    def _named(self, left: list[_Left]) -> dict[int, str]:
         """The buffer of each tensor that is left and is not itself state: one for each object."""
         own = {id(buffer): name for name, buffer in buffers_of(self._network).items()}
         names: dict[int, str] = {}
         for item in left:
             number = id(item.value)
             held = own.get(number, "")
-            if number in names or (number in standing and not held.startswith(_PREFIX)):
+            if number in names or (number in self._real and not held.startswith(_PREFIX)):
                 continue
             name = base = _name_of(item.label, item.value)
             count = 1
@@ -268,23 +281,22 @@ class KeptTensors:
 
     def _wanted(self, left: list[_Left], names: Mapping[int, str]) -> dict[str, _Wanted]:
         """The buffers that are missing, or that must first get a value of the user's."""
-        state = {id(tensor) for tensor in self._state.values()}
         found: dict[str, _Wanted] = {}
         for item in left:
             name = names.get(id(item.value))
             if name is None or name in found:
                 continue
-            is_users = isinstance(item.old, torch.Tensor) and id(item.old) not in state
+            is_users = isinstance(item.old, torch.Tensor) and id(item.old) not in self._held
             old = item.old if is_users and _look(item.old) == _look(item.value) else None
             if old is not None or buffers_of(self._network).get(name) is None:
-                found[name] = _Wanted(item.value, item.place, old)
+                found[name] = _Wanted(item.value, item.place, item.label, old)
         return found
 
 
 def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     """Give the network the buffers that are wanted, with the values that they must have."""
     network: nn.Module = getattr(root, "network", root)
-    places = _places.setdefault(network, {})
+    places, stand_ins = _places.setdefault(network, {}), _stand_ins.setdefault(network, {})
     places.update({place.identity: place for place in found.places})
     for module, name in found.shared:
         own_buffer(module, name)
@@ -294,12 +306,19 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         if buffer is None:
             buffer = one.old if one.is_itself and one.old is not None else _like(one.like)
             network.register_buffer(name, buffer, persistent=False)
+            if not one.is_itself:
+                stand_ins[name] = KeptValue.of(buffer, one.label)
         if one.old is None or buffer is one.old:
             continue
         if not isinstance(buffer, StandIn):  # its value lives on another worker
             with torch.no_grad():
                 buffer.copy_(one.old)
-        _put(one.place, with_leaves(freeze(one.place.read()), partial(_instead, one.old, buffer)))
+        _put(
+            one.place,
+            with_leaves(
+                freeze(one.place.read()), partial(_instead, one.old, stand_ins.get(name, buffer))
+            ),
+        )
 
 
 def keep_attributes(root: nn.Module, keys: Iterable[Key]) -> None:
@@ -330,7 +349,7 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
     if len(found) != 1:
         return {}
     leaf, label, place = next(iter(found.values()))
-    return {_name_of(label, leaf): _Wanted(leaf, place, leaf, is_itself=True)}
+    return {_name_of(label, leaf): _Wanted(leaf, place, label, leaf, is_itself=True)}
 
 
 def _instead(old: Any, new: Any, leaf: Any) -> Any:

@@ -1,0 +1,49 @@
+"""The tensor in a Python place whose value is kept with the network.
+
+In eager mode a reference to the tensor there would keep the value of its step. The buffer behind it
+moves on, so the script is not given it: it would read other numbers without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from graphsplit.errors import OwnershipError
+from graphsplit.torch_ext.stand_ins import StandIn, without_memory
+
+_LABEL = "_graphsplit_label"
+
+
+class KeptValue(StandIn):
+    """A tensor without a value, in a place whose tensor the network keeps."""
+
+    harmless = StandIn.harmless - {
+        getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "storage_offset")
+    }
+
+    @staticmethod
+    def of(tensor: torch.Tensor, label: str) -> KeptValue:
+        """Make the one for a tensor that is kept in a place."""
+        made: Any = without_memory(tensor)
+        made.__class__ = KeptValue
+        setattr(made, _LABEL, label)
+        return cast(KeptValue, made)
+
+    def need_value(self, asked: str) -> None:
+        """Refuse.
+
+        Raises:
+            OwnershipError: Always.
+        """
+        label = getattr(self, _LABEL)
+        raise OwnershipError(
+            f"the value in {label} is kept with the network, and changes at every step: the script "
+            f"cannot read it (asked for by {asked})\n"
+            f"  Fix: return it beside the loss or the outputs; or keep it in a buffer "
+            f"(register_buffer), which its worker can read."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"<{getattr(self, _LABEL)}: kept with the network>"
