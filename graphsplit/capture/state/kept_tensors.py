@@ -237,7 +237,7 @@ class KeptTensors:
         return "" if self._network is self._root else "network."
 
     def _stand_in(self, name: str) -> torch.Tensor:
-        """What stands in places for a parameter or buffer, by its name below the root."""
+        """The tensor in places that hold a parameter or buffer, by its name below the root."""
         return self._stand_ins.get(name.removeprefix(self._prefix), self._state[name])
 
     def _named(self, left: list[_Left]) -> dict[int, str]:
