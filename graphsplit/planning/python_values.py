@@ -108,7 +108,8 @@ class PythonValues:
                     f"{place.label} has changed from {shown(known.first)} to {shown(value)}, which "
                     f"a snapshot cannot hold\n  {place.source}\n"
                     f"  Fix: keep numbers, texts, lists and dictionaries of them in attributes of "
-                    f"network or loss, or in globals; or start the job with fail_fast."
+                    f"network or loss, or in globals, and tensors in buffers (register_buffer); or "
+                    f"start the job with fail_fast."
                 )
             is_there = value is not MISSING
             found.append([*known.name, is_there, thaw(frozen) if is_there else None])
