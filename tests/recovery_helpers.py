@@ -347,8 +347,11 @@ class ThreadCluster:
         """Run the script on all workers; returns what each returned.
 
         Raises:
-            BaseException: What the first worker that failed raised.
+            BaseException: What the first worker that failed by itself raised, or else one that
+                heard of a failure: which of the workers hear of it in time is not certain.
         """
+        from graphsplit.errors import JobFailedError
+
         with self.turns.changed:
             for rank in range(self.num_workers):
                 self._start(rank)
@@ -357,9 +360,9 @@ class ThreadCluster:
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive(), "a worker hangs"
         found = [self.results.get(rank) for rank in range(self.num_workers)]
-        for result in found:
-            if isinstance(result, BaseException):
-                raise result
+        errors = [result for result in found if isinstance(result, BaseException)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, JobFailedError))
         return found
 
 

@@ -10,7 +10,7 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.errors import JobFailedError, OwnershipError
+from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.parameter_hooks import hooks_leave, state_of_hooks
 
 assert threads_as_workers
@@ -74,7 +74,7 @@ def plain(register: Register) -> list[float]:
 @pytest.mark.usefixtures("threads_as_workers")
 @pytest.mark.parametrize("register", [notes, scales_by_a_count, notes_afterwards])
 def test_state_that_hooks_of_several_workers_change_is_refused(register: Register) -> None:
-    with pytest.raises(JobFailedError, match=r"hook on a parameter .*hooks_of_parameters.*changes"):
+    with pytest.raises(OwnershipError, match=r"hook on a parameter .*hooks_of_parameters.*changes"):
         ThreadCluster(lambda _: train(register), 2).run()
 
 
