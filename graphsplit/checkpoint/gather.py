@@ -14,6 +14,7 @@ from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.job.job import Job
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -110,16 +111,22 @@ class StateGatherer:
 
     def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's own ``state_dict``, with the entries of all workers."""
-        own, whole = optimizer.state, defaultdict(dict, optimizer.state)
+        own, order = optimizer.state, order_of(optimizer)
+        order.note(optimizer)
+        whole = defaultdict(dict, optimizer.state)
+        found: list[tuple[list[int], Any, Any]] = []
         for parameter in parameters_of(optimizer):
             owner = self._owner_of.get(id(parameter), -1)
             entries: Any = whole.pop(parameter, None) or {}
+            made = [*order.made.get(parameter, ())]
             if owner >= 0:
-                mine = dict(entries) if owner == self._job.rank else None
+                mine = [made, dict(entries)] if owner == self._job.rank else None
                 what = "the state of a parameter"
-                entries = self._job.control.share_value(mine, source=owner, what=what)
+                made, entries = self._job.control.share_value(mine, source=owner, what=what)
             if entries:
-                whole[parameter] = entries
+                found.append((made, parameter, entries))
+        for _, parameter, entries in sorted(found, key=lambda one: one[0]):
+            whole[parameter] = entries
         optimizer.state = whole
         try:
             with by_the_model():
@@ -135,6 +142,9 @@ class StateGatherer:
                 workers.
         """
         error = _error_of(lambda: optimizer.load_state_dict(dict(state)))
+        if error is None:
+            loaded = [key for key in optimizer.state if isinstance(key, torch.Tensor)]
+            order_of(optimizer).note_loaded(loaded)
         for parameter in parameters_of(optimizer):
             if self._owner_of.get(id(parameter), self._job.rank) != self._job.rank:
                 optimizer.state.pop(parameter, None)
