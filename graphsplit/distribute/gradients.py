@@ -18,6 +18,7 @@ from torch import nn
 from graphsplit.distribute.loop import META, Loop
 from graphsplit.distribute.values import LoopValue, forget_known
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, WatchedParameter
@@ -109,6 +110,12 @@ def gradients_changed() -> None:
 def is_in_loop(parameter: torch.Tensor) -> bool:
     """Whether a parameter belongs to a network that the script's own loop trains."""
     return hasattr(parameter, _KEY)
+
+
+def job_of(parameters: Sequence[torch.Tensor]) -> Job:
+    """The workers that train the networks of parameters, some of which are in a loop."""
+    gradients: Gradients = next(getattr(p, _KEY) for p in parameters if is_in_loop(p))
+    return gradients._loop.job
 
 
 def _function(func: Any, args: tuple[Any, ...]) -> tuple[bool, Any]:

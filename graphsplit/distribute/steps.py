@@ -16,11 +16,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from graphsplit.distribute.gradients import gradients_changed, is_in_loop
+from graphsplit.distribute.gradients import gradients_changed, is_in_loop, job_of
+from graphsplit.distribute.states import drop_others, give_whole_state
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
-from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.ownership import Residence
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -69,8 +70,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if optimizer not in _owned:
         owned = _owned[optimizer] = OwnedOptimizer(optimizer)
         owned.settle(_whole())
-        for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
-            del optimizer.state[parameter]
+        drop_others(optimizer)
+        give_whole_state(optimizer, lambda: _whole().owner_by_id(), job_of(parameters))
     stack = ExitStack()
     stack.enter_context(_owned[optimizer].stepping())
     stack.enter_context(DisableTorchFunctionSubclass())
