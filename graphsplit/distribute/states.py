@@ -63,7 +63,7 @@ def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job)
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState | None:
-    """What gives the whole state of an optimizer; None where it has stepped no network."""
+    """The state of an optimizer over all workers; None where it has stepped no network."""
     return _states.get(optimizer)
 
 
