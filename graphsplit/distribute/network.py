@@ -112,7 +112,7 @@ class Distributed:
     def __init__(self, task: Task, job: Job) -> None:
         self._task, self._job = task, job
         self.calls = NetworkCalls(task, job)
-        self._loop = Loop(job)
+        self._loop = Loop.of(job)
         self._num_settled = -1
         self._gradients: Gradients | None = None
 
@@ -165,7 +165,7 @@ class Distributed:
         tensors = named_state(self._task.network, None)
         job = self._job
         residence = Residence(tensors, dict(owners), job.rank, job.num_workers)
-        settle(str(id(self)), residence)
+        settle(self._loop, str(id(self)), residence)
         parameters = list(self._task.network.parameters())
         self._gradients = Gradients(parameters, residence.owner_by_id(), self._loop)
 
