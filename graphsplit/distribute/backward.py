@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from graphsplit.distribute.calls import Call, calls_behind
-from graphsplit.distribute.gradients import gradients_changed
 from graphsplit.distribute.values import SPECIAL, LoopValue
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
@@ -66,7 +65,7 @@ def _run(value: LoopValue, gradient: Any, retain: bool) -> None:
         torch.autograd.backward([value.held], [gradient], retain_graph=retain)
         if totals:
             _add(calls, totals)
-    gradients_changed()
+    loop.num_changes += 1
 
 
 def _add(calls: Sequence[Call], totals: dict[int, torch.Tensor]) -> None:

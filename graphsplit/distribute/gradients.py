@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from graphsplit.distribute.loop import META, Loop
-from graphsplit.distribute.values import LoopValue, forget_known
+from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase
@@ -28,7 +27,6 @@ _SET_GRADIENT = _ATTRIBUTES.grad.__set__
 _ZERO_GRADS = tuple(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
 )
-_all: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 
 class Gradients:
@@ -38,6 +36,9 @@ class Gradients:
         parameters: The parameters, in order.
         owners: The owner of each.
         loop: The workers.
+
+    Attributes:
+        loop: The workers.
     """
 
     def __init__(
@@ -45,30 +46,30 @@ class Gradients:
     ) -> None:
         self._parameters = list(parameters)
         self._owners = owners
-        self._loop = loop
-        self._known: dict[int, LoopValue | None] | None = None
+        self.loop = loop
+        self._known: dict[int, LoopValue | None] = {}
+        self._known_at = -1  # how many changes there were
         for parameter in parameters:
             kind = _InLoopElsewhere if is_elsewhere(parameter) else _InLoop
             setattr(parameter, _KEY, self)
             parameter.__class__ = kind
-        _all.add(self)
 
     def forget(self) -> None:
         """Gradients have changed."""
-        self._known = None
-        forget_known()
+        self.loop.num_changes += 1
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""
-        if self._known is None:
-            with self._loop.job.reporting(), DisableTorchFunctionSubclass():
+        if self._known_at != self.loop.num_changes:
+            with self.loop.job.reporting(), DisableTorchFunctionSubclass():
                 self._known = self._learn()
+            self._known_at = self.loop.num_changes
         return self._known[id(parameter)]
 
     def _learn(self) -> dict[int, LoopValue | None]:
-        rank = self._loop.rank
+        rank = self.loop.rank
         own = [p for p in self._parameters if self._owners[id(p)] == rank]
-        told = self._loop.group.exchange("".join(map(_kind_of, own)))
+        told = self.loop.group.exchange("".join(map(_kind_of, own)))
         kinds = [iter(text) for text in told]
         found: dict[int, LoopValue | None] = {}
         for parameter in self._parameters:
@@ -81,7 +82,7 @@ class Gradients:
                 )
             held = _shape_of(parameter) if isinstance(parameter, StandIn) else parameter.grad
             if kind == "1" and held is not None:
-                found[id(parameter)] = LoopValue.of(held, owner, self._loop)
+                found[id(parameter)] = LoopValue.of(held, owner, self.loop)
             else:
                 found[id(parameter)] = None
         return found
@@ -100,15 +101,10 @@ def _shape_of(parameter: StandIn) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=META)
 
 
-def gradients_changed() -> None:
-    """A backward, or an optimizer, may have changed any gradient; on all workers alike."""
-    for gradients in list(_all):
-        gradients.forget()
-
-
-def is_in_loop(parameter: torch.Tensor) -> bool:
-    """Whether a parameter belongs to a network that the script's own loop trains."""
-    return hasattr(parameter, _KEY)
+def loop_of(parameter: torch.Tensor) -> Loop | None:
+    """The loop that trains the parameter's network, if it is a script's own."""
+    gradients: Gradients | None = getattr(parameter, _KEY, None)
+    return None if gradients is None else gradients.loop
 
 
 def _function(func: Any, args: tuple[Any, ...]) -> tuple[bool, Any]:

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import Residence
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 META = torch.device("meta")
+_loops: WeakKeyDictionary[Job, Loop] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
 class Loop:
     """The workers that run one script, line by line alike.
 
+    Args:
+        job: The job.
+
     Attributes:
         job: The job.
+        num_changes: Grows whenever values were written to by more than operations of the script, as
+            gradients are by a backward; on all workers alike.
+        residences: Where the tensors of each distributed network live, under a name of its own.
     """
 
-    job: Job
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.num_changes = 0
+        self.residences: dict[str, Residence] = {}
+
+    @staticmethod
+    def of(job: Job) -> Loop:
+        """The one of a job."""
+        return _loops.setdefault(job, Loop(job))
 
     @property
     def rank(self) -> int:

@@ -74,15 +74,6 @@ _OPERATORS = (
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 
 
-_num_forgotten = 0
-
-
-def forget_known() -> None:
-    """Values were written to by more than operations of the script; on all workers alike."""
-    global _num_forgotten
-    _num_forgotten += 1
-
-
 class _Draws(TorchDispatchMode):
     """Notes whether an operation may draw from the generator."""
 
@@ -128,7 +119,7 @@ class LoopValue(torch.Tensor):
 
     def _state(self) -> tuple[int, int]:
         """A mark that changes whenever the value may have been written to, on all workers alike."""
-        return writes_of(self.held), _num_forgotten
+        return writes_of(self.held), self.loop.num_changes
 
     _known: tuple[tuple[int, int], torch.Tensor] | None
     _copies: dict[int, tuple[tuple[int, int], torch.Tensor]]
