@@ -46,6 +46,10 @@ class NetworkCalls(ClusterEngine):
         """The network's parameters and buffers, by name."""
         return named_state(self._task.network, None)
 
+    def load_network(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Load what this worker owns, as ``load_state_dict`` with these options does."""
+        return self._gatherer().load_network(state, **options)
+
     def backward(self, call: Call, given: Mapping[int, torch.Tensor]) -> None:
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given

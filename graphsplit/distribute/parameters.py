@@ -192,7 +192,6 @@ class _Answers(nn.Parameter):
         return self._everywhere().__reduce_ex__(protocol)
 
 
-
 class _InLoop(_Answers, WatchedParameter):
     """A parameter that lives here, of a network that the script's own loop trains."""
 

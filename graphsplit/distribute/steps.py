@@ -7,8 +7,9 @@ steps of all optimizers narrow those that have parameters of a distributed netwo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch.optim.optimizer import (
 
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import in_loop
+from graphsplit.distribute.states import drop_others, give_whole_state
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
-from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.ownership import Residence
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -71,8 +73,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if optimizer not in _owned:
         owned = _owned[optimizer] = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
-        for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
-            del optimizer.state[parameter]
+        drop_others(optimizer)
+        give_whole_state(optimizer, partial(_owners, loop), loop.job)
     stack = ExitStack()
     stack.enter_context(_owned[optimizer].stepping())
     stack.enter_context(DisableTorchFunctionSubclass())
@@ -90,6 +92,10 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 def _loop_of(parameters: Iterable[torch.Tensor]) -> Loop | None:
     found = (in_loop(parameter) for parameter in parameters)
     return next((known.loop for known in found if known is not None), None)
+
+
+def _owners(loop: Loop) -> Mapping[int, int]:
+    return _whole(loop).owner_by_id()
 
 
 def _whole(loop: Loop) -> Residence:

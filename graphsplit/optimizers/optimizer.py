@@ -19,7 +19,6 @@ from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.own_step import (
     by_the_model,
     code_of_step,
-    guard_state,
     guard_step,
     is_said,
     step_hooks,
@@ -76,7 +75,6 @@ class OwnedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         guard_step(optimizer)
-        guard_state(optimizer)
         self._residence: Residence | None = None
         self._owned: list[list[torch.Tensor]] = []
         self._counted: list[list[torch.Tensor]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -230,4 +231,33 @@ def asked(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield [p.grad for p in net.parameters()], scale.grad
 
 
-LOOPS: tuple[Loop, ...] = (usual, several, language, penalty, by_hand, sharpness, asked)
+def resumed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Whole states of network and optimizer, loaded again; also as a part of another module."""
+    net = small(ranks)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net = distribute(net)
+    kept: Any = None
+    for step in range(6):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8)).square().sum().backward()
+        optimizer.step()
+        if step == 2:
+            kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+            yield kept
+        if step == 4:
+            found = net.load_state_dict({**kept[0], "other": torch.zeros(1)}, strict=False)
+            optimizer.load_state_dict(copy.deepcopy(kept[1]))
+            yield list(found.missing_keys), list(found.unexpected_keys)
+    yield optimizer.state_dict(), nn.Sequential(net).state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (
+    usual,
+    several,
+    language,
+    resumed,
+    penalty,
+    by_hand,
+    sharpness,
+    asked,
+)
