@@ -89,7 +89,7 @@ def _of_grad(
 
 @dataclass
 class _Wanted:
-    """What one backward is to do.
+    """One backward, as the script asks for it.
 
     Attributes:
         outputs: Where it begins.

@@ -34,7 +34,7 @@ _ZERO_GRADS = tuple(
 
 
 class InLoop:
-    """What a parameter knows of the loop that trains it.
+    """A parameter's place in the loop that trains it.
 
     Args:
         loop: The workers.
@@ -58,7 +58,7 @@ def enter_loop(parameter: nn.Parameter, known: InLoop) -> None:
 
 
 def in_loop(parameter: Any) -> InLoop | None:
-    """What a parameter knows of a loop, if a script's own trains it."""
+    """Its place in a loop, if a script's own trains it."""
     found: InLoop | None = getattr(parameter, _KEY, None)
     return found
 
@@ -110,7 +110,7 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
 
 
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function of torch gives for a parameter in a loop."""
+    """The answer of a function of torch for a parameter in a loop."""
     if func in _OF_GRADIENT:
         return _gradient(func, args, sys._getframe(2).f_code in _ZERO_GRADS)
     if func not in StandIn.harmless:

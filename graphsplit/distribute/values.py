@@ -286,7 +286,7 @@ def as_value(leaf: Any) -> Any:
 
 
 def _kept(value: LoopValue, result: Any) -> Any:
-    """What has a history stays a value of the loop, so that its backward is one too."""
+    """A result with a history stays a value of the loop, so that its backward is one too."""
     if not isinstance(result, torch.Tensor) or not result.requires_grad:
         return result
     return LoopValue.of(enter(value.loop, value.home, result), value.home, value.loop)
@@ -309,7 +309,7 @@ def _needs_values(
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an operation writes to."""
+    """The operands that an operation writes to."""
     target = kwargs.get("out")
     is_method = name.endswith("_") and not name.endswith("__")
     if target is None and (is_method or name in _IN_PLACE_OPERATORS):
