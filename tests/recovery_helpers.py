@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ class ThreadMember:
         self.generation = cluster.generation
         self.position: Any = CountedPosition(kill_at, cluster.wait_to_die)
         self.job = "threads"
-        self.stops_soon = False
+        self.state = SimpleNamespace(stops_soon=False)
         self.abort = AbortSignal()
 
     def agree(self, topic: str, text: str) -> None:
