@@ -1,4 +1,4 @@
-"""Whole states, gathered once: inside, one worker alone may ask for them as often as it likes."""
+"""States of networks and optimizers, gathered once: then one worker may ask for them by itself."""
 
 from __future__ import annotations
 
