@@ -39,6 +39,7 @@ from graphsplit.torch_ext.private import (
     disable_current_modes,
     pytree,
 )
+from graphsplit.torch_ext.replaced import replaced
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training", "is_training")
@@ -276,29 +277,26 @@ def _numbers_formatted() -> Iterator[None]:
     def format_tensor(self: torch.Tensor, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else original(self, spec)
 
-    tensor.__format__ = format_tensor
-    try:
+    with replaced(tensor, "__format__", format_tensor):
         yield
-    finally:
-        tensor.__format__ = original
 
 
 @contextmanager
 def _assignments_noted(observer: Observer) -> Iterator[None]:
     """Note buffers that are replaced, and put them back afterwards."""
-    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+    before: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         held = buffers_of(module).get(name)
         if isinstance(held, torch.Tensor) and value is not held:
-            replaced.append((module, name, held))
+            before.append((module, name, held))
 
     handle = register_module_buffer_registration_hook(note)
     try:
         yield
     finally:
         handle.remove()
-        for module, name, held in reversed(replaced):
+        for module, name, held in reversed(before):
             buffers_of(module)[name] = held
             if observer._is_foreign(held):
                 observer.foreign.setdefault(id(held), held)
@@ -309,7 +307,6 @@ def _assignments_noted(observer: Observer) -> Iterator[None]:
 @contextmanager
 def _placements_noted(observer: Observer) -> Iterator[None]:
     """Note the blocks that would be lost: what is kept whole runs on one worker."""
-    original = torch.fx.traceback.annotate
 
     @contextmanager
     def annotate(noted: dict[str, Any]) -> Iterator[None]:
@@ -317,8 +314,5 @@ def _placements_noted(observer: Observer) -> Iterator[None]:
             observer.placements.append(noted[NODE_KEY][1])
         yield
 
-    torch.fx.traceback.annotate = annotate  # type: ignore[assignment]
-    try:
+    with replaced(torch.fx.traceback, "annotate", annotate):
         yield
-    finally:
-        torch.fx.traceback.annotate = original

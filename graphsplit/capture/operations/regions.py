@@ -140,14 +140,12 @@ def blocks_as_in_eager_mode(*, keeps_casts: bool) -> Iterator[None]:
             leave(self, *exception)
 
     before = torch.is_autocast_cache_enabled()
-    patched: Any = guard
-    try:
-        patched.__enter__, patched.__exit__ = enter_marked, leave_marked
+    with replaced(guard, "__enter__", enter_marked), replaced(guard, "__exit__", leave_marked):
         torch.set_autocast_cache_enabled(keeps_casts)
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        patched.__enter__, patched.__exit__ = enter, leave
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
 
 
 def mark_regions(graph: Graph, *, grad_enabled: bool) -> None:
