@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch import nn
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -39,7 +38,7 @@ from graphsplit.torch_ext.private import (
     disable_current_modes,
     pytree,
 )
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import ANNOTATE, FORMAT, replaced
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training", "is_training")
@@ -271,13 +270,12 @@ def _generators_kept(observer: Observer) -> Iterator[None]:
 @contextmanager
 def _numbers_formatted() -> Iterator[None]:
     """Let ``f"expert_{index}"`` ask for a number, as it does of a tensor with values."""
-    tensor: Any = torch.Tensor
-    original = tensor.__format__
+    original = getattr(*FORMAT)
 
     def format_tensor(self: torch.Tensor, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else original(self, spec)
 
-    with replaced(tensor, "__format__", format_tensor):
+    with replaced(*FORMAT, format_tensor):
         yield
 
 
@@ -314,5 +312,5 @@ def _placements_noted(observer: Observer) -> Iterator[None]:
             observer.placements.append(noted[NODE_KEY][1])
         yield
 
-    with replaced(torch.fx.traceback, "annotate", annotate):
+    with replaced(*ANNOTATE, annotate):
         yield
