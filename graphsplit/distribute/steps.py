@@ -18,8 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from graphsplit.distribute.gradients import loop_of
 from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import drop_others, give_whole_state
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.optimizer import OwnedOptimizer
@@ -90,8 +90,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 
 def _loop_of(parameters: Iterable[torch.Tensor]) -> Loop | None:
-    found = (loop_of(parameter) for parameter in parameters)
-    return next((loop for loop in found if loop is not None), None)
+    found = (in_loop(parameter) for parameter in parameters)
+    return next((known.loop for known in found if known is not None), None)
 
 
 def _owners(loop: Loop) -> Mapping[int, int]:

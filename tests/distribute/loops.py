@@ -127,6 +127,110 @@ def language(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield {name: value.clone() for name, value in net.state_dict().items()}
 
 
+def penalty(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Parameters in the loss: before and after the network's own uses, and twice in one product."""
+    net = small(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = distribute(net)
+    for step in range(4):
+        before = sum(p.pow(2).sum() for p in net.parameters())
+        loss = net(torch.randn(6, 8)).square().mean()
+        after = torch.stack([p.abs().sum() for p in net.parameters() if p.ndim > 1]).sum()
+        tied = (net.last.weight * net.last.weight).sum() + (
+            net.first.bias * net.last.bias.sum()
+        ).sum()
+        total = torch.zeros(())
+        for one in (loss, 0.01 * before, 0.02 * after, tied)[: 1 + step]:
+            total += one
+        optimizer.zero_grad()
+        total.backward()
+        yield total.item(), [p.grad for p in net.parameters()]
+        optimizer.step()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def by_hand(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Steps without an optimizer; norms, a look at the values of parameters, a new start."""
+    net = distribute(small(ranks))
+    momentum: dict[str, Any] = {}
+    for step in range(4):
+        loss = net(torch.randn(6, 8)).square().mean()
+        net.zero_grad()
+        loss.backward()
+        yield torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
+        torch.nn.utils.clip_grad_value_(net.parameters(), 0.1)
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                momentum[name] = momentum.get(name, torch.zeros_like(p)).mul(0.9).add(p.grad)
+                if step == 0:
+                    p -= 0.1 * momentum[name]
+                elif step == 1:
+                    p.add_(momentum[name], alpha=-0.1)
+                elif step == 2:
+                    p.data = p.data - 0.1 * momentum[name]
+                else:
+                    p.copy_(p - 0.1 * momentum[name])
+                yield (
+                    p.norm().item(),
+                    p.detach().abs().max().item(),
+                    p.detach().numpy()[:1].tolist(),
+                )
+    nn.init.normal_(net.last.weight)
+    flat = nn.utils.parameters_to_vector(net.parameters())
+    yield flat.norm().item(), repr(net.last.bias), torch.rand(2)
+    nn.utils.vector_to_parameters(flat * 2, net.parameters())
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def sharpness(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Two backwards per step, at two places (SAM)."""
+    net = small(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net = distribute(net)
+    for _ in range(3):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        functional.cross_entropy(net(x), y).backward()
+        with torch.no_grad():
+            norm = torch.norm(torch.stack([p.grad.norm(2) for p in net.parameters()]), 2)
+            moved = {}
+            for p in net.parameters():
+                moved[p] = p.grad * (0.05 / (norm + 1e-12))
+                p.add_(moved[p])
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(net(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(moved[p])
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item(), norm.item()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def asked(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Gradients by ``torch.autograd.grad``, of parameters and of values; backward of several."""
+    net = distribute(small(ranks))
+    scale = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        outputs = net(torch.randn(6, 8))
+        loss = (outputs * scale).square().mean()
+        found = torch.autograd.grad(loss, [*net.parameters(), outputs, scale])
+        yield [gradient for gradient in found], [p.grad is None for p in net.parameters()]
+        with torch.no_grad():
+            for p, gradient in zip(net.parameters(), found, strict=False):
+                p -= 0.1 * gradient
+    first, second = (
+        net(torch.randn(6, 8)).sum(),
+        net(torch.randn(6, 8)).square().sum() * scale.sum(),
+    )
+    torch.autograd.backward([first, second], [torch.tensor(0.5), None])
+    yield [p.grad for p in net.parameters()], scale.grad
+    net.zero_grad()
+    (net(torch.randn(6, 8)) * scale).sum().backward(inputs=[net.first.weight, scale])
+    yield [p.grad for p in net.parameters()], scale.grad
+
+
 def resumed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """Whole states of network and optimizer, loaded again; also as a part of another module."""
     net = small(ranks)
@@ -147,4 +251,13 @@ def resumed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield optimizer.state_dict(), nn.Sequential(net).state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (usual, several, language, resumed)
+LOOPS: tuple[Loop, ...] = (
+    usual,
+    several,
+    language,
+    resumed,
+    penalty,
+    by_hand,
+    sharpness,
+    asked,
+)

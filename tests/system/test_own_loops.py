@@ -10,14 +10,15 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 
 def test_own_loops_have_the_bits_of_one_process_over_shared_memory() -> None:
-    workers = 2
-    job = run_job("own_loops.py", workers=workers, GS_TRANSPORT="shm")
+    loops = ["usual", "several", "language", "by_hand"]
+    job = run_job("own_loops.py", *loops, "refused", workers=2, GS_TRANSPORT="shm")
 
     assert job.status == 0, job.output[-4000:]
-    for rank in range(workers):
+    for rank in range(2):
         said = job.said_by(f"worker {rank}")
-        assert all(line.endswith(": same bits") for line in said[:-5]) and len(said) > 7
-        assert all(line.startswith("refused, with a fix: ") for line in said[-5:])
+        assert said[: len(loops)] == [f"{loop}: same bits" for loop in loops]
+        assert len(said) == len(loops) + 5
+        assert all(line.startswith("refused, with a fix: ") for line in said[len(loops) :])
 
 
 def test_an_own_loop_has_the_bits_of_one_process_over_grpc() -> None:
