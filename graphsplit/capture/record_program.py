@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
@@ -210,15 +210,17 @@ def _record(
         with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
             program = _exported(export, network, signals)
     except NotLiftedError as error:  # what is left is made of values: only code that runs leaves it
-        loss_fn = getattr(root, "loss_fn", None)
-        if not isinstance(loss_fn, nn.Module) or loss_fn in whole:
+        if error.asked is None:
             raise
         refusal = CaptureError(
             f"network or loss keeps a number that comes from the values of a tensor (item, float) "
             f"in Python state; the captured graph would not ({error})\n"
             f"  Fix: keep it in a buffer, or keep the module around it whole with gs.opaque."
         )
-        raise _CannotBeTakenApartError(refusal, loss_fn) from None
+        module, loss_fn = _module_of(root, error.asked), getattr(root, "loss_fn", None)
+        if isinstance(loss_fn, nn.Module) and module in loss_fn.modules():
+            module = loss_fn
+        raise _CannotBeTakenApartError(refusal, module) from None
     finally:
         export.watch.put_back()  # first the containers themselves, then what they held
         attributes.put_back()
@@ -313,6 +315,13 @@ def _check(program: ExportedProgram, root: nn.Module) -> None:
         try:
             check_known(node)
         except CaptureError as error:
-            stack = node.meta.get("nn_module_stack") or {}
-            path = str([*stack.values()][-1][0]) if stack else ""
-            raise _CannotBeTakenApartError(error, root.get_submodule(path)) from None
+            raise _CannotBeTakenApartError(error, _module_of(root, node)) from None
+
+
+def _module_of(root: nn.Module, node: Node) -> nn.Module:
+    """The innermost module whose code made a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    top, _, inner = path.partition(".")
+    # While export records, its own root comes first.
+    return root.get_submodule(path if hasattr(root, top) else inner)

@@ -70,6 +70,23 @@ def test_a_custom_function_is_one_operation_of_the_graph() -> None:
     assert call.source.startswith(__file__)
 
 
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norms.append(x.norm().item())
+        return x
+
+
+def test_a_module_that_keeps_values_in_python_is_one_operation() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Noting(), nn.Linear(4, 4), Noting())
+    targets = [node.target for node in operations(captured(net, X, mode=Mode.PREDICT))]
+    assert targets == ["aten.linear.default", "Noting (1)", "aten.linear.default", "Noting (3)"]
+    assert net[1].norms == net[3].norms == []
+
+
 @pytest.mark.parametrize("mode", [Mode.PREDICT, Mode.TRAIN])
 def test_where_autograd_asks_nothing_a_function_is_taken_apart(mode: Mode) -> None:
     graph = captured(Net(lambda net, x: Straight.apply(x, 2) + net.fc(x)), X, mode=mode)
