@@ -17,7 +17,6 @@ eager mode a reference to it would keep the value of its step, and the buffer mo
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +26,11 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
-from graphsplit.capture.state.attributes import Key, label_of
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
-from graphsplit.guards.changes import put_all_back
+from graphsplit.guards.changes import Change, put_all_back
 from graphsplit.guards.meeting import Noted
-from graphsplit.guards.places import Place, entry
+from graphsplit.guards.places import Place
 from graphsplit.guards.values import Frozen, any_leaf, freeze, put_back, put_into, with_leaves
 from graphsplit.torch_ext.attributes import buffers_of, storage_of
 from graphsplit.torch_ext.private import FakeTensor
@@ -185,12 +183,8 @@ class KeptTensors:
         places = {
             identity: one
             for identity, one in noted.items()
-            if (
-                one.place.module is None  # else see attributes.py, which knows no deques
-                or identity in self._places
-                or isinstance(one.place.read(), deque)
-            )
-            and _holds_fakes(one.place.read())
+            if _holds_fakes(one.place.read())
+            and (identity in self._places or not may_be_a_buffer(one.first, one.place))
         }
         left = [item for one in places.values() for item in _left_in(one)]
         names = self._named(left)
@@ -208,9 +202,12 @@ class KeptTensors:
         final: dict[int, Any] = {}
         for item in left:
             name = names.get(id(item.value))
-            is_new = name is not None
-            own = self._stand_in(f"{self._prefix}{name}") if is_new else self.real_of(item.value)
-            final[id(item.value)] = own
+            if name is not None:
+                final[id(item.value)] = self._stand_in(f"{self._prefix}{name}")
+            elif _has_symbols(item.value):
+                final[id(item.value)] = self._without_buffer(item.label)
+            else:
+                final[id(item.value)] = self.real_of(item.value)
         known = _places.setdefault(self._network, {}) if places else {}
         for identity, one in places.items():
             known[identity] = one.place
@@ -240,6 +237,11 @@ class KeptTensors:
         """The tensor in places that hold a parameter or buffer, by its name below the root."""
         return self._stand_ins.get(name.removeprefix(self._prefix), self._state[name])
 
+    def _without_buffer(self, label: str) -> KeptValue:
+        """What stands for a tensor whose size differs from batch to batch: nobody may read it."""
+        known = _stand_ins.setdefault(self._network, {})
+        return known.setdefault(f"{_PREFIX}{label}", KeptValue.of(torch.empty(0), label))
+
     def _named(self, left: list[_Left]) -> dict[int, str]:
         """The buffer of each tensor that is left and is not itself state: one for each object."""
         own = {id(buffer): name for name, buffer in buffers_of(self._network).items()}
@@ -247,7 +249,8 @@ class KeptTensors:
         for item in left:
             number = id(item.value)
             held = own.get(number, "")
-            if number in names or (number in self._real and not held.startswith(_PREFIX)):
+            is_state = number in self._real and not held.startswith(_PREFIX)
+            if number in names or is_state or _has_symbols(item.value):
                 continue
             name = base = _name_of(item.label, item.value)
             count = 1
@@ -286,7 +289,8 @@ class KeptTensors:
             name = names.get(id(item.value))
             if name is None or name in found:
                 continue
-            is_users = isinstance(item.old, torch.Tensor) and id(item.old) not in self._held
+            is_kept = isinstance(item.old, KeptValue) or id(item.old) in self._held
+            is_users = isinstance(item.old, torch.Tensor) and not is_kept
             old = item.old if is_users and _look(item.old) == _look(item.value) else None
             if old is not None or buffers_of(self._network).get(name) is None:
                 found[name] = _Wanted(item.value, item.place, item.label, old)
@@ -321,15 +325,6 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         )
 
 
-def keep_attributes(root: nn.Module, keys: Iterable[Key]) -> None:
-    """Count attributes of modules, in which tensors are left and then read, among the places."""
-    places = _places.setdefault(getattr(root, "network", root), {})
-    for path, name in keys:
-        held = vars(root.get_submodule(path))
-        place = entry(held, name, label_of((path, name)), module=path)
-        places[place.identity] = place
-
-
 def own_buffer(module: nn.Module, name: str) -> None:
     """Put a copy in a buffer's place: the tensor that is there stays as it is, as in eager mode."""
     buffer = buffers_of(module)[name]
@@ -352,6 +347,11 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
     return {_name_of(label, leaf): _Wanted(leaf, place, label, leaf, is_itself=True)}
 
 
+def keeps_tensors(changes: Iterable[Change]) -> bool:
+    """Whether something among what a step leaves stands for a network's buffers."""
+    return any(any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue)) for one in changes)
+
+
 def _instead(old: Any, new: Any, leaf: Any) -> Any:
     return new if leaf is old else leaf
 
@@ -361,6 +361,19 @@ def _state(root: nn.Module) -> dict[str, torch.Tensor]:
         **dict(root.named_parameters(remove_duplicate=False)),
         **dict(root.named_buffers(remove_duplicate=False)),
     }
+
+
+def may_be_a_buffer(old: Any, place: Place) -> bool:
+    """Whether an attribute of a module, with its tensor, is to become a buffer of that name."""
+    new = place.read()
+    return (
+        place.module is not None
+        and isinstance(old, torch.Tensor)
+        and isinstance(new, torch.Tensor)
+        and _look(old) == _look(new)
+        and not old.requires_grad
+        and not new.requires_grad
+    )
 
 
 def _holds_fakes(value: Any) -> bool:
@@ -382,6 +395,10 @@ def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
     keys = frozen.keys or range(len(frozen.items))
     for key, item in zip(keys, frozen.items, strict=True):
         yield from _leaves(item, f"{label}[{key!r}]")
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _look(tensor: torch.Tensor) -> str:
