@@ -36,7 +36,7 @@ from graphsplit.torch_ext.attributes import buffers_of, storage_of
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 
-_PREFIX = "kept "
+KEPT = "kept "
 # The places in which a network's code has left tensors, by identity: these are known beforehand.
 _places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
 
@@ -239,8 +239,8 @@ class KeptTensors:
 
     def _without_buffer(self, label: str) -> KeptValue:
         """What stands for a tensor whose size differs from batch to batch: nobody may read it."""
-        known = _stand_ins.setdefault(self._network, {})
-        return known.setdefault(f"{_PREFIX}{label}", KeptValue.of(torch.empty(0), label))
+        known = stand_ins_of(self._network)
+        return known.setdefault(f"{KEPT}{label}", KeptValue.of(torch.empty(0), label))
 
     def _named(self, left: list[_Left]) -> dict[int, str]:
         """The buffer of each tensor that is left and is not itself state: one for each object."""
@@ -249,7 +249,7 @@ class KeptTensors:
         for item in left:
             number = id(item.value)
             held = own.get(number, "")
-            is_state = number in self._real and not held.startswith(_PREFIX)
+            is_state = number in self._real and not held.startswith(KEPT)
             if number in names or is_state or _has_symbols(item.value):
                 continue
             name = base = _name_of(item.label, item.value)
@@ -265,7 +265,7 @@ class KeptTensors:
         owners = {
             storage_of(now): name
             for name, now in _state(self._root).items()
-            if not name.startswith(f"{self._prefix}{_PREFIX}")
+            if not name.startswith(f"{self._prefix}{KEPT}")
         }
         first: dict[int, int] = {}
         for item in left:
@@ -297,10 +297,26 @@ class KeptTensors:
         return found
 
 
+def stand_ins_of(network: nn.Module) -> dict[str, KeptValue]:
+    """What stands in Python places for a network's buffers, by their names."""
+    return _stand_ins.setdefault(network, {})
+
+
+def register(network: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Register a buffer for what is kept; in an order that does not depend on when that was.
+
+    A worker that comes back later is to record the same graphs.
+    """
+    network.register_buffer(name, buffer, persistent=False)
+    buffers = buffers_of(network)
+    for kept in sorted(name for name in buffers if name.startswith(KEPT)):
+        buffers[kept] = buffers.pop(kept)
+
+
 def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     """Give the network the buffers that are wanted, with the values that they must have."""
     network: nn.Module = getattr(root, "network", root)
-    places, stand_ins = _places.setdefault(network, {}), _stand_ins.setdefault(network, {})
+    places, stand_ins = _places.setdefault(network, {}), stand_ins_of(network)
     places.update({place.identity: place for place in found.places})
     for module, name in found.shared:
         own_buffer(module, name)
@@ -309,7 +325,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         buffer = buffers_of(network).get(name)
         if buffer is None:
             buffer = one.old if one.is_itself and one.old is not None else _like(one.like)
-            network.register_buffer(name, buffer, persistent=False)
+            register(network, name, buffer)
             if not one.is_itself:
                 stand_ins[name] = KeptValue.of(buffer, one.label)
         if one.old is None or buffer is one.old:
@@ -407,7 +423,7 @@ def _look(tensor: torch.Tensor) -> str:
 
 def _name_of(label: str, tensor: torch.Tensor) -> str:
     """The name of a buffer: the place, and the form, which may change from step to step."""
-    return f"{_PREFIX}{label} {_look(tensor)}".replace(".", "·")
+    return f"{KEPT}{label} {_look(tensor)}".replace(".", "·")
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
