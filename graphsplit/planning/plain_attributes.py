@@ -1,8 +1,8 @@
 """Plain attributes and marks of parameters, as a save keeps them of a run.
 
 Attributes of the network's modules and of the loss (numbers, texts, tensors, containers of them),
-and ``requires_grad``, decide what a step computes. The script makes them as they are before the first call; a save holds those that have
-changed since, and a load puts the others back to that.
+and ``requires_grad``, decide what a step computes. The script makes them as they are before the
+first call; a save holds those that have changed since, and a load puts the others back to that.
 """
 
 from __future__ import annotations
