@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,14 +17,13 @@ from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.own_step import (
     by_the_model,
     code_of_step,
-    guard_state,
     guard_step,
     is_said,
     step_hooks,
 )
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
-from graphsplit.optimizers.trial import Trial, TrialPart, note_step
+from graphsplit.optimizers.trial import Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
 
 
@@ -76,7 +73,6 @@ class OwnedOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         guard_step(optimizer)
-        guard_state(optimizer)
         self._residence: Residence | None = None
         self._owned: list[list[torch.Tensor]] = []
         self._counted: list[list[torch.Tensor]] = []
@@ -217,9 +213,9 @@ class OwnedOptimizer:
     @contextmanager
     def _without_draws(self) -> Iterator[None]:
         """Workers' generators agree after a step, which a draw of one worker would end."""
-        before = _generator_states()
+        before = generator_states()
         yield
-        drawn = [name for name, state in _generator_states().items() if state != before[name]]
+        drawn = [name for name, state in generator_states().items() if state != before[name]]
         if drawn:
             raise ConfigurationError(
                 f"{_described(self._optimizer)} draws from {drawn[0]} as it steps: in one process "
@@ -283,17 +279,6 @@ class OwnedOptimizer:
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether they hold the same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "torch's generator": bytes(torch.default_generator.get_state().numpy()),
-        "Python's random": random.getstate(),
-    }
-    if "numpy" in sys.modules:
-        drawn = sys.modules["numpy"].random.get_state()
-        states["numpy.random"] = (drawn[1].tobytes(), *drawn[2:])
-    return states
 
 
 def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:

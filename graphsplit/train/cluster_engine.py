@@ -204,7 +204,7 @@ class ClusterEngine(ClusterState):
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         if self._job.num_workers == 1:
-            self._job.is_stopping |= self._job.asked_to_stop  # where there are no tickets
+            self._job.is_stopping |= self._job.member.state.stops_soon  # there are no tickets
         for phase in planned.phases(division):
             if phase.mark is not None:
                 phase.mark()
