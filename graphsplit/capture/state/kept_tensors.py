@@ -238,7 +238,7 @@ class KeptTensors:
         return self._stand_ins.get(name.removeprefix(self._prefix), self._state[name])
 
     def _without_buffer(self, label: str) -> KeptValue:
-        """What stands for a tensor whose size differs from batch to batch: nobody may read it."""
+        """The stand-in of a tensor whose size differs from batch to batch: nobody may read it."""
         known = stand_ins_of(self._network)
         return known.setdefault(f"{KEPT}{label}", KeptValue.of(torch.empty(0), label))
 
@@ -298,7 +298,7 @@ class KeptTensors:
 
 
 def stand_ins_of(network: nn.Module) -> dict[str, KeptValue]:
-    """What stands in Python places for a network's buffers, by their names."""
+    """The tensors that stand in Python places for a network's buffers, by their names."""
     return _stand_ins.setdefault(network, {})
 
 
