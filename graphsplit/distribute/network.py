@@ -17,7 +17,7 @@ from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.steps import install, settle
-from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.values import LoopValue, as_value
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
@@ -138,7 +138,7 @@ class Distributed:
         with self._as_itself():
             call = self.calls.forward(given)
             self._settle()
-            return call.outputs(given, self._loop)
+            return call.outputs(pytree.tree_map(_original, arguments, given), self._loop)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""
@@ -171,18 +171,20 @@ class Distributed:
 
 
 def _plain(value: Any) -> Any:
-    """An argument of a call, as all workers have it."""
+    """An argument of a call, as all workers have it; it says whether gradients flow into it."""
+    value = as_value(value)
     if not isinstance(value, torch.Tensor):
         return value
+    asks = torch.is_grad_enabled() and value.requires_grad
     if isinstance(value, LoopValue):
-        value = value.shared()
-    if torch.is_grad_enabled() and value.requires_grad:
-        raise ConfigurationError(
-            "a distributed network was given an input that requires a gradient; gradients do not "
-            "flow into its inputs yet\n"
-            "  Fix: pass value.detach(), or make both networks one module and distribute that."
-        )
-    return value
+        value = value.everywhere()
+    return value.detach().requires_grad_() if asks else value
+
+
+def _original(argument: Any, given: Any) -> Any:
+    """What the script gave, where a gradient is to flow into it."""
+    asks = isinstance(given, torch.Tensor) and given.requires_grad
+    return as_value(argument) if asks else given
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
