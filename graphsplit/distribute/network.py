@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,12 +24,13 @@ from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
-from graphsplit.optimizers.ownership import Residence
+from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
 _behind: weakref.WeakKeyDictionary[nn.Module, Distributed] = weakref.WeakKeyDictionary()
@@ -163,11 +166,47 @@ class Distributed:
             return
         self._num_settled = len(owners)
         tensors = named_state(self._task.network, None)
-        job = self._job
-        residence = Residence(tensors, dict(owners), job.rank, job.num_workers)
+        self._take_note(tensors, dict(owners))
+
+    def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
+        job, network = self._job, self._task.network
+        residence = Residence(tensors, owners, job.rank, job.num_workers)
         settle(self._loop, str(id(self)), residence)
-        parameters = list(self._task.network.parameters())
-        self._gradients = Gradients(parameters, residence.owner_by_id(), self._loop)
+        by_id = residence.owner_by_id()
+        buffers = [buffer for buffer in network.buffers() if id(buffer) in by_id]
+        self._gradients = Gradients(list(network.parameters()), buffers, by_id, self._loop)
+
+    def copy(self, memo: dict[int, Any]) -> Any:
+        """A copy of the network, each tensor of which lives where the one before it does."""
+        network: Any = self._task.network
+        owners = self.calls.planner.owners
+        tensors = named_state(network, None)
+        with self._as_itself(), DisableTorchFunctionSubclass():
+            for name, tensor in tensors.items() if owners else ():
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = _copied(tensor, name, owners[name])
+            made: Any = network.__new__(type(network))
+            memo[id(network)] = made
+            made.__dict__.update(copy.deepcopy(network.__dict__, memo))
+        made.__class__ = type(network)
+        task = dataclasses.replace(self._task, network=made)
+        behind = _behind[made] = Distributed(task, self._job)
+        if owners:
+            copies = named_state(made, None)
+            self._job.owners.fix(copies, owners)
+            behind._take_note(copies, owners)
+        return made
+
+
+def _copied(tensor: torch.Tensor, name: str, owner: int) -> torch.Tensor:
+    """A copy of a parameter or buffer; of one that lives elsewhere a stand-in."""
+    value = torch.empty(tensor.shape, dtype=tensor.dtype) if is_elsewhere(tensor) else tensor
+    made = value.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    if isinstance(tensor, StandIn):
+        free(made, name=name, owner=owner, strides=tensor.true_strides())
+    return made
 
 
 def _plain(value: Any) -> Any:
@@ -225,12 +264,8 @@ class _Calls(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigurationError(_COMPILED)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise OwnershipError(
-            "copy.deepcopy of a distributed network: each worker has its own parameters only\n"
-            "  Fix: copy it before gs.distribute, and distribute both; or keep "
-            "net.state_dict(), which gathers all values."
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _behind[self].copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OwnershipError(
