@@ -274,7 +274,9 @@ def _inputs_with_grad(request: CaptureRequest) -> tuple[int, ...]:
     """The inputs that gradients flow into: of a network that the script calls."""
     inputs = flatten_inputs(request.args, request.kwargs)
     is_call = request.mode is Mode.CALL
-    return tuple(i for i, one in enumerate(inputs) if is_call and one.requires_grad)
+    return tuple(
+        i for i, one in enumerate(inputs) if is_call and getattr(one, "requires_grad", False)
+    )
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

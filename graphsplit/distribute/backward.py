@@ -18,7 +18,6 @@ from graphsplit.job.script import ModelCall
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
 from graphsplit.torch_ext.attributes import GRADIENT_HOOKS
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -151,7 +150,6 @@ class _Wanted:
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
         with (
             loop.job.reporting(),
-            DisableTorchFunctionSubclass(),
             loop.adding_up(totals),
         ):
             held = [output.held for output in self.outputs]

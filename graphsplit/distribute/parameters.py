@@ -111,7 +111,7 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
 
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The answer of a function of torch for a parameter in a loop."""
-    if func in _OF_GRADIENT:
+    if func in _OF_GRADIENT and not _is_inside(args[0]):
         return _gradient(func, args, sys._getframe(2).f_code in _ZERO_GRADS)
     if func not in StandIn.harmless:
         known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
@@ -122,6 +122,12 @@ def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 leaf.need_value(getattr(func, "__name__", str(func)))
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _is_inside(parameter: torch.Tensor) -> bool:
+    """Whether graphsplit's own code looks at a parameter."""
+    known = in_loop(parameter)
+    return known is not None and known.loop.job.depth > 0
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
