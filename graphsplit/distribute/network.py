@@ -104,17 +104,26 @@ def _check(net: Any) -> None:
         )
 
 
+def behind(net: nn.Module) -> Distributed | None:
+    """The machinery behind a network; None where it is not distributed."""
+    return _behind.get(net)
+
+
 class Distributed:
     """The machinery behind a distributed network.
 
     Args:
         task: What a call runs.
         job: The job.
+
+    Attributes:
+        kept: The whole state, while ``state_dict`` answers on each worker by itself.
     """
 
     def __init__(self, task: Task, job: Job) -> None:
         self._task, self._job = task, job
         self.calls = NetworkCalls(task, job)
+        self.kept: dict[str, Any] | None = None
         self._loop = Loop.of(job)
         self._num_settled = -1
         self._gradients: Gradients | None = None
@@ -145,6 +154,8 @@ class Distributed:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""
+        if self.kept is not None:
+            return copy.copy(self.kept)
         found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
         return found
 

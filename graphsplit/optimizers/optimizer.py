@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from graphsplit.optimizers.own_step import (
 )
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
-from graphsplit.optimizers.trial import Trial, TrialPart, note_step
+from graphsplit.optimizers.trial import Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
 
 
@@ -215,9 +213,9 @@ class OwnedOptimizer:
     @contextmanager
     def _without_draws(self) -> Iterator[None]:
         """Workers' generators agree after a step, which a draw of one worker would end."""
-        before = _generator_states()
+        before = generator_states()
         yield
-        drawn = [name for name, state in _generator_states().items() if state != before[name]]
+        drawn = [name for name, state in generator_states().items() if state != before[name]]
         if drawn:
             raise ConfigurationError(
                 f"{_described(self._optimizer)} draws from {drawn[0]} as it steps: in one process "
@@ -281,17 +279,6 @@ class OwnedOptimizer:
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether they hold the same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "torch's generator": bytes(torch.default_generator.get_state().numpy()),
-        "Python's random": random.getstate(),
-    }
-    if "numpy" in sys.modules:
-        drawn = sys.modules["numpy"].random.get_state()
-        states["numpy.random"] = (drawn[1].tobytes(), *drawn[2:])
-    return states
 
 
 def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:

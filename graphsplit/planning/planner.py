@@ -413,19 +413,8 @@ class Planner:
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
-        return make_plan(
-            graph,
-            network=self._task.network,
-            loss_fn=self._task.loss_fn,
-            unplaced=self._task.unplaced,
-            num_workers=self._job.num_workers,
-            owners=self.known_owners(),
-            part=part,
-            schedule=self._task.schedule,
-            update=self._task.update_rules,
-            is_compiled=self._task.compiler is not None,
-            recompute=self._task.recompute,
-        )
+        owners, num_workers = self.known_owners(), self._job.num_workers
+        return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
 
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""

@@ -253,7 +253,8 @@ class ModelSnapshot:
             inside: Whether that was in the middle of ``train``, which then goes on from there.
         """
         node = self.node_in(part)
-        assert node is not None
+        if node is None:
+            raise CheckpointError(f"snapshot {part.number} does not hold Model {self.index}")
         self._follow()
         contents = contents_of(part, node)
         with torch.no_grad():
