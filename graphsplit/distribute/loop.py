@@ -58,6 +58,11 @@ class Loop:
         finally:
             self._totals = None
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self._totals is not None
+
     def totals_now(self) -> dict[int, torch.Tensor]:
         """Where the backward under way adds up gradients of parameters.
 

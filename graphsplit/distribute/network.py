@@ -27,6 +27,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
@@ -125,7 +126,7 @@ class Distributed:
         self.calls = NetworkCalls(task, job)
         self.kept: dict[str, Any] | None = None
         self._loop = Loop.of(job)
-        self._num_settled = -1
+        self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
 
     @contextmanager
@@ -143,13 +144,18 @@ class Distributed:
     def call(self, arguments: Arguments) -> Any:
         """Run the network once."""
         name = f"a call of {type(self._task.network).__name__}"
+        if self._loop.is_in_backward:
+            raise ConfigurationError(
+                f"{name} was made by a backward, as torch.utils.checkpoint does\n"
+                f"  Fix: use torch.utils.checkpoint inside the network's forward."
+            )
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
         given = pytree.tree_map(_plain, arguments)
         with self._as_itself():
             call = self.calls.forward(given)
-            self._settle()
+            self._settle(call.plan.runner)
             return call.outputs(pytree.tree_map(_original, arguments, given), self._loop)
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,12 +176,12 @@ class Distributed:
 
         return self._job.script.collective(ModelCall(name, inside))
 
-    def _settle(self) -> None:
-        """The first plan, or a later one, has fixed where parameters live."""
-        owners = self.calls.planner.owners
-        if len(owners) == self._num_settled:
+    def _settle(self, runner: ProgramRunner) -> None:
+        """A new plan has fixed where parameters live; some may be others than before."""
+        if runner in self._settled:
             return
-        self._num_settled = len(owners)
+        self._settled.add(runner)
+        owners = self.calls.planner.owners
         tensors = named_state(self._task.network, None)
         self._take_note(tensors, dict(owners))
 

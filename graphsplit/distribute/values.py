@@ -118,12 +118,14 @@ class LoopValue(torch.Tensor):
         made._known, made._copies = None, {}
         return made
 
-    def _state(self) -> tuple[int, int]:
+    def _state(self) -> Any:
         """A mark that changes whenever the value may have been written to, on all workers alike."""
+        if self.held.is_inference():  # its writes are not counted
+            return object()
         return writes_of(self.held), self.loop.num_changes
 
-    _known: tuple[tuple[int, int], torch.Tensor] | None
-    _copies: dict[int, tuple[tuple[int, int], torch.Tensor]]
+    _known: tuple[Any, torch.Tensor] | None
+    _copies: dict[int, tuple[Any, torch.Tensor]]
 
     def everywhere(self) -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, without history; told once."""
