@@ -15,6 +15,7 @@ from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -137,6 +138,9 @@ class StateGatherer:
                 workers.
         """
         error = _error_of(lambda: optimizer.load_state_dict(dict(state)))
+        if error is None:
+            loaded = [key for key in optimizer.state if isinstance(key, torch.Tensor)]
+            order_of(optimizer).note_loaded(loaded)
         for parameter in parameters_of(optimizer):
             if self._owner_of.get(id(parameter), self._job.rank) != self._job.rank:
                 optimizer.state.pop(parameter, None)
@@ -153,15 +157,21 @@ def gather_entries(
         owner_of: The owner of each parameter, by its id; every worker has those that are missing.
         group: All workers.
     """
+    order = order_of(optimizer)
+    order.note(optimizer)
     whole = defaultdict(dict, optimizer.state)
+    found: list[tuple[list[int], Any, Any]] = []
     for parameter in parameters_of(optimizer):
         owner = owner_of.get(id(parameter), -1)
         entries: Any = whole.pop(parameter, None) or {}
+        made = [*order.made.get(parameter, ())]
         if owner >= 0:
-            mine = dict(entries) if owner == group.rank else None
-            entries = group.share_value(mine, source=owner, what="the state of a parameter")
+            mine = [made, dict(entries)] if owner == group.rank else None
+            made, entries = group.share_value(mine, source=owner, what="the state of a parameter")
         if entries:
-            whole[parameter] = entries
+            found.append((made, parameter, entries))
+    for _, parameter, entries in sorted(found, key=lambda one: one[0]):
+        whole[parameter] = entries
     return whole
 
 

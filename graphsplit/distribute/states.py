@@ -11,6 +11,7 @@ import torch
 from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -68,6 +69,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState | None:
 
 
 def drop_others(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what is kept of parameters that live on other workers."""
+    """Forget what is kept of parameters that live on other workers; all have had it until now."""
+    order_of(optimizer).note_loaded(list(optimizer.state))
     for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
         del optimizer.state[parameter]

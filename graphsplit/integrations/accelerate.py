@@ -8,14 +8,14 @@ Two lines of a script change::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import accelerate
-import torch
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from graphsplit.collectives.calls import broadcast_object
@@ -32,6 +32,7 @@ from graphsplit.integrations.workers import (
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 
+T = TypeVar("T")
 _INDICES = ("process_index", "local_process_index")
 
 
@@ -50,24 +51,12 @@ class Accelerator(accelerate.Accelerator):
         ConfigurationError: It would share out batches, or compile the network.
     """
 
+    _graphsplit_job: Job | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._graphsplit_job = job = workers()
+        job = workers()
         super().__init__(*args, **kwargs)
-        refuse_replicas(job, self.num_processes, "accelerate")
-        if job is None:
-            return
-        have_one_main(job)
-        if self.dataloader_config.dispatch_batches:
-            raise ConfigurationError(
-                "dispatch_batches=True reads batches on one process; every worker needs them\n"
-                "  Fix: leave it out."
-            )
-        self.dataloader_config.dispatch_batches = False
-        if str(self.state.dynamo_plugin.backend) not in ("DynamoBackend.NO", "NO"):
-            raise ConfigurationError(
-                "accelerate was told to compile the network, which is run part by part\n"
-                "  Fix: leave dynamo_backend out."
-            )
+        take_over(self, job)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``accelerate``; the network's calls run over all workers then."""
@@ -78,7 +67,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """As in ``accelerate``, and distribute it."""
         prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
-        return prepared if self._graphsplit_job is None else distributed(prepared)
+        job = self._graphsplit_job
+        return prepared if job is None else distributed(prepared, job)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """As in ``accelerate``, on the main process; all workers ask for the values."""
@@ -106,12 +96,7 @@ class Accelerator(accelerate.Accelerator):
         job = self._graphsplit_job
         if job is None:
             return save()
-
-        def alone() -> str:
-            with _as_if_alone():
-                return str(save())
-
-        found = on_main(job, alone, self._models, _inner(self._optimizers))
+        found = save_on_main(job, lambda: str(save()), self._models, self._optimizers)
         if job.rank != 0:
             self.project_configuration.iteration += 1
         return _everywhere(found)
@@ -122,56 +107,97 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(*args, **kwargs)
 
 
+def take_over(accelerator: accelerate.Accelerator, job: Job | None) -> None:
+    """Let an ``Accelerator`` that a library has made be one of these.
+
+    Raises:
+        ConfigurationError: It would share out batches, or compile the network.
+    """
+    ours: Any = accelerator
+    ours.__class__, ours._graphsplit_job = Accelerator, job
+    if job is None:
+        return
+    refuse_replicas(job, accelerator.num_processes, "accelerate")
+    have_one_main(job)
+    if accelerator.dataloader_config.dispatch_batches:
+        raise ConfigurationError(
+            "dispatch_batches=True reads batches on one process; every worker needs them\n"
+            "  Fix: leave it out."
+        )
+    accelerator.dataloader_config.dispatch_batches = False
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ConfigurationError(
+            "accelerate was told to compile the network, which is run part by part\n"
+            "  Fix: leave dynamo_backend out."
+        )
+
+
 def have_one_main(job: Job) -> None:
     """Let worker 0 be the main process, for all of ``accelerate``'s code in this process.
 
     Its state is one dictionary for all instances, in which what is set comes before methods.
     """
+    for state in _states():
+        state.update(dict.fromkeys(_INDICES, job.rank), **_METHODS)
 
-    def only(is_chosen: bool) -> Callable[..., Any]:
-        def decorator(function: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if function is None:
-                return partial(decorator, *args, **kwargs)
-            return function if is_chosen else nothing
 
-        return decorator
+def save_on_main(
+    job: Job | None, save: Callable[[], T], networks: Iterable[nn.Module], optimizers: Iterable[Any]
+) -> T | None:
+    """As ``on_main``; while it saves, ``accelerate``'s state is that of one process."""
 
-    def only_on(function: Any = None, process_index: int | None = None, **local: Any) -> Any:
-        if function is None:
-            return partial(only_on, process_index=process_index, **local)
-        wanted = local.get("local_process_index", process_index)
-        return function if wanted == job.rank else nothing
+    def alone() -> T:
+        with _as_if_alone():
+            return save()
 
-    changed = dict.fromkeys(_INDICES, job.rank) | {
-        "wait_for_everyone": joined.barrier,
-        "on_main_process": only(job.rank == 0),
-        "on_local_main_process": only(job.rank == 0),
-        "on_last_process": only(job.rank == 0),  # of the one process that trains
-        "on_process": only_on,
-        "on_local_process": only_on,
-    }
-    for kind in (PartialState, AcceleratorState):
-        if kind._shared_state:
-            kind._shared_state.update(changed)
+    return on_main(job, save if job is None else alone, networks, optimizers)
+
+
+def _states() -> list[dict[str, Any]]:
+    return [s._shared_state for s in (PartialState, AcceleratorState) if s._shared_state]
 
 
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
     """Inside, this process is the main one, and waits for nobody."""
-    states = [kind._shared_state for kind in (PartialState, AcceleratorState)]
-    before = [dict(state) for state in states]
-    for state in states:
-        state.update(dict.fromkeys(_INDICES, 0), wait_for_everyone=nothing)
+    before = [(state, dict(state)) for state in _states()]
+    for state, _ in before:
+        state.update(dict.fromkeys(_INDICES, 0))
+        for name in _METHODS:
+            state.pop(name, None)
     try:
         yield
     finally:
-        for state, old in zip(states, before, strict=True):
-            state.update({name: old[name] for name in (*_INDICES, "wait_for_everyone")})
+        for state, old in before:
+            state.update({name: old[name] for name in (*_INDICES, *_METHODS) if name in old})
 
 
-def _inner(optimizers: list[Any]) -> list[torch.optim.Optimizer]:
-    """Optimizers without what ``accelerate`` puts around them."""
-    return [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
+def _on_main_process(function: Any = None) -> Any:
+    """In the place of several methods, all of which speak of worker 0."""
+    if function is None:
+        return _on_main_process
+    return function if joined.get_rank() == 0 else nothing
+
+
+def _on_process(
+    function: Any = None,
+    process_index: int | None = None,
+    local_process_index: int | None = None,
+) -> Any:
+    wanted = process_index if local_process_index is None else local_process_index
+    if function is None:
+        return partial(_on_process, process_index=wanted)
+    return function if joined.get_rank() == wanted else nothing
+
+
+_METHODS: dict[str, Any] = {
+    "wait_for_everyone": joined.barrier,
+    "on_main_process": _on_main_process,
+    "on_local_main_process": _on_main_process,
+    "on_last_process": _on_main_process,  # of the one process that trains
+    "on_process": _on_process,
+    "on_local_process": _on_process,
+}
 
 
 def _everywhere(found: str | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from graphsplit.job.script import ModelCall
 from graphsplit.torch_ext.private import pytree
 
 T = TypeVar("T")
+_is_on_main = False
 
 
 def workers() -> Job | None:
@@ -66,32 +68,66 @@ def refuse_other_generators(job: Job) -> None:
     job.script.collective(ModelCall("a comparison of generators", run))
 
 
-def distributed(network: nn.Module) -> nn.Module:
+def distributed(network: nn.Module, job: Job) -> nn.Module:
     """A network whose calls run over all workers; one that does so already stays as it is."""
-    return network if behind(network) is not None else distribute(network)
+    if behind(network) is not None:
+        return network
+    found: Any = distribute(network)
+    if hasattr(found, "save_pretrained"):
+        _save_on_main(found, job)
+    if hasattr(found, "generate"):
+        found.generate = _refuse_generate
+    return network
+
+
+def _save_on_main(network: Any, job: Job) -> None:
+    """Let ``save_pretrained`` of a network of ``transformers`` write one copy of each file."""
+    # What it notes on the worker that saves is noted on all: forward may read it.
+    network.config.dtype = str(network.dtype).removeprefix("torch.")
+    network.config.architectures = [type(network).__name__]
+    save = network.save_pretrained
+    network.save_pretrained = lambda *args, **kwargs: on_main(
+        job, partial(save, *args, **kwargs), [network], []
+    )
+
+
+def _refuse_generate(*args: Any, **kwargs: Any) -> None:
+    raise ConfigurationError(
+        "generate() was called on a network that is distributed over workers: its calls would "
+        "pass a cache of keys and values on to each other, of another size each time\n"
+        "  Fix: evaluate losses and logits (predict_with_generate=False); to generate, load what "
+        "save_pretrained has written in one process."
+    )
 
 
 def on_main(
-    job: Job,
+    job: Job | None,
     save: Callable[[], T],
     networks: Iterable[nn.Module],
-    optimizers: Iterable[torch.optim.Optimizer],
+    optimizers: Iterable[Any],
 ) -> T | None:
     """Run the code of a library that saves on worker 0 alone, while all others wait.
 
     Args:
-        job: The workers.
+        job: The workers; None where this process is alone.
         save: Saves; ``state_dict()`` of networks and optimizers gives it the whole state.
         networks: The networks that it saves.
-        optimizers: The optimizers that it saves.
+        optimizers: The optimizers that it saves, or what a library puts around them.
 
     Returns:
         What ``save`` returns, on worker 0.
     """
+    global _is_on_main
+    if job is None or _is_on_main:
+        return save()
     found: T | None = None
-    with gathered(networks, optimizers):
+    with gathered(networks, [getattr(one, "optimizer", one) for one in optimizers]):
         if job.rank == 0:
-            found = save()
+            _is_on_main = True
+            try:
+                found = save()
+            finally:
+                _is_on_main = False
     joined.barrier()
     return found
 

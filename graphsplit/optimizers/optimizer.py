@@ -7,8 +7,9 @@ import inspect
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,6 +59,45 @@ class _Judged:
     is_known: bool = True
 
 
+@dataclass
+class StateOrder:
+    """When each entry of an optimizer's state was made: all workers' stand in that order.
+
+    PyTorch makes an entry at the first step of its parameter, which a frozen one has later.
+
+    Attributes:
+        num_steps: Steps so far, equal on all workers.
+        made: Of each entry here: the step, and the parameter's position among all.
+    """
+
+    num_steps: int = 0
+    made: dict[torch.Tensor, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note entries that are new, and forget those that are gone."""
+        if len(self.made) == len(optimizer.state):
+            return
+        everything = (p for group in optimizer.param_groups for p in group["params"])
+        positions = {id(p): position for position, p in enumerate(everything)}
+        before, self.made = self.made, {}
+        for key in optimizer.state:
+            if id(key) in positions:
+                self.made[key] = before.get(key, (self.num_steps, positions[id(key)]))
+
+    def note_loaded(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The entries of some parameters were loaded, on all workers in this order."""
+        self.num_steps = 0
+        self.made = {parameter: (0, position) for position, parameter in enumerate(parameters)}
+
+
+_orders: WeakKeyDictionary[torch.optim.Optimizer, StateOrder] = WeakKeyDictionary()
+
+
+def order_of(optimizer: torch.optim.Optimizer) -> StateOrder:
+    """The order of an optimizer's state."""
+    return _orders.setdefault(optimizer, StateOrder())
+
+
 class OwnedOptimizer:
     """Steps an optimizer on one worker.
 
@@ -72,6 +112,7 @@ class OwnedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._order = order_of(optimizer)
         guard_step(optimizer)
         self._residence: Residence | None = None
         self._owned: list[list[torch.Tensor]] = []
@@ -103,6 +144,8 @@ class OwnedOptimizer:
             ConfigurationError: As ``check``; or it draws random numbers.
         """
         judged = self.check()
+        self._order.note(self._optimizer)
+        self._order.num_steps += 1
         if judged.verdict is _Verdict.LEAVE:
             note_step(self._optimizer)
             return
@@ -126,6 +169,8 @@ class OwnedOptimizer:
                 f"cannot be stepped without\n  Fix: use gs.per_parameter(optimizer) if it treats "
                 f"every parameter by itself."
             )
+        self._order.note(self._optimizer)
+        self._order.num_steps += 1
         with ExitStack() as stack:
             if not judged.is_known:
                 stack.enter_context(self._without_draws())
@@ -133,6 +178,7 @@ class OwnedOptimizer:
             stack.enter_context(self._only_owned())
             stack.enter_context(by_the_model())
             yield
+        self._order.note(self._optimizer)
 
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         """Set the gradients of the owned parameters to None, or to zeros."""
@@ -163,13 +209,12 @@ class OwnedOptimizer:
         return found
 
     def _step(self, scaler: torch.amp.GradScaler | None) -> None:
-        with self._only_owned():
+        with self._only_owned(), by_the_model():
             if scaler is None:
-                with by_the_model():
-                    self._optimizer.step()
+                self._optimizer.step()
             else:
-                with by_the_model():
-                    scaler.step(self._optimizer)
+                scaler.step(self._optimizer)
+        self._order.note(self._optimizer)
 
     def _judge(self) -> _Judged:
         """The verdict; found anew only where something has changed."""

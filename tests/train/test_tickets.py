@@ -38,7 +38,14 @@ def job(wire: Wire, rank: int) -> Any:
     member = SimpleNamespace(state=SimpleNamespace(stops_soon=False))
     return cast(
         Any,
-        SimpleNamespace(rank=rank, num_workers=2, control=wire, member=member, is_stopping=False),
+        SimpleNamespace(
+            rank=rank,
+            num_workers=2,
+            control=wire,
+            member=member,
+            is_stopping=False,
+            readers=LoaderReaders(),
+        ),
     )
 
 
@@ -226,7 +233,6 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         loader=[batch],
         divider=mine,
         has_loss_fn=True,
-        readers=LoaderReaders(),
     )
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))

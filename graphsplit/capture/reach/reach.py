@@ -189,7 +189,8 @@ class _Walk:
     def _visit_names(
         self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
     ) -> None:
-        own = [name for name in names if name in held or not hasattr(_builtins(held), name)]
+        # In an order that all workers share.
+        own = sorted(n for n in names if n in held or not hasattr(_builtins(held), n))
         for name in own:
             self._hold_global(held, name)
         for name in own:
