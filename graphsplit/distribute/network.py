@@ -238,7 +238,7 @@ def _plain(value: Any) -> Any:
 
 
 def _original(argument: Any, given: Any) -> Any:
-    """What the script gave, where a gradient is to flow into it."""
+    """The argument as the script gave it, where a gradient is to flow into it."""
     asks = isinstance(given, torch.Tensor) and given.requires_grad
     return as_value(argument) if asks else given
 

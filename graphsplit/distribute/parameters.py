@@ -22,7 +22,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.ownership import Elsewhere, ElsewhereParameter, is_elsewhere
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, Watched
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
 
 _KEY = "_graphsplit_in_loop"
 _ATTRIBUTES: Any = TensorBase
@@ -199,7 +199,7 @@ class _Answers(torch.Tensor):
         return self._everywhere().__reduce_ex__(protocol)
 
 
-class _InLoop(_Answers, Watched, nn.Parameter):
+class _InLoop(_Answers, WatchedTensor, nn.Parameter):
     """A parameter that lives here, of a network that the script's own loop trains."""
 
     as_loop_value = _value_of
@@ -229,7 +229,7 @@ class _InLoopElsewhere(_Answers, ElsewhereParameter):
         return _answer(func, types, args, kwargs or {})
 
 
-class _BufferInLoop(_Answers, Watched):
+class _BufferInLoop(_Answers, WatchedTensor):
     """A buffer that lives here, of such a network."""
 
     as_loop_value = _value_of

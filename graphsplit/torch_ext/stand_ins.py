@@ -101,7 +101,7 @@ class StandIn(torch.Tensor):
         return type(self).__reduce_ex__(self, protocol)
 
 
-class Watched(torch.Tensor):
+class WatchedTensor(torch.Tensor):
     """A tensor that has its value, and answers some questions otherwise than PyTorch does."""
 
 
@@ -137,7 +137,7 @@ def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) 
     room until it is written to; what was written is lost afterwards.
     """
     tensors = list(tensors)
-    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, Watched)}
+    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, WatchedTensor)}
     for whole, _ in watched.values():
         take_back(whole)
     swapped = list({id(t): (t, type(t)) for t in tensors if isinstance(t, kind)}.values())
