@@ -112,7 +112,7 @@ class GraphsplitStrategy(SingleDeviceStrategy):
             joined.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What one worker has, on all."""
+        """The value of one worker, on all."""
         return obj if self._job is None else broadcast_object(obj, src)
 
     def teardown(self) -> None:
