@@ -147,3 +147,16 @@ def test_explain_gives_seconds_and_the_worker_that_bounds_the_step():
     assert all(map(torch.equal, before, net.state_dict().values()))
     assert all(parameter.grad is None for parameter in net.parameters())
     assert torch.equal(state, torch.get_rng_state())
+    assert repr(text) == text == f"{text}"  # a prompt shows its lines
+
+
+@pytest.mark.parametrize(("batches", "epoch"), [(1, 2), (0, 1)])
+def test_an_epoch_without_batches_is_said_once(
+    batches: int, epoch: int, caplog: pytest.LogCaptureFixture
+):
+    net = nn.Linear(2, 1)
+    model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model.train(3, iter([(torch.ones(1, 2), torch.ones(1, 1))] * batches))
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        f"epoch {epoch} trained nothing: the loader gave no batch"
+    ]
