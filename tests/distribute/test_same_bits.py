@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import loops
 import pytest
+import several_networks
 from loop_helpers import Loop, assert_same_bits
-from loops import LOOPS
 from recovery_helpers import threads_as_workers
 
 assert threads_as_workers
@@ -12,6 +13,8 @@ pytestmark = pytest.mark.usefixtures("threads_as_workers")
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "loop", [*loops.LOOPS, *several_networks.LOOPS], ids=lambda loop: loop.__name__
+)
 def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> None:
     assert_same_bits(loop, num_workers)
