@@ -31,6 +31,7 @@ from graphsplit.train.epochs import Epochs
 from graphsplit.train.in_words import TrainingInWords
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import Predicting
+from graphsplit.witness import What
 
 
 class Calls:
@@ -106,10 +107,10 @@ class Calls:
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
             if engine.witness is not None:
-                engine.witness.begins()
+                engine.witness.begins(What.BATCH)
             loss = engine.forward_backward(division, scale)
             if engine.witness is not None:
-                engine.witness.trained(loss)
+                engine.witness.trained(loss, What.BATCH)
             return loss
 
     def zero_grad(self) -> None:
@@ -127,6 +128,8 @@ class Calls:
                     "does all three."
                 )
             self._engine.step()
+            if self._engine.witness is not None:
+                self._engine.witness.stepped()
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""
