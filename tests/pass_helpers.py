@@ -27,6 +27,7 @@ from graphsplit.placement.resolve import (
     resolve,
 )
 from graphsplit.planning.passes import placement_rules
+from graphsplit.planning.task import Task
 from graphsplit.rewrite.branches import take_branches_apart
 from graphsplit.tensor_meta import TensorMeta
 
@@ -71,9 +72,8 @@ def placed(
     loss_fn: Any = None,
     owners: Mapping[str, int] | None = None,
 ) -> PlacedGraph:
-    rules = placement_rules(
-        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners or {}
-    )
+    task = Task(network, loss_fn, None, unplaced, False)
+    rules = placement_rules(task, num_workers=num_workers, owners=owners or {})
     return resolve(take_branches_apart(graph, branches_to_open(graph, rules)), rules)
 
 

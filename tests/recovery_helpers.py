@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from graphsplit.planning import passes, planner
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.replicator import Replicator
-from graphsplit.settings import WAIT_REJOIN
+from graphsplit.settings import FAIL_FAST, WAIT_REJOIN
 from graphsplit.testing.simulate import moved_to
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
@@ -143,7 +144,7 @@ class ThreadMember:
         self.generation = cluster.generation
         self.position: Any = CountedPosition(kill_at, cluster.wait_to_die)
         self.job = "threads"
-        self.stops_soon = False
+        self.state = SimpleNamespace(stops_soon=False)
         self.abort = AbortSignal()
 
     def agree(self, topic: str, text: str) -> None:
@@ -184,7 +185,7 @@ class ThreadJob(Job):
 
     @property
     def recovery_policy(self) -> str:
-        return "wait_rejoin"
+        return WAIT_REJOIN if self._cluster.is_recoverable else FAIL_FAST
 
     def _connect(self) -> None:
         member: Any = self.member
@@ -399,7 +400,8 @@ class _Captures:
     def graph(self, task: Any, mode: Any, signature: Any, *, lift: Any = ()) -> Any:
         parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
         modes = tuple(m.training for m in task.network.modules())
-        options = (modes, task.autocast, task.with_loss, str(task.dynamic_dims))
+        marks = [str(vars(m).get("_graphsplit_placement")) for m in task.network.modules()]
+        options = (modes, *marks, task.autocast, task.with_loss, str(task.dynamic_dims))
         look = (str(task.network), plain_attributes(task.network), str(task.loss_fn))
         key = (look, options, parameters, mode, signature.text)
         is_marked = any("_graphsplit_opaque" in vars(m) for m in task.network.modules())

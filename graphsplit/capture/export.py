@@ -46,6 +46,7 @@ from graphsplit.capture.state.tied import state_placeholders, unite_tied
 from graphsplit.capture.structure import Structure, take_apart
 from graphsplit.errors import CaptureError
 from graphsplit.guards.places import Place
+from graphsplit.torch_ext.attributes import named_tensors
 from graphsplit.torch_ext.data_attribute import DataIsDetached
 from graphsplit.torch_ext.eager_mode import as_in_eager_mode
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
@@ -194,7 +195,7 @@ def _graph_of(
     output_spec: Structure,
 ) -> CapturedGraph:
     """The graph of a recorded step."""
-    state = _state_tensors(step)
+    state = named_tensors(step)
     program = recorded.program
     graph_module = program.graph_module
     _name_modules_inside(graph_module, step)
@@ -261,12 +262,6 @@ def _parameters(
     """The parameter behind each placeholder that stands for one."""
     names = program.graph_signature.inputs_to_parameters
     return {n: state[names[n.name]] for n in program.graph.nodes if n.name in names}
-
-
-def _state_tensors(step: nn.Module) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = dict(step.named_parameters(remove_duplicate=False))
-    named.update(step.named_buffers(remove_duplicate=False))
-    return named
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from graphsplit.errors import CaptureError
 from graphsplit.marks.annotations import INSIDE_BRANCH
 from graphsplit.torch_ext.attributes import is_module_call
 from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
+from graphsplit.torch_ext.replaced import replaced
 from graphsplit.users_line import users_line_of
 
 _OPAQUE = "keep the module around it whole with gs.opaque"
@@ -120,14 +121,12 @@ def quiet_export() -> Iterator[None]:
     trace = export_trace()
     loggers = [logging.getLogger(name) for name in LOGGERS_OF_CAPTURE]
     levels = [logger.level for logger in loggers]
-    original = trace.sys
-    trace.sys = _QuietSys()
     for logger in loggers:
         logger.setLevel(logging.CRITICAL + 1)
     try:
-        yield
+        with replaced(trace, "sys", _QuietSys()):
+            yield
     finally:
-        trace.sys = original
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.fx.traceback
 from torch import nn
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -39,6 +38,7 @@ from graphsplit.torch_ext.private import (
     disable_current_modes,
     pytree,
 )
+from graphsplit.torch_ext.replaced import ANNOTATE, FORMAT, replaced
 
 _PROBABILITIES = ("p", "dropout_p", "dropout")
 _SWITCHES = ("train", "training", "is_training")
@@ -270,35 +270,31 @@ def _generators_kept(observer: Observer) -> Iterator[None]:
 @contextmanager
 def _numbers_formatted() -> Iterator[None]:
     """Let ``f"expert_{index}"`` ask for a number, as it does of a tensor with values."""
-    tensor: Any = torch.Tensor
-    original = tensor.__format__
+    original = getattr(*FORMAT)
 
     def format_tensor(self: torch.Tensor, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else original(self, spec)
 
-    tensor.__format__ = format_tensor
-    try:
+    with replaced(*FORMAT, format_tensor):
         yield
-    finally:
-        tensor.__format__ = original
 
 
 @contextmanager
 def _assignments_noted(observer: Observer) -> Iterator[None]:
     """Note buffers that are replaced, and put them back afterwards."""
-    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
+    before: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         held = buffers_of(module).get(name)
         if isinstance(held, torch.Tensor) and value is not held:
-            replaced.append((module, name, held))
+            before.append((module, name, held))
 
     handle = register_module_buffer_registration_hook(note)
     try:
         yield
     finally:
         handle.remove()
-        for module, name, held in reversed(replaced):
+        for module, name, held in reversed(before):
             buffers_of(module)[name] = held
             if observer._is_foreign(held):
                 observer.foreign.setdefault(id(held), held)
@@ -309,7 +305,6 @@ def _assignments_noted(observer: Observer) -> Iterator[None]:
 @contextmanager
 def _placements_noted(observer: Observer) -> Iterator[None]:
     """Note the blocks that would be lost: what is kept whole runs on one worker."""
-    original = torch.fx.traceback.annotate
 
     @contextmanager
     def annotate(noted: dict[str, Any]) -> Iterator[None]:
@@ -317,8 +312,5 @@ def _placements_noted(observer: Observer) -> Iterator[None]:
             observer.placements.append(noted[NODE_KEY][1])
         yield
 
-    torch.fx.traceback.annotate = annotate  # type: ignore[assignment]
-    try:
+    with replaced(*ANNOTATE, annotate):
         yield
-    finally:
-        torch.fx.traceback.annotate = original

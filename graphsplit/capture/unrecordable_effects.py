@@ -22,41 +22,38 @@ from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
 from graphsplit.guards.values import comparable
 from graphsplit.torch_ext.private import CHECKPOINT_HOOK
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import (
+    BACKWARD,
+    GRAD,
+    REGISTER_ACCUMULATED_HOOK,
+    REGISTER_HOOK,
+    REGISTER_MULTI_GRAD_HOOK,
+    SAVED_TENSORS_HOOKS,
+    SEEDS,
+    Patch,
+    replaced,
+)
 from graphsplit.users_line import users_line_now, users_line_of_trace
 
 _OPAQUE = "keep the module or function that does it whole, with gs.opaque"
-# (where torch has it, its name, what it does that would be lost, the way out)
-_REFUSED: tuple[tuple[Any, str, str, str], ...] = (
+# (what of torch, what it does that would be lost, the way out)
+_REFUSED: tuple[tuple[Sequence[Patch], str, str], ...] = (
     (
-        torch.Tensor,
-        "backward",
+        BACKWARD,
         "runs backward inside forward, which would add to .grad only while it is captured",
         "leave backward to the training loop",
     ),
     (
-        torch.autograd,
-        "backward",
-        "runs backward inside forward, which would add to .grad only while it is captured",
-        "leave backward to the training loop",
-    ),
-    (
-        torch.Tensor,
-        "register_post_accumulate_grad_hook",
+        (REGISTER_ACCUMULATED_HOOK,),
         "registers a hook on a gradient inside forward, which would be lost",
         "register it on the parameter, outside of forward",
     ),
     (
-        torch.autograd.graph,
-        "register_multi_grad_hook",
+        (REGISTER_MULTI_GRAD_HOOK,),
         "registers a hook on several gradients inside forward, which would be lost",
         _OPAQUE,
     ),
-    *(
-        (owner, name, "sets the random generator inside forward, which would be lost", _OPAQUE)
-        for owner in (torch, torch.random)
-        for name in ("manual_seed", "seed", "set_rng_state")
-    ),
+    (SEEDS, "sets the random generator inside forward, which would be lost", _OPAQUE),
 )
 
 
@@ -64,17 +61,16 @@ _REFUSED: tuple[tuple[Any, str, str, str], ...] = (
 def unrecordable_effects_refused(recorder: OpaqueRecorder) -> Iterator[None]:
     """Let the network's code stumble where it would do something that is not recorded."""
     with ExitStack() as stack:
-        for owner, name, what, way_out in _REFUSED:
-            original = getattr(owner, name)
-            stack.enter_context(replaced(owner, name, _refusing(recorder, original, what, way_out)))
-        autograd: Any = torch.autograd
-        stack.enter_context(replaced(autograd, "grad", _differentiating(recorder, autograd.grad)))
-        hooks: Any = torch.autograd.graph.saved_tensors_hooks
-        stack.enter_context(replaced(hooks, "__enter__", _entering(recorder, hooks.__enter__)))
-        tensor: Any = torch.Tensor
-        stack.enter_context(
-            replaced(tensor, "register_hook", _hooking(recorder, tensor.register_hook))
-        )
+        for patches, what, way_out in _REFUSED:
+            for patch in patches:
+                refuse = _refusing(recorder, getattr(*patch), what, way_out)
+                stack.enter_context(replaced(*patch, refuse))
+        for patch, wrapped in (
+            (GRAD, _differentiating),
+            (SAVED_TENSORS_HOOKS, _entering),
+            (REGISTER_HOOK, _hooking),
+        ):
+            stack.enter_context(replaced(*patch, wrapped(recorder, getattr(*patch))))
         yield
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
 from graphsplit.torch_ext.attributes import EXTRA_STATE, STATE_VERSIONS
@@ -224,13 +225,15 @@ class CheckpointContents:
             packed = optimizer.state_dict()
         parameters = parameters_of(optimizer)
         path = f"optimizers/{name}"
-        state, others = {}, {}
-        for key, entry in packed.pop("state").items():
+        state, order, others = {}, {}, {}
+        made = order_of(optimizer).made
+        for place, (key, entry) in enumerate(packed.pop("state").items()):
             if not isinstance(key, int):
                 others[str(key)] = entry
             elif ownership.saver(parameters[key]) == rank:
                 state[str(key)] = self.encoder(entry, self.tensors, path=f"{path}/{key}")
-        found: dict[str, Any] = {"state": state}
+                order[str(key)] = [*made.get(parameters[key], (0, place))]
+        found: dict[str, Any] = {"state": state, "order": order}
         if rank == 0:
             found["class"] = type(optimizer).__qualname__
             found["parameters"] = [ownership.name(p) for p in parameters]
@@ -257,9 +260,13 @@ def merge(fragments: list[Mapping[str, Any]]) -> dict[str, Any]:
                 whole[section] = value
                 continue
             for name, optimizer in value.items():
-                known = whole.setdefault("optimizers", {}).setdefault(name, {"state": {}})
-                known["state"].update(optimizer["state"])
-                known.update({k: v for k, v in optimizer.items() if k != "state"})
+                new: dict[str, Any] = {"state": {}, "order": {}}
+                known = whole.setdefault("optimizers", {}).setdefault(name, new)
+                for part in new:
+                    known[part].update(optimizer[part])
+                known.update({k: v for k, v in optimizer.items() if k not in new})
     for optimizer in whole.get("optimizers", {}).values():
-        optimizer["state"] = dict(sorted(optimizer["state"].items(), key=lambda item: int(item[0])))
+        order = optimizer.pop("order")
+        keys = sorted(optimizer["state"], key=order.__getitem__)
+        optimizer["state"] = {key: optimizer["state"][key] for key in keys}
     return whole

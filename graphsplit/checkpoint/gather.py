@@ -13,7 +13,9 @@ from torch import nn
 from graphsplit.checkpoint.contents import parameters_of
 from graphsplit.checkpoint.own_state_code import own_loading, own_saving
 from graphsplit.errors import ConfigurationError, StateError
+from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.optimizers.ownership import Elsewhere
 from graphsplit.planning.task import Task, named_state
@@ -70,10 +72,17 @@ class StateGatherer:
         found = self._job.control.broadcast(tensor.detach(), meta, source=owner)
         return found.clone() if owner == self._job.rank else found
 
-    def load_network(self, state: Mapping[str, Any]) -> None:
+    def load_network(self, state: Mapping[str, Any], **options: Any) -> Any:
         """Let the network's own ``load_state_dict`` load a full state on every worker.
 
         Each keeps what it owns. Hooks and overridden methods see what they would in one process.
+
+        Args:
+            state: The state.
+            options: Those of ``load_state_dict``, as ``strict``.
+
+        Returns:
+            What ``load_state_dict`` returns.
 
         Raises:
             StateError: It does not fit, or the network's code refuses it; the same on all workers.
@@ -84,7 +93,8 @@ class StateGatherer:
             if own_loading(network, with_extra=True):
                 with torch.no_grad():
                     self._bring_values(network)
-            error = _error_of(lambda: network.load_state_dict(state))
+            told: list[Any] = []
+            error = _error_of(lambda: told.append(network.load_state_dict(state, **options)))
         now = named_state(network, None)
         replaced = [name for name, tensor in named.items() if now.get(name) is not tensor]
         if replaced and self._owner_of:
@@ -94,6 +104,7 @@ class StateGatherer:
                 f"optimizer is made and the Model first runs."
             )
         self._agree(error, "the network")
+        return told[0]
 
     def _agree(self, error: Exception | None, what: str) -> None:
         """Raise the same on all workers, so that a script may catch it on all alike."""
@@ -110,16 +121,8 @@ class StateGatherer:
 
     def gather_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The optimizer's own ``state_dict``, with the entries of all workers."""
-        own, whole = optimizer.state, defaultdict(dict, optimizer.state)
-        for parameter in parameters_of(optimizer):
-            owner = self._owner_of.get(id(parameter), -1)
-            entries: Any = whole.pop(parameter, None) or {}
-            if owner >= 0:
-                mine = dict(entries) if owner == self._job.rank else None
-                what = "the state of a parameter"
-                entries = self._job.control.share_value(mine, source=owner, what=what)
-            if entries:
-                whole[parameter] = entries
+        own = optimizer.state
+        whole = gather_entries(optimizer, self._owner_of, self._job.control)
         optimizer.state = whole
         try:
             with by_the_model():
@@ -135,10 +138,41 @@ class StateGatherer:
                 workers.
         """
         error = _error_of(lambda: optimizer.load_state_dict(dict(state)))
+        if error is None:
+            loaded = [key for key in optimizer.state if isinstance(key, torch.Tensor)]
+            order_of(optimizer).note_loaded(loaded)
         for parameter in parameters_of(optimizer):
             if self._owner_of.get(id(parameter), self._job.rank) != self._job.rank:
                 optimizer.state.pop(parameter, None)
         self._agree(error, "the optimizer")
+
+
+def gather_entries(
+    optimizer: torch.optim.Optimizer, owner_of: Mapping[int, int], group: WorkerGroup
+) -> Any:
+    """Collective: what an optimizer keeps of each parameter, of all workers.
+
+    Args:
+        optimizer: The optimizer, with the entries of this worker.
+        owner_of: The owner of each parameter, by its id; every worker has those that are missing.
+        group: All workers.
+    """
+    order = order_of(optimizer)
+    order.note(optimizer)
+    whole = defaultdict(dict, optimizer.state)
+    found: list[tuple[list[int], Any, Any]] = []
+    for parameter in parameters_of(optimizer):
+        owner = owner_of.get(id(parameter), -1)
+        entries: Any = whole.pop(parameter, None) or {}
+        made = [*order.made.get(parameter, ())]
+        if owner >= 0:
+            mine = [made, dict(entries)] if owner == group.rank else None
+            made, entries = group.share_value(mine, source=owner, what="the state of a parameter")
+        if entries:
+            found.append((made, parameter, entries))
+    for _, parameter, entries in sorted(found, key=lambda one: one[0]):
+        whole[parameter] = entries
+    return whole
 
 
 def _error_of(load: Callable[[], object]) -> Exception | None:

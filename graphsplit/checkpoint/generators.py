@@ -156,11 +156,14 @@ def _nested(value: Any, from_array: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two nested states are equal, tensors by their values."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
+    """Whether two nested states are equal, tensors by their values; not if they do not compare."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(is_same(v, other[k]) for k, v in one.items())
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+    try:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return torch.equal(one, other)
+        return type(one) is type(other) and bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False  # arrays, for example

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphsplit.checkpoint.generators import is_same, put_remembered
-from graphsplit.checkpoint.position import LoaderWatch, generators_of
+from graphsplit.checkpoint.position import LoaderWatch, generators_of, set_now
 
 
 @dataclass
@@ -82,10 +82,7 @@ def put_loader(loader: Any, state: Any) -> None:
         return
     if state["own"] is not None:
         loader.load_state_dict(state["own"])
-    generators = generators_of(loader)
-    for path, (_, now) in state["generators"].items():
-        if path in generators:
-            generators[path].set_state(now)
+    set_now(generators_of(loader), state["generators"])
     put_remembered(loader, state["remembered"][1])
 
 

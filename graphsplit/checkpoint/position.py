@@ -123,7 +123,7 @@ class EpochStart:
                     f"train(..., resume=False)."
                 ) from None
         if self.step:
-            _set_now(generators, states)
+            set_now(generators, states)
             put_remembered(loader, after)
         return iterator
 
@@ -142,12 +142,12 @@ class EpochStart:
         loader.load_state_dict(own)
         if self.step or not generators:
             iterator: Iterator[Any] = iter(loader)
-            _set_now(generators, states)
+            set_now(generators, states)
             return iterator
         before = torch.default_generator.get_state()
         iter(loader)  # ends the saved epoch; the next one starts from the generators
         torch.default_generator.set_state(before)
-        _set_now(generators, states)
+        set_now(generators, states)
         iterator = iter(loader)
         return iterator
 
@@ -176,7 +176,7 @@ class EpochStart:
         """
         self._set_default_generator()
         saved = self.loader or {}
-        _set_now(generators_of(loader), saved.get("generators", {}))
+        set_now(generators_of(loader), saved.get("generators", {}))
         put_remembered(loader, (saved.get("remembered") or ({}, {}))[1])
 
     def _set_default_generator(self) -> None:
@@ -257,7 +257,8 @@ class LoaderWatch:
         return {"own": own, "generators": found, "remembered": [began, now]}
 
 
-def _set_now(generators: Mapping[str, torch.Generator], states: Mapping[str, Any]) -> None:
+def set_now(generators: Mapping[str, torch.Generator], states: Mapping[str, Any]) -> None:
+    """Let generators go on from their saved states, those that are there."""
     for path, (_, now) in states.items():
         if path in generators:
             generators[path].set_state(now)

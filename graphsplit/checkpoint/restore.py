@@ -25,6 +25,7 @@ from graphsplit.checkpoint.disk.source import Source, TensorRequest
 from graphsplit.checkpoint.own_state_code import own_code_of, own_loading
 from graphsplit.encoding.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
 from graphsplit.tensor_meta import plain_meta
@@ -291,6 +292,7 @@ class OptimizerLoader:
             settings = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**settings, "state": {**mine, **others}})
         self._undo_conversions(mine)
+        order_of(self._optimizer).note_loaded([self._parameters[index] for index in self._state()])
 
     def _undo_conversions(self, entries: Mapping[int, Any]) -> None:
         """PyTorch converts an entry to its parameter's dtype, and so loses bits of wider ones."""

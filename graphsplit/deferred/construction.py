@@ -47,7 +47,7 @@ from graphsplit.deferred.recording import InitRecording
 from graphsplit.deferred.recording_modes import OperationMode, ReadingMode
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.freed_memory import return_now
-from graphsplit.torch_ext.attributes import BUFFERS
+from graphsplit.torch_ext.attributes import BUFFERS, named_tensors
 from graphsplit.torch_ext.stand_ins import plain_torch, without_memory
 
 _open: list[InitRecording] = []
@@ -78,7 +78,7 @@ def deferred_init() -> Iterator[None]:
 def is_deferred(module: torch.nn.Module) -> bool:
     """Tells whether a parameter or buffer of the module still waits for its memory."""
     with plain_torch():
-        return any(deferred_guard.is_hollow(tensor) for _, tensor in _named_tensors(module))
+        return any(deferred_guard.is_hollow(tensor) for tensor in named_tensors(module).values())
 
 
 def materialize(module: torch.nn.Module, owned: Collection[str] | None = None) -> None:
@@ -95,24 +95,17 @@ def materialize(module: torch.nn.Module, owned: Collection[str] | None = None) -
     Raises:
         ConfigurationError: a name is not one of the module's.
     """
-    names = _named_tensors(module)
+    named = named_tensors(module)
     if owned is not None:
-        _check_names(owned, {name for name, _ in names})
-    kept = {id(t): t for name, t in names if owned is None or name in owned}
-    others = {id(t): t for _, t in names if id(t) not in kept}
+        _check_names(owned, set(named))
+    kept = {id(t): t for name, t in named.items() if owned is None or name in owned}
+    others = {id(t): t for t in named.values() if id(t) not in kept}
     with plain_torch():
         for tensor in others.values():
             deferred_guard.unguard(tensor)
             tensor.data = without_memory(tensor)
         deferred_guard.fill(kept.values())
     return_now()
-
-
-def _named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
 
 
 def _check_names(owned: Collection[str], known: set[str]) -> None:
@@ -194,7 +187,7 @@ class _ForwardHook:
 
     @classmethod
     def _before_forward(cls, module: torch.nn.Module, _: object) -> None:
-        tensors = [t for _, t in _named_tensors(module) if deferred_guard.is_guarded(t)]
+        tensors = [t for t in named_tensors(module).values() if deferred_guard.is_guarded(t)]
         deferred_guard.fill(tensors, because=f"{type(module).__name__} runs")
         for recording in list(cls._recordings):
             if not recording.alive():

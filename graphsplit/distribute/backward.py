@@ -1,19 +1,20 @@
-"""``loss.backward()`` on a value of the script's own loop."""
+"""``loss.backward()`` and ``torch.autograd.grad`` on values of the script's own loop."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphsplit.distribute.calls import Call, calls_behind
-from graphsplit.distribute.gradients import gradients_changed
-from graphsplit.distribute.values import SPECIAL, LoopValue
+from graphsplit.distribute.calls import Call, steps_behind
+from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.parameters import InLoop, in_loop
+from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
-from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
 from graphsplit.torch_ext.attributes import GRADIENT_HOOKS
@@ -21,59 +22,229 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _refuse(*args, **kwargs)
-    value, gradient = args[0], (args[1:2] or (kwargs.get("gradient"),))[0]
-    retain = bool((args[2:3] or (kwargs.get("retain_graph"),))[0])
-    job = value.loop.job
-    job.script.collective(ModelCall("backward", _run, (value, gradient, retain)))
+    """``Tensor.backward``, or ``torch.autograd.backward`` of several."""
+    wanted = _of_function(*args, **kwargs) if args[1:] or kwargs else _Wanted.of(args[0], None)
+    wanted.run(wanted.add)
 
 
-def _refuse(
-    value: LoopValue,
+def _of_function(
+    outputs: Any,
     gradient: Any = None,
     retain_graph: Any = None,
     create_graph: bool = False,
     inputs: Any = None,
-) -> None:
-    if create_graph:
+    *,
+    grad_tensors: Any = None,
+) -> _Wanted:
+    return _Wanted.of(
+        outputs,
+        gradient if grad_tensors is None else grad_tensors,
+        retain=bool(retain_graph),
+        is_differentiable=create_graph,
+        inputs=inputs,
+    )
+
+
+def _grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad``."""
+    return _of_grad(*args, **kwargs)
+
+
+def _of_grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    if is_grads_batched:
         raise ConfigurationError(
-            "backward(create_graph=True) through a distributed network: gradients of gradients "
-            "stop at the network's edge\n"
-            "  Fix: compute the penalty inside the network's forward."
+            "torch.autograd.grad(is_grads_batched=True) through a distributed network\n"
+            "  Fix: call it for one gradient after the other."
         )
-    if inputs is not None:
-        raise ConfigurationError(
-            "backward(inputs=...) through a distributed network cannot leave parameters out\n"
-            "  Fix: set requires_grad_(False) on the others before the call of the network."
+    wanted = _Wanted.of(
+        outputs,
+        grad_outputs,
+        retain=bool(retain_graph),
+        is_differentiable=create_graph,
+        inputs=inputs,
+    )
+    found = wanted.run(wanted.found)
+    if materialize_grads:
+        found = [
+            torch.zeros_like(asked) if gradient is None else gradient
+            for asked, gradient in zip(wanted.inputs or (), found, strict=True)
+        ]
+    elif not allow_unused and any(gradient is None for gradient in found):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set "
+            "allow_unused=True if this is the desired behavior."
         )
+    return tuple(found)
 
 
-def _run(value: LoopValue, gradient: Any, retain: bool) -> None:
-    loop = value.loop
-    calls = list(calls_behind(value.held))
-    _refuse_spent(calls)
-    if isinstance(gradient, LoopValue):
-        gradient = gradient.at(value.home)
-    elif isinstance(gradient, torch.Tensor) and loop.rank != value.home:
-        gradient = gradient.to("meta")
-    totals: dict[int, torch.Tensor] | None = None
-    if len(calls) > 1:
-        _refuse_unordered(calls)
-        totals = {}
-    for call in calls:
-        call.state.totals = totals
-    with loop.job.reporting(), DisableTorchFunctionSubclass():
-        torch.autograd.backward([value.held], [gradient], retain_graph=retain)
-        if totals:
-            _add(calls, totals)
-    gradients_changed()
+@dataclass
+class _Wanted:
+    """One backward, as the script asks for it.
+
+    Attributes:
+        outputs: Where it begins.
+        gradients: Their gradients; None for one.
+        inputs: Where it ends; None for wherever it comes to.
+        retain: Whether the script's own graph is kept.
+    """
+
+    outputs: list[LoopValue]
+    gradients: list[Any]
+    inputs: list[Any] | None
+    retain: bool
+
+    @staticmethod
+    def of(
+        outputs: Any,
+        gradients: Any,
+        *,
+        retain: bool = False,
+        is_differentiable: bool = False,
+        inputs: Any = None,
+    ) -> _Wanted:
+        """Check what the script has asked for."""
+        if is_differentiable:
+            raise ConfigurationError(
+                "create_graph=True through a distributed network: gradients of gradients stop at "
+                "the network's edge\n  Fix: compute the penalty inside the network's forward."
+            )
+        several = [as_value(one) for one in _listed(outputs)]
+        if not all(isinstance(one, LoopValue) for one in several):
+            raise ConfigurationError(
+                "backward of values that live on one worker and ordinary tensors together\n"
+                "  Fix: call backward on their sum."
+            )
+        given = [None] * len(several) if gradients is None else _listed(gradients)
+        return _Wanted(several, given, None if inputs is None else _listed(inputs), retain)
+
+    @property
+    def loop(self) -> Loop:
+        """The workers."""
+        return self.outputs[0].loop
+
+    def run(self, finish: Callable[[dict[int, torch.Tensor], Any], Any]) -> Any:
+        """Run it, on all workers together."""
+        return self.loop.job.script.collective(ModelCall("backward", self._run, (finish,)))
+
+    def _run(self, finish: Callable[[dict[int, torch.Tensor], Any], Any]) -> Any:
+        loop, steps = self.loop, self._steps()
+        calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
+        _refuse_spent(calls)
+        reads = [step.graphsplit_read for step in steps if hasattr(step, "graphsplit_read")]
+        totals: dict[int, torch.Tensor] = {}
+        is_added_up = len(calls) > 1 or bool(reads) or self.inputs is not None
+        if is_added_up:
+            _refuse_unordered(calls, reads)
+        for call in calls:
+            call.state.totals = totals if is_added_up else None
+        given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
+        with (
+            loop.job.reporting(),
+            DisableTorchFunctionSubclass(),
+            loop.adding_up(totals),
+        ):
+            held = [output.held for output in self.outputs]
+            if self.inputs is None:
+                torch.autograd.backward(held, given, retain_graph=self.retain)
+                found = []
+            else:
+                found = self._to_inputs(held, given, steps)
+            result = finish(totals, found)
+        loop.num_changes += 1
+        return result
+
+    def _steps(self) -> list[Any]:
+        steps = [step for output in self.outputs for step in steps_behind(output.held)]
+        return list(dict.fromkeys(steps))
+
+    def _given(self, output: LoopValue, gradient: Any) -> Any:
+        gradient = as_value(gradient)
+        if isinstance(gradient, LoopValue):
+            return gradient.at(output.home)
+        if isinstance(gradient, torch.Tensor) and self.loop.rank != output.home:
+            return gradient.to("meta")
+        return gradient
+
+    def _to_inputs(self, held: list[Any], given: list[Any], steps: list[Any]) -> list[Any]:
+        """Backward as far as the inputs; parameters are reached through the calls."""
+        inner = [_inner(one) for one in self.inputs or ()]
+        ends = [one for one in inner if one is not None]
+        if len(ends) < len(inner):
+            ends += [s.graphsplit_anchor for s in steps if hasattr(s, "graphsplit_anchor")]
+        found = iter(
+            torch.autograd.grad(held, ends, given, retain_graph=self.retain, allow_unused=True)
+            if ends
+            else ()
+        )
+        return [None if one is None else next(found) for one in inner]
+
+    def add(self, totals: dict[int, torch.Tensor], found: Any) -> None:
+        """Add once to ``.grad`` what was found."""
+        if self.inputs is None:
+            known = {key: self._by_id()[key] for key in totals}
+        else:
+            known = {id(one): one for one in self.inputs if id(one) in totals}
+            pairs = [
+                (_inner(one), gradient)
+                for one, gradient in zip(self.inputs, found, strict=True)
+                if gradient is not None
+            ]
+            accumulate_all([one for one, _ in pairs], [gradient for _, gradient in pairs], ())
+        with torch.no_grad():
+            accumulate_all(list(known.values()), [totals[key] for key in known], ())
+
+    def _by_id(self) -> dict[int, torch.Tensor]:
+        known: dict[int, torch.Tensor] = {}
+        for step in self._steps():
+            if hasattr(step, "graphsplit_call"):
+                known |= {id(p): p for p in step.graphsplit_call.network.planner.parameters}
+            elif hasattr(step, "graphsplit_read"):
+                known[id(step.graphsplit_read)] = step.graphsplit_read
+        return known
+
+    def found(self, totals: dict[int, torch.Tensor], found: Any) -> list[Any]:
+        """The gradients of the inputs, as values of the script."""
+        parameters = [one for one in self.inputs or () if in_loop(one) is not None]
+        mine = "".join("1" if id(p) in totals else "0" for p in parameters)
+        told = self.loop.group.exchange(mine)
+        positions = {id(p): index for index, p in enumerate(parameters)}
+        results = []
+        for one, gradient in zip(self.inputs or (), found, strict=True):
+            known = in_loop(one)
+            if known is not None:
+                is_found = told[known.owner][positions[id(one)]] == "1"
+                results.append(_total(one, known, totals) if is_found else None)
+            elif isinstance(one, LoopValue) and gradient is not None:
+                results.append(LoopValue.of(gradient, one.home, one.loop))
+            else:
+                results.append(gradient)
+        return results
 
 
-def _add(calls: Sequence[Call], totals: dict[int, torch.Tensor]) -> None:
-    """Add once to ``.grad`` what all calls have given together."""
-    known = {id(p): p for call in calls for p in call.network.planner.parameters}
-    with torch.no_grad():
-        accumulate_all([known[key] for key in totals], list(totals.values()), ())
+def _total(parameter: torch.Tensor, known: InLoop, totals: dict[int, torch.Tensor]) -> LoopValue:
+    held = totals.get(id(parameter), known.shape)
+    return LoopValue.of(held, known.owner, known.loop)
+
+
+def _inner(one: Any) -> Any:
+    """A tensor of the script's autograd graph; None for a parameter, which calls are given."""
+    if in_loop(one) is not None:
+        return None
+    return one.held if isinstance(one, LoopValue) else one
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _refuse_spent(calls: Sequence[Call]) -> None:
@@ -86,9 +257,11 @@ def _refuse_spent(calls: Sequence[Call]) -> None:
         )
 
 
-def _refuse_unordered(calls: Sequence[Call]) -> None:
-    """Refuse sums over several calls whose order is unknown; alike on all workers."""
-    uses: Counter[int] = Counter()
+def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> None:
+    """Refuse sums over several uses whose order is unknown; alike on all workers."""
+    uses: Counter[int] = Counter(id(parameter) for parameter in reads)
+    if any(getattr(parameter, GRADIENT_HOOKS, None) for parameter in reads):
+        raise ConfigurationError(_HOOKED.format("a parameter that the script uses by itself"))
     for call in calls:
         placed = call.plan.plan.placed
         unordered = unordered_parameters(call.plan.plan)
@@ -105,12 +278,13 @@ def _refuse_unordered(calls: Sequence[Call]) -> None:
                     f"order of its gradients is not known\n"
                     f"  Fix: place what uses it with it, or call backward for each call."
                 )
-            if not is_elsewhere(tensor) and getattr(tensor, GRADIENT_HOOKS, None):
-                raise ConfigurationError(
-                    f"{placed.graph.nodes[position].target} has a hook (register_hook), and is "
-                    f"used by several calls of the network under one backward()\n"
-                    f"  Fix: use register_post_accumulate_grad_hook, or call backward for each."
-                )
+            if getattr(tensor, GRADIENT_HOOKS, None):
+                raise ConfigurationError(_HOOKED.format(placed.graph.nodes[position].target))
 
 
-SPECIAL["backward"] = _backward
+_HOOKED = (
+    "{} has a hook (register_hook), and is used several times under one backward(): the hook would "
+    "see parts of its gradient\n"
+    "  Fix: use register_post_accumulate_grad_hook, or call backward for each use."
+)
+SPECIAL.update(backward=_backward, grad=_grad)

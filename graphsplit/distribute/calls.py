@@ -46,6 +46,10 @@ class NetworkCalls(ClusterEngine):
         """The network's parameters and buffers, by name."""
         return named_state(self._task.network, None)
 
+    def load_network(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+        """Load what this worker owns, as ``load_state_dict`` with these options does."""
+        return self._gatherer().load_network(state, **options)
+
     def backward(self, call: Call, given: Mapping[int, torch.Tensor]) -> None:
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given
@@ -110,6 +114,7 @@ class _Called(Function):
         anchor: torch.Tensor,
     ) -> Any:
         ctx.graphsplit_call, ctx.loop, ctx.nodes = call, loop, nodes
+        ctx.graphsplit_anchor = anchor
         ctx.set_materialize_grads(False)
         graph = call.plan.plan.placed.graph
         fixed = [f for n, f in zip(nodes, found, strict=True) if n not in graph.given_roots]
@@ -124,6 +129,7 @@ class _Called(Function):
             for node, gradient in zip(ctx.nodes, gradients, strict=True)
             if gradient is not None and workers[node] == ctx.loop.rank
         }
+        ctx.loop.totals_now()
         call.is_spent = True
         call.network.backward(call, given)
         return None, None, None, None, None
@@ -132,15 +138,12 @@ class _Called(Function):
 _called: Callable[..., tuple[torch.Tensor, ...]] = _Called.apply
 
 
-def calls_behind(value: torch.Tensor) -> Iterator[Call]:
-    """The calls whose gradients a backward from a value makes; the same on all workers."""
+def steps_behind(value: torch.Tensor) -> Iterator[Any]:
+    """The steps of the script's autograd graph behind a value; the same on all workers."""
     waiting, seen = [value.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        call = getattr(node, "graphsplit_call", None)
-        if call is not None:
-            yield call
-        waiting += [following for following, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]

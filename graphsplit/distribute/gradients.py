@@ -6,29 +6,17 @@ Optimizers and the network's own backward see the tensors themselves.
 
 from __future__ import annotations
 
-import inspect
-import sys
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from graphsplit.distribute.loop import META, Loop
-from graphsplit.distribute.values import LoopValue, forget_known
+from graphsplit.distribute.loop import Loop, empty_as
+from graphsplit.distribute.parameters import InLoop, enter_loop
+from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
-from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, WatchedParameter
-
-_KEY = "_graphsplit_gradients"
-_ATTRIBUTES: Any = TensorBase
-_SET_GRADIENT = _ATTRIBUTES.grad.__set__
-_ZERO_GRADS = tuple(
-    inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
-)
-_all: weakref.WeakSet[Gradients] = weakref.WeakSet()
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.stand_ins import StandIn
 
 
 class Gradients:
@@ -46,23 +34,17 @@ class Gradients:
         self._parameters = list(parameters)
         self._owners = owners
         self._loop = loop
-        self._known: dict[int, LoopValue | None] | None = None
+        self._known: dict[int, LoopValue | None] = {}
+        self._known_at = -1  # how many changes there were
         for parameter in parameters:
-            kind = _InLoopElsewhere if is_elsewhere(parameter) else _InLoop
-            setattr(parameter, _KEY, self)
-            parameter.__class__ = kind
-        _all.add(self)
-
-    def forget(self) -> None:
-        """Gradients have changed."""
-        self._known = None
-        forget_known()
+            enter_loop(parameter, InLoop(loop, owners[id(parameter)], self.of, parameter))
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""
-        if self._known is None:
+        if self._known_at != self._loop.num_changes:
             with self._loop.job.reporting(), DisableTorchFunctionSubclass():
                 self._known = self._learn()
+            self._known_at = self._loop.num_changes
         return self._known[id(parameter)]
 
     def _learn(self) -> dict[int, LoopValue | None]:
@@ -96,62 +78,4 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 def _shape_of(parameter: StandIn) -> torch.Tensor:
     """A stand-in for a gradient that is on another worker: laid out as the parameter is there."""
-    shape, strides = parameter.shape, parameter.true_strides()
-    return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=META)
-
-
-def gradients_changed() -> None:
-    """A backward, or an optimizer, may have changed any gradient; on all workers alike."""
-    for gradients in list(_all):
-        gradients.forget()
-
-
-def is_in_loop(parameter: torch.Tensor) -> bool:
-    """Whether a parameter belongs to a network that the script's own loop trains."""
-    return hasattr(parameter, _KEY)
-
-
-def _function(func: Any, args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """The answer of a parameter in a loop, if it has one of its own."""
-    if func not in (GET_GRADIENT, _SET_GRADIENT):
-        return False, None
-    gradients: Gradients = getattr(args[0], _KEY)
-    if sys._getframe(2).f_code in _ZERO_GRADS:
-        gradients.forget()
-        return func == GET_GRADIENT and is_elsewhere(args[0]), None
-    if func == GET_GRADIENT:
-        return True, gradients.of(args[0])
-    gradients.forget()
-    given = args[1]
-    if isinstance(given, LoopValue):
-        given = None if is_elsewhere(args[0]) else given.held
-    with DisableTorchFunctionSubclass():
-        func(args[0], given)
-    return True, None
-
-
-class _InLoop(WatchedParameter):
-    """A parameter that lives here, of a network that the script's own loop trains."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_answered, found = _function(func, args)
-        if is_answered:
-            return found
-        with DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-class _InLoopElsewhere(ElsewhereParameter):
-    """A parameter that lives on another worker, of a network that the own loop trains."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_answered, found = _function(func, args)
-        if is_answered:
-            return found
-        return super().__torch_function__(func, types, args, kwargs)
+    return empty_as(parameter, parameter.true_strides())

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 
+from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import Residence
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 META = torch.device("meta")
+_loops: WeakKeyDictionary[Job, Loop] = WeakKeyDictionary()
+
+_OUTSIDE = (
+    "backward came to a distributed network from an ordinary tensor, into which a value that lives "
+    "on one worker was written: all gradients of one backward cannot be added up in eager's order\n"
+    "  Fix: make a new tensor of the values, as torch.stack(losses) does."
+)
 
 
-@dataclass(frozen=True)
 class Loop:
     """The workers that run one script, line by line alike.
 
+    Args:
+        job: The job.
+
     Attributes:
         job: The job.
+        num_changes: Grows whenever values were written to by more than operations of the script, as
+            gradients are by a backward; on all workers alike.
+        residences: Where the tensors of each distributed network live, under a name of its own.
     """
 
-    job: Job
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.num_changes = 0
+        self.residences: dict[str, Residence] = {}
+        self._totals: dict[int, torch.Tensor] | None = None
+
+    @staticmethod
+    def of(job: Job) -> Loop:
+        """The one of a job."""
+        return _loops.setdefault(job, Loop(job))
+
+    @contextmanager
+    def adding_up(self, totals: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Inside, a backward adds up gradients of parameters here, by the parameter's id."""
+        self._totals = totals
+        try:
+            yield
+        finally:
+            self._totals = None
+
+    def totals_now(self) -> dict[int, torch.Tensor]:
+        """Where the backward under way adds up gradients of parameters.
+
+        Raises:
+            ConfigurationError: None is, or it is that of a tensor which is no value of the loop.
+        """
+        if self._totals is None:
+            raise ConfigurationError(_OUTSIDE)
+        return self._totals
 
     @property
     def rank(self) -> int:
@@ -54,9 +98,14 @@ class Loop:
             return shape_of(tensor)
 
 
+def empty_as(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """A tensor without memory of a tensor's shape and dtype, and of these strides."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=META)
+
+
 def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory that has the shape, strides and dtype of another one."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return empty_as(tensor, tensor.stride())
 
 
 def _laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphsplit.distribute.loop import Loop, shape_of
-from graphsplit.distribute.values import SPECIAL, LoopValue, forget_known, operate
+from graphsplit.distribute.values import SPECIAL, LoopValue, operate
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -46,7 +46,7 @@ def _unscale(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
                 func([g.held for g in gradients if g.home == home], flag, inverse)
         flag = loop.share(flag if loop.rank == home else shape_of(flag), home)
         found_inf.copy_(torch.maximum(found_inf, flag))
-    forget_known()
+    loop.num_changes += 1
 
 
 SPECIAL["_amp_foreach_non_finite_check_and_unscale_"] = _unscale

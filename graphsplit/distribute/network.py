@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from graphsplit.optimizers.ownership import Residence
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
 from graphsplit.settings import FAIL_FAST
+from graphsplit.torch_ext.attributes import STATE_VERSIONS
 from graphsplit.torch_ext.private import pytree
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -100,18 +102,27 @@ def _check(net: Any) -> None:
         )
 
 
+def behind(net: nn.Module) -> Distributed | None:
+    """The machinery behind a network; None where it is not distributed."""
+    return _behind.get(net)
+
+
 class Distributed:
     """The machinery behind a distributed network.
 
     Args:
         task: What a call runs.
         job: The job.
+
+    Attributes:
+        kept: The whole state, while ``state_dict`` answers on each worker by itself.
     """
 
     def __init__(self, task: Task, job: Job) -> None:
         self._task, self._job = task, job
         self.calls = NetworkCalls(task, job)
-        self._loop = Loop(job)
+        self.kept: dict[str, Any] | None = None
+        self._loop = Loop.of(job)
         self._num_settled = -1
         self._gradients: Gradients | None = None
 
@@ -141,12 +152,14 @@ class Distributed:
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""
+        if self.kept is not None:
+            return copy.copy(self.kept)
         found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Load what this worker owns."""
-        self._within("load_state_dict", self.calls.load_state_dict, state)
+        return self._within("load_state_dict", self.calls.load_network, state, options)
 
     def _within(self, name: str, run: Any, *args: Any) -> Any:
         def inside() -> Any:
@@ -164,7 +177,7 @@ class Distributed:
         tensors = named_state(self._task.network, None)
         job = self._job
         residence = Residence(tensors, dict(owners), job.rank, job.num_workers)
-        settle(str(id(self)), residence)
+        settle(self._loop, str(id(self)), residence)
         parameters = list(self._task.network.parameters())
         self._gradients = Gradients(parameters, residence.owner_by_id(), self._loop)
 
@@ -203,16 +216,21 @@ class _Calls(nn.Module):
             raise ConfigurationError(_COMPILED)
         return _behind[self].call((args, kwargs))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return super().state_dict(*args, **kwargs)
-        return _behind[self].state_dict()
+    def state_dict(
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        if keep_vars:  # these are the parameters, of which each worker has its own
+            return super().state_dict(destination=destination, prefix=prefix, keep_vars=True)
+        found = _behind[self].state_dict()
+        if destination is None and not prefix:
+            return found
+        return _under(prefix, found, {} if destination is None else destination)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return super().load_state_dict(state_dict, *args, **kwargs)
-        _behind[self].load_state_dict(state_dict)
-        return nn.Module().load_state_dict({})  # no key was missing, or not expected
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        options = {"strict": strict, **({"assign": True} if assign else {})}
+        return _behind[self].load_state_dict(state_dict, options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigurationError(_COMPILED)
@@ -230,6 +248,16 @@ class _Calls(nn.Module):
             "  Fix: torch.save(net.state_dict(), path) on one worker, after net.state_dict() on "
             "all."
         )
+
+
+def _under(prefix: str, state: Mapping[str, Any], destination: Any) -> Any:
+    """A state as a part of that of the module around it."""
+    destination.update({prefix + name: value for name, value in state.items()})
+    versions, parts = (getattr(one, STATE_VERSIONS, None) for one in (destination, state))
+    if versions is not None and parts is not None:
+        path = prefix.removesuffix(".")
+        versions.update({f"{path}.{name}".rstrip("."): at for name, at in parts.items()})
+    return destination
 
 
 _COMPILED = (

@@ -7,7 +7,9 @@ steps of all optimizers narrow those that have parameters of a distributed netwo
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +18,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from graphsplit.distribute.gradients import gradients_changed, is_in_loop
+from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.parameters import in_loop
+from graphsplit.distribute.states import drop_others, give_whole_state
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
-from graphsplit.optimizers.ownership import Residence, is_elsewhere
+from graphsplit.optimizers.ownership import Residence
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, OwnedOptimizer]
 _owned = weakref.WeakKeyDictionary()
-_under_way: list[tuple[torch.optim.Optimizer, AbstractContextManager[Any]]] = []
-_residences: dict[str, Residence] = {}
+_under_way: list[tuple[torch.optim.Optimizer, Loop, AbstractContextManager[Any]]] = []
 
 
 def install() -> None:
@@ -38,9 +41,9 @@ def install() -> None:
         register_optimizer_step_post_hook(after_step)
 
 
-def settle(name: str, residence: Residence) -> None:
+def settle(loop: Loop, name: str, residence: Residence) -> None:
     """Take note of where the tensors of a network live, under a name of its own."""
-    _residences[name] = residence
+    loop.residences[name] = residence
     _owned.clear()
 
 
@@ -51,8 +54,9 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         ConfigurationError: It cannot be stepped worker by worker.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_stepping = any(one is optimizer for one, _ in _under_way)
-    if is_stepping or not any(map(is_in_loop, parameters)):
+    is_stepping = any(one is optimizer for one, _, _ in _under_way)
+    loop = _loop_of(parameters)
+    if is_stepping or loop is None:
         return
     problems = rules_problems(optimizer, None, None)
     if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
@@ -68,29 +72,38 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         )
     if optimizer not in _owned:
         owned = _owned[optimizer] = OwnedOptimizer(optimizer)
-        owned.settle(_whole())
-        for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
-            del optimizer.state[parameter]
+        owned.settle(_whole(loop))
+        drop_others(optimizer)
+        give_whole_state(optimizer, partial(_owners, loop), loop.job)
     stack = ExitStack()
     stack.enter_context(_owned[optimizer].stepping())
     stack.enter_context(DisableTorchFunctionSubclass())
-    _under_way.append((optimizer, stack))
+    _under_way.append((optimizer, loop, stack))
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The hook after it."""
     if _under_way and _under_way[-1][0] is optimizer:
-        _, stack = _under_way.pop()
+        _, loop, stack = _under_way.pop()
         stack.__exit__(None, None, None)
-        gradients_changed()
+        loop.num_changes += 1
 
 
-def _whole() -> Residence:
+def _loop_of(parameters: Iterable[torch.Tensor]) -> Loop | None:
+    found = (in_loop(parameter) for parameter in parameters)
+    return next((known.loop for known in found if known is not None), None)
+
+
+def _owners(loop: Loop) -> Mapping[int, int]:
+    return _whole(loop).owner_by_id()
+
+
+def _whole(loop: Loop) -> Residence:
     """Where the tensors of all distributed networks live."""
-    parts = list(_residences.items())
+    parts = list(loop.residences.items())
     return Residence(
         {f"{name}.{key}": tensor for name, part in parts for key, tensor in part.tensors.items()},
         {f"{name}.{key}": owner for name, part in parts for key, owner in part.owners.items()},
-        parts[0][1].rank,
-        parts[0][1].num_workers,
+        loop.rank,
+        loop.job.num_workers,
     )

@@ -8,6 +8,7 @@ it; the others run it on shapes, with the same autograd graph. Who asks for numb
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -74,15 +75,6 @@ _OPERATORS = (
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 
 
-_num_forgotten = 0
-
-
-def forget_known() -> None:
-    """Values were written to by more than operations of the script; on all workers alike."""
-    global _num_forgotten
-    _num_forgotten += 1
-
-
 class _Draws(TorchDispatchMode):
     """Notes whether an operation may draw from the generator."""
 
@@ -128,7 +120,7 @@ class LoopValue(torch.Tensor):
 
     def _state(self) -> tuple[int, int]:
         """A mark that changes whenever the value may have been written to, on all workers alike."""
-        return writes_of(self.held), _num_forgotten
+        return writes_of(self.held), self.loop.num_changes
 
     _known: tuple[tuple[int, int], torch.Tensor] | None
     _copies: dict[int, tuple[tuple[int, int], torch.Tensor]]
@@ -173,6 +165,9 @@ class LoopValue(torch.Tensor):
             return _attribute(func, name, args)
         if name in _ASKING:
             return _asked(func, args, kwargs)
+        if getattr(func, "__module__", "") == torch.nn.init.__name__:
+            with torch.no_grad():  # as inside these functions
+                return _operation(func, name, args, kwargs)
         return _operation(func, name, args, kwargs)
 
     @classmethod
@@ -223,7 +218,7 @@ def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         found = value.everywhere().detach()
         return found.requires_grad_() if value.held.requires_grad else found
 
-    args, kwargs = pytree.tree_map(plain, (args, kwargs))
+    args, kwargs = pytree.tree_map(plain, pytree.tree_map(as_value, (args, kwargs)))
     return func(*args, **kwargs)
 
 
@@ -233,20 +228,23 @@ def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found, spec = pytree.tree_flatten((args, kwargs))
+    _refuse_written_leaf(name, args, kwargs)
+    given, spec = pytree.tree_flatten((args, kwargs))
+    found = _from_last(as_value, given)
+    args, kwargs = pytree.tree_unflatten(found, spec)
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
     if _needs_values(name, args, kwargs, values):
-        shared = [leaf.shared() if isinstance(leaf, LoopValue) else leaf for leaf in found]
+        shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
         args, kwargs = pytree.tree_unflatten(shared, spec)
-        return func(*args, **kwargs)
+        return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
     if torch.is_autocast_enabled("cpu"):
         raise ConfigurationError(
             f"torch.autocast is on around {name}, whose operands live on one worker: shapes on the "
             f"others would not be cast\n  Fix: use torch.autocast inside the network's forward."
         )
-    loop, home = values[0].loop, _home(name, args, values)
+    loop, home = values[0].loop, _home(name, args, kwargs, values)
     is_here = loop.rank == home
-    inside = [_operand(leaf, home, loop, name) for leaf in found]
+    inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
     its_args, its_kwargs = pytree.tree_unflatten(inside, spec)
     draws = _Draws()
     try:
@@ -261,7 +259,11 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         ) from error
     if draws.found:
         _take_generator(loop, home)
-    known = {id(value.held): value for value in values if value.home == home}
+    known = {
+        id(value.held): leaf
+        for value, leaf in zip(found, given, strict=True)
+        if isinstance(value, LoopValue) and value.home == home
+    }
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -270,6 +272,24 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         return LoopValue.of(leaf, home, loop) if value is None else value
 
     return pytree.tree_map(wrap, result)
+
+
+def _from_last(convert: Callable[[Any], Any], operands: Sequence[Any]) -> list[Any]:
+    """Convert operands, the last one first: backward then comes to the first one's step first."""
+    return [convert(operand) for operand in reversed(operands)][::-1]
+
+
+def as_value(leaf: Any) -> Any:
+    """A value for a parameter that lives on one worker; everything else as it is."""
+    convert = getattr(type(leaf), "as_loop_value", None)
+    return leaf if convert is None else convert(leaf)
+
+
+def _kept(value: LoopValue, result: Any) -> Any:
+    """A result with a history stays a value of the loop, so that its backward is one too."""
+    if not isinstance(result, torch.Tensor) or not result.requires_grad:
+        return result
+    return LoopValue.of(enter(value.loop, value.home, result), value.home, value.loop)
 
 
 def _needs_values(
@@ -282,28 +302,40 @@ def _needs_values(
         indices = pytree.tree_leaves(args[1])
         if any(isinstance(i, LoopValue) and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return True
-    is_method = name.endswith("_") and not name.endswith("__")
-    target = kwargs.get("out")
-    if target is None and (is_method or name in _IN_PLACE_OPERATORS):
-        target = args[0]
-    return target is not None and any(
+    return any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
-        for leaf in pytree.tree_leaves(target)
+        for leaf in _written(name, args, kwargs)
     )
 
 
-def _home(name: str, args: tuple[Any, ...], values: list[LoopValue]) -> int:
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The operands that an operation writes to."""
+    target = kwargs.get("out")
+    is_method = name.endswith("_") and not name.endswith("__")
+    if target is None and (is_method or name in _IN_PLACE_OPERATORS):
+        target = args[0] if args else next(iter(kwargs.values()))
+    return pytree.tree_leaves(target)
+
+
+def _refuse_written_leaf(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.is_grad_enabled():
+        for leaf in _written(name, args, kwargs):
+            if hasattr(type(leaf), "as_loop_value") and leaf.requires_grad:
+                raise RuntimeError(
+                    "a leaf Variable that requires grad is being used in an in-place operation."
+                )
+
+
+def _home(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[LoopValue]) -> int:
     """The worker that has most of the operands; that of the one that is written to."""
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
-    if is_in_place:
-        written = {v.home for v in pytree.tree_leaves(args[0]) if isinstance(v, LoopValue)}
-        if len(written) > 1:
-            raise ConfigurationError(
-                f"{name} writes to values that live on several workers\n"
-                f"  Fix: write to each by itself, in a loop."
-            )
-        if written:
-            return written.pop()
+    written = {v.home for v in _written(name, args, kwargs) if isinstance(v, LoopValue)}
+    if len(written) > 1:
+        raise ConfigurationError(
+            f"{name} writes to values that live on several workers\n"
+            f"  Fix: write to each by itself, in a loop."
+        )
+    if written:
+        return written.pop()
     sizes: dict[int, int] = {}
     for value in values:
         sizes[value.home] = sizes.get(value.home, 0) + value.held.nbytes

@@ -42,7 +42,6 @@ from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
-from graphsplit.job.readers import LoaderReaders
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.announced import Note
@@ -71,23 +70,6 @@ def likely_first_reader(network: nn.Module, unplaced: UnplacedRule, num_workers:
 FeedItem = tuple[PlannedStep, Division | None, Callable[[], None] | None]
 
 
-class _Cursor:
-    """A loader's batches, one by one."""
-
-    def __init__(self, loader: Iterable[Any], *, divider: Divider, has_loss_fn: bool) -> None:
-        self._iterator = iter(loader)
-        self._divider = divider
-        self._has_loss_fn = has_loss_fn
-
-    def draw(self) -> Division | None:
-        """The next batch; None at the end."""
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            return None
-        return self._divider.divide(batch, has_loss_fn=self._has_loss_fn)
-
-
 class Feed:
     """The batches of one epoch, as one worker sees them.
 
@@ -109,7 +91,6 @@ class Feed:
         loader: Iterable[Any],
         divider: Divider,
         has_loss_fn: bool,
-        readers: LoaderReaders,
         note: Note = str,
         start: EpochStart = FROM_THE_START,
         progress: TrainingProgress | None = None,
@@ -120,8 +101,8 @@ class Feed:
         self._tickets = tickets
         self._mode = mode
         self.leader = leader
-        self._readers = readers
-        self._reading = readers.reading(loader, job.num_workers)
+        self._readers = job.readers
+        self._reading = job.readers.reading(loader, job.num_workers)
         self._have_read = {leader}
         self._has_written = False  # steps have modified batches
         records.trust_loader(loader)
@@ -137,7 +118,7 @@ class Feed:
         if start.generator is not None:
             self._epoch_state = start.generator
         self._epoch_process = ProcessStates.now()
-        self._cursor: _Cursor | None = None
+        self._cursor: Iterator[Division] | None = None
         self._step = start.step
         self._checksum: int | None = None  # of the batch drawn last
         self._next: Division | None = None  # drawn, but not yet announced
@@ -159,7 +140,7 @@ class Feed:
     def _alone(self) -> Iterator[FeedItem]:
         """There is nobody to tell, and nothing to compare."""
         cursor = self._open_cursor()
-        while not self._is_stopped() and (division := cursor.draw()) is not None:
+        while not self._is_stopped() and (division := next(cursor, None)) is not None:
             yield self._planned(division.shape()), division, None
             self._step += 1
 
@@ -174,7 +155,7 @@ class Feed:
             if self._step > 0:
                 known = torch.default_generator.get_state()
                 watch.look()
-            division = None if self._is_stopped() else cursor.draw()
+            division = None if self._is_stopped() else next(cursor, None)
             process = watch.look()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
@@ -264,9 +245,10 @@ class Feed:
             self._next_checksum = fingerprint(self._next.arguments)
         return True
 
-    def _new_cursor(self) -> _Cursor:
+    def _new_cursor(self) -> Iterator[Division]:
         batches = self._start.open(self._loader)
-        return _Cursor(batches, divider=self._divider, has_loss_fn=self._has_loss_fn)
+        divide = self._divider.divide  # in a generator: what it raises never ends the epoch
+        return (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
 
     def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
         """Computes the checksum while the step waits; done now if the step writes."""
@@ -360,7 +342,7 @@ class Feed:
 
     def _draw(self) -> Division | None:
         cursor = self._cursor or self._open_cursor()
-        return cursor.draw()
+        return next(cursor, None)
 
     def _drawn_for(self, ticket: Ticket, announced: BatchDescription) -> Division:
         """This reader's batch, compared with the ticket."""
@@ -396,14 +378,14 @@ class Feed:
             )
         ticket.process.put()
 
-    def _open_cursor(self) -> _Cursor:
+    def _open_cursor(self) -> Iterator[Division]:
         """Start reading; where earlier batches of this epoch were not read here, skip them."""
         now, process = torch.default_generator.get_state(), ProcessStates.now()
         torch.default_generator.set_state(self._epoch_state)
         self._epoch_process.put()
         self._cursor = self._new_cursor()
         for _ in range(self._step - self._start.step):
-            self._cursor.draw()
+            next(self._cursor, None)
         if self._step > 0:
             torch.default_generator.set_state(now)
             process.put()

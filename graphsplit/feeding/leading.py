@@ -70,7 +70,6 @@ class Leading:
             has_loss_fn=self._task.loss_fn is not None,
             note=self._note if is_training else str,
             progress=self._progress if is_training else None,
-            readers=self._job.readers,
         )
 
     def given(

@@ -135,7 +135,7 @@ class Tickets:
             python: The Python values behind the step.
         """
         self._step += 1
-        is_last = shape is not None and self._job.asked_to_stop
+        is_last = shape is not None and self._job.member.state.stops_soon
         brings_news = generator is not None or process != NOTHING_DRAWN or is_last
         brings_news |= bool(python.changed) or shape is None or shape != self._shape
         news = None

@@ -189,11 +189,6 @@ class Job:
         finally:
             self.depth -= 1
 
-    @property
-    def asked_to_stop(self) -> bool:
-        """Whether all workers are to end in order, as soon as a step tells them so."""
-        return self.member.stops_soon
-
     def ask_to_stop(self) -> bool:
         """Ask all workers to end when their step is done. Safe in a signal handler.
 

@@ -36,6 +36,7 @@ from graphsplit.marks.pattern import (
     read_slice,
 )
 from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule, read_rules
+from graphsplit.torch_ext.attributes import named_tensors
 
 _RULES_ATTRIBUTE = "_graphsplit_rules"
 
@@ -211,7 +212,7 @@ class _Applier:
     def _owners_of_tensors(self, decided: Mapping[str, Rule]) -> dict[str, Annotation]:
         """A tied parameter has several names, but one owner."""
         by_tensor: dict[int, tuple[str, Rule]] = {}
-        for name, tensor in self._state():
+        for name, tensor in named_tensors(self._network).items():
             if name not in decided:
                 continue
             other = by_tensor.setdefault(id(tensor), (name, decided[name]))
@@ -227,7 +228,7 @@ class _Applier:
         modules = around.select(self._network)
         return [
             name
-            for name, _ in self._state()
+            for name in named_tensors(self._network)
             if name.rpartition(".")[0] in modules and pattern.last_matches(name.rpartition(".")[2])
         ]
 
@@ -237,16 +238,14 @@ class _Applier:
         modules = pattern.outside().select(self._network)
         if not modules:
             return pattern.outside().miss(self._network)
-        names = {n.rpartition(".")[2] for n, _ in self._state() if n.rpartition(".")[0] in modules}
+        names = {
+            n.rpartition(".")[2]
+            for n in named_tensors(self._network)
+            if n.rpartition(".")[0] in modules
+        }
         where = repr(next(iter(modules))) if len(pattern.parts) > 1 else "the network"
         last = pattern.parts[-1].text
         return f"{where} has no parameter or buffer {last!r}{near_miss(last, names)}"
-
-    def _state(self) -> list[tuple[str, Any]]:
-        return [
-            *self._network.named_parameters(remove_duplicate=False),
-            *self._network.named_buffers(remove_duplicate=False),
-        ]
 
     def _section(self, name: str) -> list[Rule]:
         return [rule for rule in self._rules if rule.section == name]

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from graphsplit.tensor_meta import octets_of
+
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _MAX_PLACES = 200_000
 _LONG = 64
@@ -82,9 +84,7 @@ def text_of_tensor(tensor: torch.Tensor) -> str:
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return f"{tensor.dtype} {list(tensor.shape)} {digest(data)}"
+    return f"{tensor.dtype} {list(tensor.shape)} {digest(octets_of(plain).numpy())}"
 
 
 def digest(data: Any) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,14 +18,13 @@ from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.own_step import (
     by_the_model,
     code_of_step,
-    guard_state,
     guard_step,
     is_said,
     step_hooks,
 )
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.per_parameter import is_listed, replaced_step
-from graphsplit.optimizers.trial import Trial, TrialPart, note_step
+from graphsplit.optimizers.trial import Trial, TrialPart, generator_states, note_step
 from graphsplit.torch_ext.attributes import scaler_findings
 
 
@@ -61,6 +59,45 @@ class _Judged:
     is_known: bool = True
 
 
+@dataclass
+class StateOrder:
+    """When each entry of an optimizer's state was made: all workers' stand in that order.
+
+    PyTorch makes an entry at the first step of its parameter, which a frozen one has later.
+
+    Attributes:
+        num_steps: Steps so far, equal on all workers.
+        made: Of each entry here: the step, and the parameter's position among all.
+    """
+
+    num_steps: int = 0
+    made: dict[torch.Tensor, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note entries that are new, and forget those that are gone."""
+        if len(self.made) == len(optimizer.state):
+            return
+        everything = (p for group in optimizer.param_groups for p in group["params"])
+        positions = {id(p): position for position, p in enumerate(everything)}
+        before, self.made = self.made, {}
+        for key in optimizer.state:
+            if id(key) in positions:
+                self.made[key] = before.get(key, (self.num_steps, positions[id(key)]))
+
+    def note_loaded(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The entries of some parameters were loaded, on all workers in this order."""
+        self.num_steps = 0
+        self.made = {parameter: (0, position) for position, parameter in enumerate(parameters)}
+
+
+_orders: WeakKeyDictionary[torch.optim.Optimizer, StateOrder] = WeakKeyDictionary()
+
+
+def order_of(optimizer: torch.optim.Optimizer) -> StateOrder:
+    """The order of an optimizer's state."""
+    return _orders.setdefault(optimizer, StateOrder())
+
+
 class OwnedOptimizer:
     """Steps an optimizer on one worker.
 
@@ -75,8 +112,8 @@ class OwnedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._order = order_of(optimizer)
         guard_step(optimizer)
-        guard_state(optimizer)
         self._residence: Residence | None = None
         self._owned: list[list[torch.Tensor]] = []
         self._counted: list[list[torch.Tensor]] = []
@@ -107,6 +144,8 @@ class OwnedOptimizer:
             ConfigurationError: As ``check``; or it draws random numbers.
         """
         judged = self.check()
+        self._order.note(self._optimizer)
+        self._order.num_steps += 1
         if judged.verdict is _Verdict.LEAVE:
             note_step(self._optimizer)
             return
@@ -130,6 +169,8 @@ class OwnedOptimizer:
                 f"cannot be stepped without\n  Fix: use gs.per_parameter(optimizer) if it treats "
                 f"every parameter by itself."
             )
+        self._order.note(self._optimizer)
+        self._order.num_steps += 1
         with ExitStack() as stack:
             if not judged.is_known:
                 stack.enter_context(self._without_draws())
@@ -137,6 +178,7 @@ class OwnedOptimizer:
             stack.enter_context(self._only_owned())
             stack.enter_context(by_the_model())
             yield
+        self._order.note(self._optimizer)
 
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         """Set the gradients of the owned parameters to None, or to zeros."""
@@ -167,13 +209,12 @@ class OwnedOptimizer:
         return found
 
     def _step(self, scaler: torch.amp.GradScaler | None) -> None:
-        with self._only_owned():
+        with self._only_owned(), by_the_model():
             if scaler is None:
-                with by_the_model():
-                    self._optimizer.step()
+                self._optimizer.step()
             else:
-                with by_the_model():
-                    scaler.step(self._optimizer)
+                scaler.step(self._optimizer)
+        self._order.note(self._optimizer)
 
     def _judge(self) -> _Judged:
         """The verdict; found anew only where something has changed."""
@@ -217,9 +258,9 @@ class OwnedOptimizer:
     @contextmanager
     def _without_draws(self) -> Iterator[None]:
         """Workers' generators agree after a step, which a draw of one worker would end."""
-        before = _generator_states()
+        before = generator_states()
         yield
-        drawn = [name for name, state in _generator_states().items() if state != before[name]]
+        drawn = [name for name, state in generator_states().items() if state != before[name]]
         if drawn:
             raise ConfigurationError(
                 f"{_described(self._optimizer)} draws from {drawn[0]} as it steps: in one process "
@@ -283,17 +324,6 @@ class OwnedOptimizer:
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether they hold the same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {
-        "torch's generator": bytes(torch.default_generator.get_state().numpy()),
-        "Python's random": random.getstate(),
-    }
-    if "numpy" in sys.modules:
-        drawn = sys.modules["numpy"].random.get_state()
-        states["numpy.random"] = (drawn[1].tobytes(), *drawn[2:])
-    return states
 
 
 def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:

@@ -74,7 +74,7 @@ def refuse_partial_state(optimizer: torch.optim.Optimizer) -> None:
         raise OwnershipError(
             f"{type(optimizer).__name__}.state_dict() on this worker would have the state of its "
             f"own parameters only\n  Fix: call model.optimizer_state_dict() on every worker, and "
-            f"save what it returns on one. A network under gs.distribute has no such call yet."
+            f"save what it returns on one."
         )
 
 

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from graphsplit.errors import OwnershipError
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.torch_ext.attributes import GROUPING, NORM
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 # Of a class of tensors: operations on them run wherever the values are, and answer for all workers.
 IS_GLOBAL = "graphsplit_is_global"
@@ -103,8 +104,9 @@ def _install() -> None:
     def grouped(tensors: Any, *args: Any, **kwargs: Any) -> Mapping[Any, Any]:
         is_whole = any(hasattr(type(one), IS_GLOBAL) for one in tensors[0])
         if not (_num_allowed or is_whole) and sys._getframe(1).f_code.co_name == NORM:
-            for share in list(_shares):
-                share.check(tensors[0])
+            with DisableTorchFunctionSubclass():  # a look of this worker alone
+                for share in list(_shares):
+                    share.check(tensors[0])
         found: Mapping[Any, Any] = original(tensors, *args, **kwargs)
         return found
 

@@ -169,6 +169,17 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
         note_stepped(optimizer)
 
 
+def generator_states() -> dict[str, Any]:
+    """The states of the generators of the process, by name; to be compared."""
+    found: dict[str, Any] = {
+        "torch's generator": bytes(torch.default_generator.get_state().numpy()),
+        "Python's random": random.getstate(),
+    }
+    if "numpy" in sys.modules:
+        found["numpy.random"] = comparable(sys.modules["numpy"].random.get_state())
+    return found
+
+
 # In the child.
 
 
@@ -177,7 +188,7 @@ def _report(trial: Trial, part: TrialPart, kind: str) -> Any:
 
 
 def _try(trial: Trial, part: TrialPart, kind: str) -> _Left:
-    before, kept = _generators(), []
+    before, kept = generator_states(), []
     try:
         trained = _make_small(trial, part)
         for number in range(_NUM_STEPS[kind]):
@@ -196,7 +207,7 @@ def _try(trial: Trial, part: TrialPart, kind: str) -> _Left:
                 kept.append(_kept(trial))
     except Exception as error:
         return _Left([], raised_where(error), [])
-    after = _generators()
+    after = generator_states()
     return _Left(kept, None, [name for name, state in before.items() if after[name] != state])
 
 
@@ -309,13 +320,3 @@ def _kept(trial: Trial) -> _Kept:
     }
     reached = kept_state(roots, residence.names())
     return kept | {path: text for path, text in reached.items() if path[1:2] != (f".{STEPPED}",)}
-
-
-def _generators() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "torch's generator": torch.default_generator.get_state().tolist(),
-        "Python's random": random.getstate(),
-    }
-    if "numpy" in sys.modules:
-        found["numpy.random"] = comparable(sys.modules["numpy"].random.get_state())
-    return found

@@ -23,6 +23,7 @@ import torch
 from graphsplit.errors import ConfigurationError, InvariantError
 from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
 from graphsplit.optimizers.optimizer import OwnedOptimizer
+from graphsplit.optimizers.own_step import guard_state
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.partial_norm import Share
 from graphsplit.optimizers.settings import Settings
@@ -89,6 +90,12 @@ class UpdateRules:
         )
 
 
+def _guarded(optimizer: torch.optim.Optimizer) -> OwnedOptimizer:
+    """An optimizer whose state the Model gives, and not the optimizer itself."""
+    guard_state(optimizer)
+    return OwnedOptimizer(optimizer)
+
+
 class Updater:
     """Carries out the rules on one worker.
 
@@ -109,7 +116,7 @@ class Updater:
         self.last_norm: torch.Tensor | None = None
         self.loss_scale = 1.0
         self._parameters = tuple(parameters)
-        self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
+        self._optimizers = [_guarded(optimizer) for optimizer in rules.optimizers]
         self.settings = Settings(rules.optimizers)
         self._owners: tuple[int, ...] = ()
         self._share: Share | None = None
@@ -118,7 +125,7 @@ class Updater:
         """Go on with other rules or parameters; owners are to be settled anew."""
         self.rules = rules
         self._parameters = tuple(parameters)
-        self._optimizers = [OwnedOptimizer(optimizer) for optimizer in rules.optimizers]
+        self._optimizers = [_guarded(optimizer) for optimizer in rules.optimizers]
         self.settings = Settings(rules.optimizers)
 
     def settle(self, residence: Residence) -> None:

@@ -24,8 +24,8 @@ from graphsplit.tensor_meta import TensorMeta
 # Rounds of cutting before splits are foreseen; nearly every graph needs fewer.
 _PATIENCE = 8
 GENERATOR_META = TensorMeta(torch.uint8, (torch.default_generator.get_state().numel(),), (1,))
-# Python's and NumPy's: twice 624 words and where one stands in them.
-_PROCESS_BYTES = 2 * 640 * 8
+# Python's and NumPy's, as ``job/process_generators.py`` writes them.
+_PROCESS_BYTES = 2 * 2509
 GENERATOR_BYTES = torch.default_generator.get_state().numel()
 ALL_GENERATORS_BYTES = GENERATOR_BYTES + _PROCESS_BYTES
 PROCESS_GENERATORS_META = TensorMeta(torch.uint8, (_PROCESS_BYTES,), (1,))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-
-from torch import nn
 
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
@@ -15,7 +13,6 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation
 from graphsplit.marks.rules import kept_rules
-from graphsplit.optimizers.update import UpdateRules
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
@@ -28,7 +25,6 @@ from graphsplit.partition.splitting import with_splits
 from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
-    UnplacedRule,
     branches_to_open,
     resolve,
 )
@@ -37,7 +33,6 @@ from graphsplit.planning.task import Task, module_annotations, stateful_modules
 from graphsplit.planning.trainable import check_graph
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import (
-    WHOLE_STEP,
     Policy,
     StepPart,
     WorkerProgram,
@@ -86,20 +81,13 @@ def capture_graph(
         )
 
 
-def placement_rules(
-    network: nn.Module,
-    loss_fn: Any,
-    *,
-    unplaced: UnplacedRule,
-    num_workers: int,
-    owners: Mapping[str, int],
-) -> PlacementRules:
+def placement_rules(task: Task, *, num_workers: int, owners: Mapping[str, int]) -> PlacementRules:
     """All that decides where the parts of a network go, apart from its graph."""
-    kept = kept_rules(network)
+    kept = kept_rules(task.network)
     return PlacementRules(
         num_workers,
-        module_annotations(network, loss_fn),
-        unplaced,
+        module_annotations(task.network, task.loss_fn),
+        task.unplaced,
         dict(owners),
         kept.operations,
         kept.parameters,
@@ -108,22 +96,14 @@ def placement_rules(
 
 def make_plan(
     graph: CapturedGraph,
+    task: Task,
     *,
-    network: nn.Module,
-    loss_fn: Any,
-    unplaced: UnplacedRule,
     num_workers: int,
-    owners: dict[str, int],
-    part: StepPart = WHOLE_STEP,
-    schedule: str | Policy = "1f1b",
-    update: UpdateRules | None = None,
-    is_compiled: bool = False,
-    recompute: bool | Collection[str] = False,
+    owners: Mapping[str, int],
+    part: StepPart,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
     """All pure passes in a row: resolve, partition, lower; each result is verified."""
-    rules = placement_rules(
-        network, loss_fn, unplaced=unplaced, num_workers=num_workers, owners=owners
-    )
+    rules = placement_rules(task, num_workers=num_workers, owners=owners)
     opened = take_branches_apart(graph, branches_to_open(graph, rules))
     placed = keep_memory_together(with_known_results(resolve(opened, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
@@ -131,15 +111,16 @@ def make_plan(
     plan = partition(placed, is_microbatched=part.is_microbatched)
     refuse_shared_state(plan)
     refuse_unordered(plan)
-    if not is_compiled:  # the compiler decides what to keep, and makes backward one piece
-        plan = with_splits(with_recomputation(plan, recompute))
-    if update is not None and part.last and graph.mode is Mode.TRAIN:
-        names = [name for name, _ in network.named_parameters()]
+    if task.compiler is None:  # it decides what to keep, and makes backward one piece
+        plan = with_splits(with_recomputation(plan, task.recompute))
+    if part.last and graph.mode is Mode.TRAIN:
+        names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(placed, owners, names, rules.modules)
-        sizes = update.partial_sizes([owned[name] for name in names], num_workers)
+        owners_of_all = [owned[name] for name in names]
+        sizes = task.update_rules.partial_sizes(owners_of_all, num_workers)
         plan = with_reduction(plan, sizes) if sizes is not None else plan
     verify(plan)
-    return plan, lower_plan(plan, part, schedule)
+    return plan, lower_plan(plan, part, task.schedule)
 
 
 def lower_plan(

@@ -13,6 +13,7 @@ from torch import nn
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
+from graphsplit.capture.reach.holders import Holder
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
@@ -22,6 +23,7 @@ from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
+from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
@@ -72,10 +74,11 @@ class ReadyPlan:
         consumers: Workers that read the loader's batches, the earliest in the pipeline first.
         woken_by_values: Workers that can do nothing in a step before a value has come.
         numbers: Numbers made of the batch's sizes, where the plan holds for several.
-        wants_costs: Whether it would be lowered otherwise if costs were measured.
-        part: Which part of a step it runs.
         written_inputs: Flattened inputs that it writes to, each with the workers that have the
             outcome.
+        left_by_calls: Python state that calls kept whole were seen to change, by their worker.
+        wants_costs: Whether it would be lowered otherwise if costs were measured.
+        part: Which part of a step it runs.
     """
 
     plan: PartitionPlan
@@ -84,9 +87,10 @@ class ReadyPlan:
     consumers: tuple[int, ...]
     woken_by_values: frozenset[int]
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    left_by_calls: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
     wants_costs: bool = False
     part: StepPart = WHOLE_STEP
-    written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @cached_property
     def no_inputs(self) -> tuple[None, ...]:
@@ -407,28 +411,15 @@ class Planner:
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
-        written = written_inputs(plan)
-        return ReadyPlan(
-            plan, programs, runner, consumers_of(plan), waiting, numbers, written_inputs=written
-        )
+        writes, left = written_inputs(plan), left_by_calls(plan)
+        return ReadyPlan(plan, programs, runner, consumers_of(plan), waiting, numbers, writes, left)
 
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
-        return make_plan(
-            graph,
-            network=self._task.network,
-            loss_fn=self._task.loss_fn,
-            unplaced=self._task.unplaced,
-            num_workers=self._job.num_workers,
-            owners=self.known_owners(),
-            part=part,
-            schedule=self._task.schedule,
-            update=self._task.update_rules,
-            is_compiled=self._task.compiler is not None,
-            recompute=self._task.recompute,
-        )
+        owners, num_workers = self.known_owners(), self._job.num_workers
+        return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
 
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""

@@ -21,6 +21,7 @@ from graphsplit.program.lower import (
     Policy,
 )
 from graphsplit.runtime.segments.compiled import Compiler
+from graphsplit.torch_ext.attributes import named_tensors
 
 
 @dataclass
@@ -99,15 +100,9 @@ def materialize_all(task: Task) -> None:
 
 def named_state(network: nn.Module, loss_fn: Any) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, those of the loss included; tied ones under each name."""
-    found: dict[str, torch.Tensor] = {}
-    found.update(network.named_parameters(remove_duplicate=False))
-    found.update(network.named_buffers(remove_duplicate=False))
+    found = named_tensors(network)
     if isinstance(loss_fn, nn.Module):
-        for name, tensor in (
-            *loss_fn.named_parameters(remove_duplicate=False),
-            *loss_fn.named_buffers(remove_duplicate=False),
-        ):
-            found[f"{LOSS_PATH}.{name}"] = tensor
+        found |= {f"{LOSS_PATH}.{name}": t for name, t in named_tensors(loss_fn).items()}
     return found
 
 

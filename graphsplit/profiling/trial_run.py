@@ -17,6 +17,7 @@ from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.partition.checks.one_state import opaque_calls
 from graphsplit.partition.explain.folding import align
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.runtime.segments.code import build_code
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.estimates import estimated_costs, with_weights_apart
@@ -155,12 +156,8 @@ def compute_lines(plan: PartitionPlan, costs: Costs, num_microbatches: int) -> l
     for worker in range(plan.num_workers):
         segments = [s.index for s in plan.segments_of(worker)]
         forward = num_microbatches * sum(costs.forward.get(s, 0.0) for s in segments)
-        both = forward + num_microbatches * sum(
-            costs.backward_whole.get(
-                s, costs.backward_input.get(s, 0.0) + costs.backward_weight.get(s, 0.0)
-            )
-            for s in segments
-        )
+        backwards = (Instruction(Opcode.BACKWARD, segment) for segment in segments)
+        both = forward + num_microbatches * sum(costs.seconds(one, worker) for one in backwards)
         times.append((forward, both))
     total = sum(both for _, both in times) or 1.0
     for worker, (forward, both) in enumerate(times):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -181,16 +181,10 @@ def _loader_of(call: ModelCall) -> Any:
 
 def _copied(value: Any) -> Any:
     """A nested value of which nothing is shared with its owner."""
-    if isinstance(value, torch.Tensor):
-        return kept(value)
-    if isinstance(value, Counter):  # as MultiStepLR keeps its milestones
-        return Counter(value)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_copied(item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    # Of others, such as the Counter in which MultiStepLR keeps its milestones, a shallow copy.
+    return pytree.tree_map(
+        lambda leaf: kept(leaf) if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value
+    )
 
 
 def refuse_what_ends(call: ModelCall, refuse: Callable[[str], None]) -> None:

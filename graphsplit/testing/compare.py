@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from graphsplit.capture.structure import open_object
+from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.attributes import parts_of_sparse
 from graphsplit.torch_ext.private import pytree
 
@@ -94,5 +95,4 @@ def _bytes_difference(expected: torch.Tensor, actual: torch.Tensor) -> str | Non
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of every element, shape (elements, bytes of one)."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).reshape(flat.numel(), tensor.dtype.itemsize)
+    return octets_of(tensor).reshape(tensor.numel(), tensor.dtype.itemsize)

@@ -96,6 +96,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones under each name."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """A number that tensors have in common if they share memory."""
     return int(tensor.untyped_storage()._cdata)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.nn.modules import activation
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphsplit.torch_ext.function_modes import OURS, without_modes
+from graphsplit.torch_ext.replaced import replaced
 
 _DISABLED = torch._C._disabled_torch_function_impl
 # Folders: a user's own module may have any name.
@@ -38,19 +39,22 @@ _PREDICATES = ("is_compiling", "is_exporting", "is_dynamo_compiling")
 def as_in_eager_mode() -> Iterator[None]:
     """Answer no to the network's ``torch.compiler.is_compiling()`` and the like."""
     truths = {name: getattr(torch.compiler, name) for name in _PREDICATES}
-    try:
-        for name, truth in truths.items():
-            setattr(torch.compiler, name, _for_torch_alone(truth))
-        with (
-            _truthful_to_the_compiler(truths),
-            _fused_layers(),
-            _conversions_to_the_same(),
-            _checked_distributions(),
-        ):
-            yield
-    finally:
-        for name, truth in truths.items():
-            setattr(torch.compiler, name, truth)
+    with (
+        _predicates({name: _for_torch_alone(truth) for name, truth in truths.items()}),
+        _truthful_to_the_compiler(truths),
+        _fused_layers(),
+        _conversions_to_the_same(),
+        _checked_distributions(),
+    ):
+        yield
+
+
+@contextmanager
+def _predicates(answers: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(replaced(torch.compiler, name, answer))
+        yield
 
 
 def _for_torch_alone(truth: Callable[[], bool]) -> Callable[[], bool]:
@@ -67,49 +71,33 @@ def _truthful_to_the_compiler(truths: Mapping[str, Callable[[], bool]]) -> Itera
 
     @contextmanager
     def setup_compilation_env() -> Iterator[Any]:
-        answers = {name: getattr(torch.compiler, name) for name in _PREDICATES}
-        try:
-            for name, truth in truths.items():
-                setattr(torch.compiler, name, truth)
-            with without_modes(OURS), original() as backend:
-                yield backend
-        finally:
-            for name, answer in answers.items():
-                setattr(torch.compiler, name, answer)
+        with _predicates(truths), without_modes(OURS), original() as backend:
+            yield backend
 
-    higher_order_ops.setup_compilation_env = setup_compilation_env
-    try:
+    with replaced(higher_order_ops, "setup_compilation_env", setup_compilation_env):
         yield
-    finally:
-        higher_order_ops.setup_compilation_env = original
 
 
 @contextmanager
 def _checked_distributions() -> Iterator[None]:
     """Let ``torch.distributions`` check its arguments in the graph: it branches only to raise."""
-    original: Any = torch._is_all_true
 
     def check(valid: torch.Tensor) -> bool:
         torch._check(valid.all().item(), lambda: "a distribution got values that it does not allow")
         return True
 
-    torch._is_all_true = check  # type: ignore[assignment]
-    try:
+    with replaced(torch, "_is_all_true", check):
         yield
-    finally:
-        torch._is_all_true = original
 
 
 @contextmanager
 def _fused_layers() -> Iterator[None]:
     """Let transformer layers take their fused path in eval mode, as they do when not traced."""
-    original = torch.overrides.has_torch_function, activation._is_make_fx_tracing
-    torch.overrides.has_torch_function = _has_own_torch_function
-    activation._is_make_fx_tracing = lambda: False
-    try:
+    with (
+        replaced(torch.overrides, "has_torch_function", _has_own_torch_function),
+        replaced(activation, "_is_make_fx_tracing", lambda: False),
+    ):
         yield
-    finally:
-        torch.overrides.has_torch_function, activation._is_make_fx_tracing = original
 
 
 def _has_own_torch_function(args: Iterable[Any]) -> bool:
@@ -130,8 +118,7 @@ def _is_below_nn(file: str) -> bool:
 @contextmanager
 def _conversions_to_the_same() -> Iterator[None]:
     """Leave a module alone that is converted to the dtype and device that it has."""
-    module_class: Any = torch.nn.Module
-    convert = module_class._apply
+    convert: Any = torch.nn.Module._apply
 
     def apply(module: Any, function: Callable[..., Any], recurse: bool = True) -> Any:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
@@ -142,8 +129,5 @@ def _conversions_to_the_same() -> Iterator[None]:
                 return module
         return convert(module, function, recurse)
 
-    module_class._apply = apply
-    try:
+    with replaced(torch.nn.Module, "_apply", apply):
         yield
-    finally:
-        module_class._apply = convert

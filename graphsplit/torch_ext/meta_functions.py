@@ -89,8 +89,5 @@ def _grouped_mm_of_any_dtype() -> Iterator[None]:
             mat_a, mat_b, options.get("offs"), options.get("out_dtype")
         )
 
-    registrations._meta_grouped_mm_common = grouped_mm
-    try:
+    with replaced(registrations, "_meta_grouped_mm_common", grouped_mm):
         yield
-    finally:
-        registrations._meta_grouped_mm_common = original

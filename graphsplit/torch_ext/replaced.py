@@ -1,4 +1,9 @@
-"""Replace an attribute for a while: how capture steps between a network and PyTorch."""
+"""Replace an attribute for a while: how capture steps between a network and PyTorch.
+
+The public names of torch that are replaced stand here, by owner and attribute; what stands in their
+place is written where it is used, in ``capture``. All of it relies on this: a call as users write
+it looks the name up there. ``tests/torch_contract/test_patches.py`` makes each of these calls.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+import torch
+import torch.fx.traceback
+
+Patch = tuple[Any, str]
+
+# What a graph does not record: refused in forward.
+BACKWARD: tuple[Patch, ...] = ((torch.Tensor, "backward"), (torch.autograd, "backward"))
+REGISTER_ACCUMULATED_HOOK: Patch = (torch.Tensor, "register_post_accumulate_grad_hook")
+REGISTER_MULTI_GRAD_HOOK: Patch = (torch.autograd.graph, "register_multi_grad_hook")
+SAVED_TENSORS_HOOKS: Patch = (torch.autograd.graph.saved_tensors_hooks, "__enter__")
+SEEDS: tuple[Patch, ...] = tuple(
+    (owner, name)
+    for owner in (torch, torch.random)
+    for name in ("manual_seed", "seed", "set_rng_state")
+)
+# What is recorded in another way than torch.export would.
+GRAD: Patch = (torch.autograd, "grad")
+REGISTER_HOOK: Patch = (torch.Tensor, "register_hook")
+MARK_TRAINED: Patch = (torch.Tensor, "requires_grad_")
+APPLY_FUNCTION: Patch = (torch.autograd.Function, "apply")
+DRAW_SOBOL: Patch = (torch.quasirandom.SobolEngine, "draw")
+ASKING_FOR_VALUES: tuple[Patch, ...] = tuple(
+    (owner, name) for owner in (torch, torch.Tensor) for name in ("cov", "corrcoef")
+)
+ENTER_INFERENCE: Patch = (torch.inference_mode, "__enter__")
+LEAVE_INFERENCE: Patch = (torch.inference_mode, "__exit__")
+# What code that is kept whole is told, or is watched by, when it is looked at once.
+FORMAT: Patch = (torch.Tensor, "__format__")
+ANNOTATE: Patch = (torch.fx.traceback, "annotate")
 
 MISSING: Any = object()  # a class has no attribute of its own of that name
 

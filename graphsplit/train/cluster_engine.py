@@ -20,6 +20,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.leading import Leading
+from graphsplit.feeding.left_by_calls import note_left, share_left
 from graphsplit.feeding.resized_buffers import share_sizes
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
@@ -204,7 +205,7 @@ class ClusterEngine(ClusterState):
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True
         if self._job.num_workers == 1:
-            self._job.is_stopping |= self._job.asked_to_stop  # where there are no tickets
+            self._job.is_stopping |= self._job.member.state.stops_soon  # there are no tickets
         for phase in planned.phases(division):
             if phase.mark is not None:
                 phase.mark()
@@ -213,6 +214,7 @@ class ClusterEngine(ClusterState):
             is_watched = plan.wants_costs or (profiler.is_on and mode is Mode.TRAIN)
             if is_watched:
                 profiler.begin(plan, step)
+            before = note_left(plan, self._job.rank) if plan.left_by_calls else []
             with nullcontext() if self.witness is None else self.witness.watch(plan.runner):
                 state = plan.runner.run(
                     step,
@@ -224,6 +226,8 @@ class ClusterEngine(ClusterState):
             if is_watched:
                 profiler.end(plan)
             meanwhile = None
+            if plan.left_by_calls:
+                share_left(self._job.control, plan, before)
             if plan.written_inputs and division is not None:
                 for inputs in phase.inputs:
                     share_written(self._job.control, plan, inputs, holders)

@@ -112,13 +112,7 @@ class Explainer:
             method: What the user called, for the error.
         """
         plan, task = self._plan(batch, kwargs, method=method), self._task
-        rules = placement_rules(
-            task.network,
-            task.loss_fn,
-            unplaced=task.unplaced,
-            num_workers=plan.num_workers,
-            owners={},
-        )
+        rules = placement_rules(task, num_workers=plan.num_workers, owners={})
         return write_placement(plan.placed, rules, task.network)
 
     def placement(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -162,16 +156,12 @@ class Explainer:
         signature = Signature.of(division.microbatches[0])
         with as_in(mode, task.network):
             graph = capture_graph(task, mode, signature)
-        owners = self._engine.owners()
         return make_plan(
             graph,
-            network=task.network,
-            loss_fn=task.loss_fn,
-            unplaced=task.unplaced,
+            task,
             num_workers=self._num_workers(graph),
-            owners=dict(owners),
+            owners=self._engine.owners(),
             part=StepPart(len(division.microbatches), is_microbatched=bool(division.weights)),
-            schedule=task.schedule,
         )
 
     def _num_workers(self, graph: CapturedGraph) -> int:
@@ -179,10 +169,7 @@ class Explainer:
         job = joined.current()
         if job is not None:
             return job.num_workers
-        task = self._task
-        rules = placement_rules(
-            task.network, task.loss_fn, unplaced=task.unplaced, num_workers=1, owners={}
-        )
+        rules = placement_rules(self._task, num_workers=1, owners={})
         return max((found.rank for found in asked_placements(graph, rules).values()), default=0) + 1
 
     def _latest_plan(self, method: str) -> PartitionPlan:

@@ -32,7 +32,7 @@ from graphsplit.train.metrics import Metric, as_metrics
 from graphsplit.train.steps import Steps, need_optimizer
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
-from graphsplit.train.training import Calls
+from graphsplit.train.training import Calls, stop_if_asked
 from graphsplit.witness import witness_for
 
 
@@ -233,7 +233,7 @@ class Model(Shown, Steps):
         _need_metrics(self._metrics)
         check_loader("eval", loader, has_loss_fn=self._task.loss_fn is not None)
         found = self._calls.eval(loader)
-        self._stop_between_calls()
+        stop_if_asked(self._engine, self._script)
         return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ class Model(Shown, Steps):
             or iterator, of batches as for ``eval`` or of inputs alone: the list of their outputs.
         """
         outputs = self._calls.predict(args, kwargs)
-        self._stop_between_calls()
+        stop_if_asked(self._engine, self._script)
         return outputs
 
     def explain(self, *batch: Any, detail: Detail = "modules", **kwargs: Any) -> str:

@@ -36,7 +36,7 @@ class Steps:
         """
         need_optimizer(self._task, "train_step")
         loss = self._calls.train_step(batch, kwargs)
-        self._stop_between_calls()
+        stop_if_asked(self._engine, self._script)
         return guard_backward(loss)
 
     def forward_backward(self, *batch: Any, scale: float = 1.0, **kwargs: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Steps:
                 f"  Fix: leave accumulate out, and pass scale=1 / {self._task.accumulate}."
             )
         loss = self._calls.forward_backward(batch, kwargs, float(scale))
-        self._stop_between_calls()
+        stop_if_asked(self._engine, self._script)
         return guard_backward(loss)
 
     def zero_grad(self) -> None:
@@ -92,12 +92,7 @@ class Steps:
         """
         need_optimizer(self._task, "step")
         self._calls.step()
-        self._stop_between_calls()
-
-    def _stop_between_calls(self) -> None:
-        # What a callback calls is part of a training step, which has an end of its own.
-        if not self._engine.is_inside_call:
-            stop_if_asked(self._engine, self._script)
+        stop_if_asked(self._engine, self._script)
 
 
 def need_optimizer(task: Task, method: str) -> None:

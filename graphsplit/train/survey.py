@@ -99,19 +99,7 @@ class SurveyEngine(EagerEngine):
         task = self._task
         with as_in(mode, task.network):
             graph = capture_graph(task, mode, signature)
-        make_plan(
-            graph,
-            network=task.network,
-            loss_fn=task.loss_fn,
-            unplaced=task.unplaced,
-            num_workers=self._num_workers,
-            owners={},
-            part=part,
-            schedule=task.schedule,
-            update=task.update_rules,
-            is_compiled=task.compiler is not None,
-            recompute=task.recompute,
-        )
+        make_plan(graph, task, num_workers=self._num_workers, owners={}, part=part)
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
         try:

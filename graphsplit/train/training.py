@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from graphsplit.batches.microbatches import Division
 from graphsplit.checkpoint.other_loaders import length_of
 from graphsplit.checkpoint.states import States
 from graphsplit.errors import (
@@ -83,34 +85,35 @@ class Calls:
 
     def _after_step(self) -> None:
         self._script.step_done()
-        stop_if_asked(self._engine, self._script)
+        stop_if_asked(self._engine, self._script, ends_step=True)
 
     def train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Train on one batch; returns the loss."""
-        self._begin()
-        task, engine = self._task, self._engine
-        with engine.guard():
-            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
-            if engine.witness is not None:
-                engine.witness.begins()
-            loss = engine.train_step(division)
-            if engine.witness is not None:
-                engine.witness.trained(loss)
-            return loss
+        return self._one_step(batch, kwargs, self._engine.train_step, What.STEP)
 
     def forward_backward(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], scale: float
     ) -> torch.Tensor:
         """Add the gradients of one batch; returns the loss."""
+        run = partial(self._engine.forward_backward, scale=scale)
+        return self._one_step(batch, kwargs, run, What.BATCH)
+
+    def _one_step(
+        self,
+        batch: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Division], torch.Tensor],
+        what: What,
+    ) -> torch.Tensor:
         self._begin()
         task, engine = self._task, self._engine
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
             if engine.witness is not None:
-                engine.witness.begins(What.BATCH)
-            loss = engine.forward_backward(division, scale)
+                engine.witness.begins(what)
+            loss = run(division)
             if engine.witness is not None:
-                engine.witness.trained(loss, What.BATCH)
+                engine.witness.trained(loss, what)
             return loss
 
     def zero_grad(self) -> None:
@@ -155,13 +158,22 @@ class Calls:
             return outputs
 
 
-def stop_if_asked(engine: Engine, script: Script) -> None:
+def stop_if_asked(engine: Engine, script: Script, *, ends_step: bool = False) -> None:
     """Leave the script, together with all workers, if the job was asked to end.
+
+    What a callback calls is part of a training step, which has an end of its own.
+
+    Args:
+        engine: Runs the steps.
+        script: The script that is left.
+        ends_step: Whether this is the end of a step of ``train``, or else of a call.
 
     Raises:
         EnoughSteps: The check that runs the script has seen what it needs.
         StoppedInOrder: The job was asked to end.
     """
+    if engine.is_inside_call and not ends_step:
+        return
     if engine.witness is not None and engine.witness.has_enough:
         raise EnoughSteps
     if engine.stops_here:

@@ -14,6 +14,7 @@ from graphsplit.check.record import TORCHS, UNTOUCHED, NotedValue, NoteKind
 from graphsplit.deferred.guard import is_guarded
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
+from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.attributes import parts_of_sparse
 from graphsplit.torch_ext.private import pytree
 
@@ -39,8 +40,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif tensor.layout is not torch.strided:
         yield from _parts(tensor.to_dense())
     else:
-        plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        yield plain.reshape(-1).view(torch.uint8)
+        yield octets_of(tensor)
 
 
 def tensor_value(

@@ -121,6 +121,17 @@ def test_a_job_that_waits_for_a_process_that_will_not_come_ends(drive):
     assert isinstance(scheduler.last(0), Abort)
 
 
+@pytest.mark.parametrize("told", [[ended(1), Disconnected(1)], [Disconnected(1), ended(1)]])
+def test_a_loss_that_nobody_makes_good_ends_a_job_that_would_recover(drive, told):
+    scheduler = drive(num_workers=2, recovery="wait_rejoin").form()
+    for event in told:
+        scheduler.feed(event)
+    scheduler.pass_time(0.4)
+    assert isinstance(scheduler.last(0), Abort)
+    told = scheduler.last(0).cause.headline
+    assert told == "worker 1 (host host-1, pid 101) was lost: its process was killed by SIGKILL"
+
+
 def test_a_frozen_worker_is_given_up_so_that_another_one_can_be_started(given_up):
     scheduler = given_up(num_workers=2, recovery="wait_rejoin", node_timeout_s=3).form()
     for _ in range(4):

@@ -92,7 +92,11 @@ def test_a_forked_process_is_the_launchers_child_and_torch_has_read_its_variable
     assert child.returncode == 0
 
     late = script.with_name("late.py")
-    late.write_text("import os, torch, graphsplit\nos.environ['OMP_NUM_THREADS'] = '7'")
+    late.write_text(
+        "import os, torch, graphsplit\n"
+        "kept = dict(os.environ); os.environ.clear(); os.environ.update(kept)  # as libraries do\n"
+        "os.environ['OMP_NUM_THREADS'] = '7'"
+    )
     status, _, err = ended(warm.start(spec(), [sys.executable, str(late)], ()))
     assert status == 1 and "OMP_NUM_THREADS=7 comes too late" in err and "--fresh" in err
 

@@ -1,24 +1,29 @@
-"""Scripts' own loops under ``gs.distribute`` give the bits of the same loops without it."""
+"""Scripts' own loops under ``gs.distribute`` in real jobs; ``tests/distribute`` has many more."""
 
 from __future__ import annotations
 
 import pytest
 
 from system.helpers import run_job
-from system.jobs.own_loops import LOOPS
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 
-def test_own_loops_have_the_bits_of_one_process() -> None:
-    workers = 2
-    job = run_job("own_loops.py", workers=workers)
+def test_own_loops_have_the_bits_of_one_process_over_shared_memory() -> None:
+    loops = ["usual", "several", "language", "by_hand"]
+    job = run_job("own_loops.py", *loops, "refused", workers=2, GS_TRANSPORT="shm")
 
     assert job.status == 0, job.output[-4000:]
-    expected = [f"{loop.__name__}: same bits" for loop in LOOPS]
-    for rank in range(workers):
+    for rank in range(2):
         said = job.said_by(f"worker {rank}")
-        assert said[: len(expected)] == expected
-        refused = said[len(expected) :]
-        assert len(refused) == 5
-        assert all(line.startswith("refused, with a fix: ") for line in refused)
+        assert said[: len(loops)] == [f"{loop}: same bits" for loop in loops]
+        assert len(said) == len(loops) + 5
+        assert all(line.startswith("refused, with a fix: ") for line in said[len(loops) :])
+
+
+def test_an_own_loop_has_the_bits_of_one_process_over_grpc() -> None:
+    job = run_job("own_loops.py", "usual", workers=3, GS_TRANSPORT="grpc")
+
+    assert job.status == 0, job.output[-4000:]
+    for rank in range(3):
+        assert job.said_by(f"worker {rank}") == ["usual: same bits"]

@@ -227,6 +227,12 @@ def test_explain_in_one_process_plans_for_the_workers_that_placements_ask_for():
     assert "worker 2" in text
 
 
+def test_explain_in_one_process_shows_what_a_job_adds_to_clip_by_all_gradients() -> None:
+    net, model = make(clip=gs.clip.GlobalNorm(1.0))
+    net[2].place("MS_WORKER", 1)
+    assert "norms and checks of gradients" in model.explain(*BATCHES[0], detail="operations")
+
+
 def test_a_plan_is_shown_for_a_batch_only() -> None:
     net = nn.Linear(2, 2)
     model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))

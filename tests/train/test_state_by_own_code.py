@@ -301,6 +301,40 @@ def test_the_state_of_an_optimizer_has_that_of_layers_that_were_taken_out() -> N
     assert len(expected["state"]) == 6
 
 
+def test_entries_of_an_optimizer_stand_in_the_order_of_their_first_steps(tmp_path: Path) -> None:
+    def orders(path: Path) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+        for rank, layer in enumerate(net):
+            layer.place("MS_WORKER", rank % 2)
+            layer.requires_grad_(rank == 2)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        model = gs.Model(net, nn.functional.mse_loss, optimizer)
+        found = []
+        for step in range(5):
+            if step in (1, 3):
+                net[1 if step == 1 else 0].requires_grad_(True)
+            if step == 2:
+                optimizer.state.pop(net[2].weight, None)
+            model.train_step(torch.ones(4, 3), torch.ones(4, 2))
+            found.append(list(model.optimizer_state_dict()["state"]))
+        model.optimizer_state_dict(to=path)
+        model.load_optimizer_state_dict(path)
+        found.append(list(model.optimizer_state_dict()["state"]))
+        model.load_optimizer_state_dict(model.optimizer_state_dict())
+        optimizer.state.pop(net[1].weight, None)
+        model.train_step(torch.ones(4, 3), torch.ones(4, 2))
+        return [*found, list(model.optimizer_state_dict()["state"])]
+
+    before = Generators.now()
+    expected = orders(tmp_path / "alone")
+    before.put_back()
+    together = ThreadCluster(lambda rank: orders(tmp_path / "both"), 2, is_recoverable=False).run()
+    assert together == [expected, expected]
+    assert expected[1:3] == [[4, 5, 2, 3], [5, 2, 3, 4]]
+    assert expected[-2:] == [[5, 2, 3, 4, 0, 1], [5, 3, 4, 0, 1, 2]]
+
+
 def test_the_networks_own_method_names_the_models() -> None:
     def script(rank: int) -> None:
         torch.manual_seed(0)

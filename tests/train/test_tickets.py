@@ -35,8 +35,18 @@ class Wire:
 
 
 def job(wire: Wire, rank: int) -> Any:
-    stops = {"asked_to_stop": False, "is_stopping": False}
-    return cast(Any, SimpleNamespace(rank=rank, num_workers=2, control=wire, **stops))
+    member = SimpleNamespace(state=SimpleNamespace(stops_soon=False))
+    return cast(
+        Any,
+        SimpleNamespace(
+            rank=rank,
+            num_workers=2,
+            control=wire,
+            member=member,
+            is_stopping=False,
+            readers=LoaderReaders(),
+        ),
+    )
 
 
 def shape(rows: int, number: int = 4) -> BatchDescription:
@@ -74,7 +84,7 @@ def test_what_is_news_is_told_although_the_batch_looks_like_the_one_before() -> 
         leader.send(shape(10), generator=generator)
         told = follower.receive(0)
         assert told.generator == (b"" if generator is None else state.numpy().tobytes())
-    leading.asked_to_stop = True
+    leading.member.state.stops_soon = True
     leader.send(shape(10), generator=None)
     assert follower.receive(0).shape == shape(10)
 
@@ -143,7 +153,7 @@ def test_all_stop_at_the_step_whose_ticket_says_so() -> None:
     leading, following = job(wire, 0), job(wire, 1)
     leader, follower = Tickets(leading), Tickets(following)
     leader.send(shape(10), generator=None)
-    leading.asked_to_stop = True
+    leading.member.state.stops_soon = True
     follower.receive(0)
     assert not (leading.is_stopping or following.is_stopping)
     leader.send(None, generator=None)  # the end of an epoch is no step
@@ -223,7 +233,6 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         loader=[batch],
         divider=mine,
         has_loss_fn=True,
-        readers=LoaderReaders(),
     )
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))

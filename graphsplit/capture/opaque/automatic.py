@@ -28,10 +28,8 @@ from graphsplit.torch_ext.private import (
     ScriptMethod,
     eager_transforms,
 )
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import ASKING_FOR_VALUES, DRAW_SOBOL, replaced
 from graphsplit.users_line import users_line_now
-
-_ASKING = tuple((owner, name) for owner in (torch, torch.Tensor) for name in ("cov", "corrcoef"))
 
 
 @contextmanager
@@ -40,7 +38,7 @@ def kept_whole_unasked(recorder: OpaqueRecorder) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, label in TRANSFORMS:
             stack.enter_context(_recorded(recorder, importlib.import_module(module), name, label))
-        for owner, name in _ASKING:
+        for owner, name in ASKING_FOR_VALUES:
             label = f"torch.{name}"
             stack.enter_context(_recorded(recorder, owner, name, label, is_random=False))
         stack.enter_context(_sobol_recorded(recorder))
@@ -63,8 +61,7 @@ def _recorded(
 
 
 def _sobol_recorded(recorder: OpaqueRecorder) -> Any:
-    engine = torch.quasirandom.SobolEngine
-    original = engine.draw
+    original = getattr(*DRAW_SOBOL)
 
     def like(self: Any, n: int = 1, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(n, self.dimension, dtype=dtype)
@@ -81,7 +78,7 @@ def _sobol_recorded(recorder: OpaqueRecorder) -> Any:
         whole = OpaqueCode(original, "SobolEngine.draw", outputs=like, is_random=False)
         return recorder.record(whole, (self, n), {"dtype": dtype})
 
-    return replaced(engine, "draw", draw)
+    return replaced(*DRAW_SOBOL, draw)
 
 
 def _vjp_refused(recorder: OpaqueRecorder) -> Any:

@@ -22,7 +22,7 @@ from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import APPLY_FUNCTION, replaced
 from graphsplit.users_line import users_line_now
 
 Apply = Callable[..., Any]
@@ -35,16 +35,15 @@ def custom_functions_whole(recorder: OpaqueRecorder) -> Iterator[None]:
 
     Where torch itself goes on from ``Function.apply``: scripts keep that one, ``f = STE.apply``.
     """
-    function_class: Any = torch.autograd.Function
     with (
-        replaced(function_class, "apply", classmethod(_refusing_transforms(recorder))),
+        replaced(*APPLY_FUNCTION, classmethod(_refusing_transforms(recorder))),
         replaced(_SINGLE_LEVEL, "apply", classmethod(_recording(recorder))),
     ):
         yield
 
 
 def _refusing_transforms(recorder: OpaqueRecorder) -> Apply:
-    original = torch.autograd.Function.__dict__["apply"].__func__
+    original = vars(APPLY_FUNCTION[0])["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if recorder.is_recording and are_transforms_active():

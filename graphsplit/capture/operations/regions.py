@@ -30,7 +30,7 @@ from graphsplit.torch_ext.private import (
     exit_autocast,
     set_grad_enabled,
 )
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import ENTER_INFERENCE, LEAVE_INFERENCE, replaced
 
 _KEY = "graphsplit_region"  # in ``Node.meta``
 
@@ -122,8 +122,7 @@ def blocks_as_in_eager_mode(*, keeps_casts: bool) -> Iterator[None]:
     Args:
         keeps_casts: Whether autocast's cache is on where the user calls.
     """
-    guard = torch.inference_mode
-    enter, leave = guard.__enter__, guard.__exit__
+    enter, leave = getattr(*ENTER_INFERENCE), getattr(*LEAVE_INFERENCE)
     befores: list[tuple[Any, bool]] = []
 
     def enter_marked(self: Any) -> None:
@@ -140,14 +139,12 @@ def blocks_as_in_eager_mode(*, keeps_casts: bool) -> Iterator[None]:
             leave(self, *exception)
 
     before = torch.is_autocast_cache_enabled()
-    patched: Any = guard
-    try:
-        patched.__enter__, patched.__exit__ = enter_marked, leave_marked
+    with replaced(*ENTER_INFERENCE, enter_marked), replaced(*LEAVE_INFERENCE, leave_marked):
         torch.set_autocast_cache_enabled(keeps_casts)
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        patched.__enter__, patched.__exit__ = enter, leave
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
 
 
 def mark_regions(graph: Graph, *, grad_enabled: bool) -> None:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from graphsplit.guards.changes import Change
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.torch_ext.replaced import replaced
+from graphsplit.torch_ext.replaced import MARK_TRAINED, replaced
 from graphsplit.users_line import users_line_now
 
 _ATTRIBUTE: Any = torch.Tensor.requires_grad
@@ -59,7 +59,7 @@ class TrainedMarks(TorchFunctionMode):
     @contextmanager
     def seen(self) -> Iterator[None]:
         """See them inside."""
-        with replaced(torch.Tensor, "requires_grad_", _mark), self:
+        with replaced(*MARK_TRAINED, _mark), self:
             yield
 
     def __torch_function__(

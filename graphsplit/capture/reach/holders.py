@@ -64,6 +64,35 @@ class Holder:
         """Its present contents, for ``hold``."""
         return self._read()
 
+    @property
+    def is_value(self) -> bool:
+        """Whether it holds Python values that may decide: no tensor, nothing of a generator."""
+        return self.decides and not self.is_tensor and not self.is_generator
+
+    def entries(self) -> dict[Any, Any]:
+        """Its present contents by their keys; what has none of its own is under ""."""
+        held = self._read()
+        if isinstance(held, dict):
+            return held
+        if isinstance(held, tuple):  # of a cell or a global
+            return {"": held[0]}
+        return {"": held.kept if isinstance(held, ByValue) else held}
+
+    def items(self) -> list[Any]:
+        """All that it holds."""
+        found = [*self.entries().values()]
+        return [*found, *found[0]] if len(found) == 1 and isinstance(found[0], list) else found
+
+    def hold_entries(self, entries: dict[Any, Any]) -> None:
+        """Let it hold what ``entries`` gave, with changes."""
+        held = self._read()
+        if isinstance(held, tuple):
+            self._write((entries[""], *held[1:]))
+        elif isinstance(held, ByValue):
+            self._write(ByValue(held.content, entries[""]))
+        else:
+            self._write(entries if isinstance(held, dict) else entries[""])
+
     def hold(self, state: Any) -> None:
         """Let it hold what it held once."""
         self._write(state)

@@ -189,7 +189,8 @@ class _Walk:
     def _visit_names(
         self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
     ) -> None:
-        own = [name for name in names if name in held or not hasattr(_builtins(held), name)]
+        # In an order that all workers share.
+        own = sorted(n for n in names if n in held or not hasattr(_builtins(held), n))
         for name in own:
             self._hold_global(held, name)
         for name in own:
@@ -294,9 +295,9 @@ class _Walk:
                 value, name, lambda: value[:], lambda s: operator.setitem(value, _ALL, s)
             )
         elif isinstance(value, collections.deque):
-            self._hold(value, name, lambda: list(value), lambda s: _set_queue(value, s))
+            self._hold(value, name, lambda: list(value), lambda s: _refill(value, s))
         elif isinstance(value, set):
-            self._hold(value, name, lambda: frozenset(value), lambda s: _set_members(value, s))
+            self._hold(value, name, lambda: frozenset(value), lambda s: _refill(value, s))
         elif isinstance(value, np.ndarray):
             self._visit_array(value, name)
         elif not isinstance(value, (tuple, frozenset)):
@@ -320,11 +321,7 @@ class _Walk:
             )
 
     def _visit_dict(self, value: dict[Any, Any], name: str) -> None:
-        def write(noted: dict[Any, Any]) -> None:
-            value.clear()
-            value.update(noted)
-
-        self._hold(value, name, lambda: dict(value), write)
+        self._hold_dict(value, name)
         for key, item in list(value.items()):
             self._push(key, name)
             self._push(item, f"{name}[{key!r}]" if isinstance(key, (str, int)) else name)
@@ -358,11 +355,7 @@ class _Walk:
                 self._push(inner, f"{label}.{kind}")
 
     def _hold_dict(self, value: dict[Any, Any], name: str) -> None:
-        def write(noted: dict[Any, Any]) -> None:
-            value.clear()
-            value.update(noted)
-
-        self._hold(value, name, lambda: dict(value), write)
+        self._hold(value, name, lambda: dict(value), lambda s: _refill(value, s))
 
     def _visit_attributes(self, value: Any, name: str) -> None:
         held = getattr(value, "__dict__", None)
@@ -437,14 +430,10 @@ def _set_items(value: np.ndarray[Any, Any], items: list[Any]) -> None:
         value.flat[index] = item
 
 
-def _set_queue(value: collections.deque[Any], items: list[Any]) -> None:
+def _refill(value: Any, noted: Any) -> None:
+    """Give a deque, a set or a dictionary its contents back."""
     value.clear()
-    value.extend(items)
-
-
-def _set_members(value: set[Any], members: frozenset[Any]) -> None:
-    value.clear()
-    value.update(members)
+    (value.extend if isinstance(value, collections.deque) else value.update)(noted)
 
 
 def _position_of(iterator: Any) -> Any:

@@ -34,7 +34,7 @@ from graphsplit.guards.changes import put_all_back
 from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, entry
 from graphsplit.guards.values import Frozen, any_leaf, freeze, put_back, put_into, with_leaves
-from graphsplit.torch_ext.attributes import buffers_of, storage_of
+from graphsplit.torch_ext.attributes import buffers_of, named_tensors, storage_of
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 
@@ -133,7 +133,7 @@ class KeptTensors:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._network: nn.Module = getattr(root, "network", root)
-        self._state = _state(root)
+        self._state = named_tensors(root)
         self._buffers = [
             (module, name, buffer)
             for module in root.modules()
@@ -148,7 +148,7 @@ class KeptTensors:
     def bring_in(self) -> None:
         """Put what stands for parameters and buffers into the places that hold them."""
         standing = {}
-        for name, now in _state(self._root).items():
+        for name, now in named_tensors(self._root).items():
             real, stand_in = self._state[name], self._stand_in(name)
             standing.update({id(real): now, id(stand_in): now})
             self._real[id(now)] = (now, stand_in)
@@ -261,7 +261,7 @@ class KeptTensors:
         """Refuse views of state and of each other: a copy would not follow what they are of."""
         owners = {
             storage_of(now): name
-            for name, now in _state(self._root).items()
+            for name, now in named_tensors(self._root).items()
             if not name.startswith(f"{self._prefix}{_PREFIX}")
         }
         first: dict[int, int] = {}
@@ -354,13 +354,6 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
 
 def _instead(old: Any, new: Any, leaf: Any) -> Any:
     return new if leaf is old else leaf
-
-
-def _state(root: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(root.named_parameters(remove_duplicate=False)),
-        **dict(root.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _holds_fakes(value: Any) -> bool:

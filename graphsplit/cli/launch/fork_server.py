@@ -164,11 +164,11 @@ def _reseed() -> None:
 
 
 def _refuse_late_variables() -> None:
-    put = os.putenv
+    put, known = os.putenv, dict(os.environ)  # libraries clear it, and put back what was there
 
     def putenv(name: bytes, value: bytes) -> None:
         key = os.fsdecode(name)
-        if key.startswith(_READ_AT_IMPORT) and os.environ.get(key) != os.fsdecode(value):
+        if key.startswith(_READ_AT_IMPORT) and known.get(key) != os.fsdecode(value):
             from graphsplit.errors import ConfigurationError
 
             raise ConfigurationError(

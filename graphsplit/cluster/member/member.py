@@ -33,6 +33,9 @@ class Member:
     Thread-safe. ``agree``, ``barrier`` and ``finish`` wait for all workers, and every worker must
     call them in the same order. When a worker is lost and the job recovers, they all raise
     ``MembershipChangedError``; then ``recover`` leads to the next generation.
+
+    Attributes:
+        state: What the scheduler has told.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Member:
     ) -> None:
         protection = load_protection(settings.security, role=WORKER, rank=settings.wished_rank)
         self._membership = Membership(settings, abort)
+        self.state = self._membership.state
         self._connection = Connection(self._membership, protection, teller(log))
         self._failures = FailureReports(self._membership, self._connection)
         self._collective = threading.Lock()
@@ -75,7 +79,7 @@ class Member:
         drop_in_children(settings.scheduler_host, settings.scheduler_port)
         atexit.register(member.close)
         try:
-            membership.state = MemberState(membership.address, endpoints)
+            member.state = membership.state = MemberState(membership.address, endpoints)
             member._connection.register(membership.registration(endpoints, identity))
             member._wait_running(0)
         except BaseException as error:
@@ -223,11 +227,6 @@ class Member:
                 abort.raise_if_set()
 
     # Ending in order, and going on after a loss.
-
-    @property
-    def stops_soon(self) -> bool:
-        """Whether all workers are to end at the end of a step."""
-        return self._membership.state.stops_soon
 
     def ask_to_stop(self) -> None:
         """Ask, by the next heartbeat, that all workers end in order. Safe in a signal handler."""

@@ -68,6 +68,23 @@ def opaque_calls(plan: PartitionPlan) -> list[tuple[int, OpaqueCall]]:
     ]
 
 
+def left_by_calls(plan: PartitionPlan) -> dict[int, tuple[Holder, ...]]:
+    """The Python state that calls kept whole were seen to change, by the worker that runs them.
+
+    And what holds it: the script may put another list there.
+    """
+    found: dict[int, dict[Any, Holder]] = {}
+    for position, call in opaque_calls(plan):
+        waiting = set(call.reached.changed)
+        while waiting:
+            of_worker = found.setdefault(plan.placed.workers[position], {})
+            holders = call.reached.holders.items()
+            of_worker.update((key, one) for key, one in holders if key in waiting and one.is_value)
+            more = {key for key, one in holders if not waiting.isdisjoint(map(id, one.items()))}
+            waiting = more - of_worker.keys()
+    return {rank: tuple(holders.values()) for rank, holders in found.items() if holders}
+
+
 def _shared(plan: PartitionPlan, first: int, one: Reached, second: int, two: Reached) -> Set[Any]:
     """Keys of what two calls, or one with itself, can reach in another order than in one process.
 

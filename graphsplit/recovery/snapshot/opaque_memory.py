@@ -52,7 +52,7 @@ class WholeModules:
             changed = {
                 name: value
                 for name, value in now.items()
-                if not _is_same(value, first.get(name, _MISSING))
+                if not is_same(value, first.get(name, _MISSING))
             }
             if changed:
                 found[path] = _checked(path, changed)
@@ -68,7 +68,7 @@ class WholeModules:
             for name in [n for n in _attributes(module) if n not in first and n not in changed]:
                 del held[name]
             for name, value in first.items():
-                if name not in changed and not _is_same(held.get(name, _MISSING), value):
+                if name not in changed and not is_same(held.get(name, _MISSING), value):
                     held[name] = _copied(value)
             for name, value in changed.items():
                 held[name] = _copied(value)
@@ -111,10 +111,3 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple, set):
         return type(value)(_copied(item) for item in value)
     return value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return is_same(one, other)
-    except (TypeError, ValueError, RuntimeError):
-        return False  # arrays, and whatever else does not compare

@@ -280,7 +280,7 @@ class Replicator:
                     self.held.log.append((number, message.pieces))
             elif message.kind == HELD and self._rank == _COORDINATOR:
                 self._note_held(source, number)
-            elif message.kind == STORED and self._rank == _COORDINATOR:
+            elif message.kind == STORED and self._rank == _COORDINATOR and self._disk is not None:
                 self._note_stored(source, number, message.octets().decode())
             elif message.kind == COMMITTED and source == _COORDINATOR:
                 self._commit(number)
@@ -310,9 +310,8 @@ class Replicator:
     def _note_stored(self, source: int, number: int, text: str) -> None:
         stored = self._stored.setdefault(number, {})
         stored[source] = text
-        if len(stored) == self._num_workers:
+        if len(stored) == self._num_workers and self._disk is not None:
             del self._stored[number]
-            assert self._disk is not None
             self._disk.commit(number, [stored[rank] for rank in range(self._num_workers)])
 
     def _note_on_disk(self, number: int) -> None:

@@ -24,6 +24,7 @@ from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.encoding.packed import FlatTensors
 from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
+from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.planning.task import Task, named_state
 from graphsplit.planning.trainable import put_requires_grad
@@ -205,7 +206,7 @@ class ModelSnapshot:
         settings, members = [], []
         for name, optimizer in optimizers_of(task).items():
             contents.add_optimizer(name, optimizer, ownership, rank)
-            settings.append(settings_of(optimizer))
+            settings.append([settings_of(optimizer), order_of(optimizer).num_steps])
             members.append([self._name_all(group["params"]) for group in optimizer.param_groups])
         contents.add_section("settings", settings)
         contents.add_section("members", members)
@@ -253,7 +254,8 @@ class ModelSnapshot:
             inside: Whether that was in the middle of ``train``, which then goes on from there.
         """
         node = self.node_in(part)
-        assert node is not None
+        if node is None:
+            raise CheckpointError(f"snapshot {part.number} does not hold Model {self.index}")
         self._follow()
         contents = contents_of(part, node)
         with torch.no_grad():
@@ -325,15 +327,20 @@ class ModelSnapshot:
     ) -> None:
         saved = contents.sections.get("optimizers", {})
         named = named_state(self.task.network, self.task.loss_fn)
-        for (name, optimizer), groups, names in zip(
+        for (name, optimizer), (groups, num_steps), names in zip(
             optimizers_of(self.task).items(), settings, members, strict=True
         ):
             put_settings(optimizer, groups, [[named[n] for n in group] for group in names])
             parameters = parameters_of(optimizer)
             optimizer.state.clear()
+            order = order_of(optimizer)
+            order.made.clear()
+            order.num_steps = num_steps
             for index, entry in saved[name]["state"].items():
+                parameter = parameters[int(index)]
                 found = decode(entry, lambda key: contents.tensors[key].clone())
-                optimizer.state[parameters[int(index)]] = found
+                optimizer.state[parameter] = found
+                order.made[parameter] = tuple(saved[name]["order"][index])
 
     # What the script itself changes between calls.
 

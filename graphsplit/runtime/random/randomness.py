@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from typing import Any
 
-import numpy as np
 import torch
 
-from graphsplit.capture.reach.holders import NUMPYS
-
-_WORDS = 640  # of 64 bits for each of Python's and NumPy's generators: 624, and where it stands
+from graphsplit.job.process_generators import (
+    STATE_BYTES,
+    ProcessStates,
+    numpy_state,
+    python_state,
+)
 
 
 def microbatch_rng_state(seed: int, step: int, microbatch: int) -> torch.Tensor:
@@ -42,48 +42,17 @@ def all_generators() -> torch.Tensor:
 
 def set_all_generators(state: torch.Tensor) -> None:
     """Set what ``all_generators`` gave."""
-    size = 2 * _WORDS * 8
+    size = 2 * STATE_BYTES
     torch.default_generator.set_state(state[:-size].clone())
     set_process_generators(state[-size:])
 
 
-def can_be_packed() -> bool:
-    """Whether NumPy's generator is the usual one."""
-    return isinstance(NUMPYS._bit_generator, np.random.MT19937)
-
-
 def process_generators() -> torch.Tensor:
     """The states of Python's and NumPy's generators, as bytes."""
-    _, words, gauss = random.getstate()
-    if not can_be_packed():
-        raise RuntimeError(
-            f"numpy.random draws from {type(NUMPYS._bit_generator).__name__}, whose state "
-            f"cannot be sent to other workers\n"
-            f"  Fix: leave numpy.random.set_bit_generator out."
-        )
-    numpy: Any = np.random.get_state()
-    python = _packed(words, gauss is not None, gauss or 0.0)
-    return torch.cat([python, _packed((*numpy[1].tolist(), numpy[2]), bool(numpy[3]), numpy[4])])
+    return torch.frombuffer(bytearray(python_state() + numpy_state()), dtype=torch.uint8)
 
 
 def set_process_generators(state: torch.Tensor) -> None:
     """Set what ``process_generators`` gave."""
-    size = _WORDS * 8
-    words, has_gauss, gauss = _unpacked(state[:size])
-    random.setstate((3, tuple(words), gauss if has_gauss else None))
-    words, has_gauss, gauss = _unpacked(state[size:])
-    key = np.array(words[:-1], dtype=np.uint32)
-    np.random.set_state(("MT19937", key, words[-1], int(has_gauss), gauss))
-
-
-def _packed(words: tuple[int, ...], has_gauss: bool, gauss: float) -> torch.Tensor:
-    packed = np.zeros(_WORDS, dtype=np.int64)
-    packed[: len(words)] = words
-    packed[-2] = has_gauss
-    packed[-1:] = np.array([gauss]).view(np.int64)
-    return torch.from_numpy(packed.view(np.uint8))
-
-
-def _unpacked(state: torch.Tensor) -> tuple[list[int], bool, float]:
-    packed = state.clone().numpy().view(np.int64)
-    return packed[:625].tolist(), bool(packed[-2]), float(packed[-1:].view(np.float64)[0])
+    octets = state.numpy().tobytes()
+    ProcessStates(octets[:STATE_BYTES], octets[STATE_BYTES:]).put()

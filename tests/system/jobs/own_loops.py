@@ -8,133 +8,18 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 import graphsplit as gs
 
-Distribute = Callable[[nn.Module], nn.Module]
+TESTS = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS / "distribute")]
 
-
-@dataclass
-class Found:
-    """What a network returns that computes its loss."""
-
-    loss: torch.Tensor
-    logits: torch.Tensor
-
-
-class Small(nn.Module):
-    """Dropout, a skip over the cut, a value that both workers use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
-        self.last, self.drop = nn.Linear(16, 4), nn.Dropout(0.2)
-        self.norm = nn.BatchNorm1d(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores."""
-        h = self.drop(torch.relu(self.first(x)))
-        return self.last(self.norm(torch.relu(self.second(h))) + h)
-
-
-class Language(nn.Module):
-    """A small transformer with tied embeddings, which computes its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True) for _ in range(2)
-        )
-        self.head = nn.Linear(16, 20, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Found:
-        """Loss and scores."""
-        h = self.embed(tokens)
-        for layer in self.layers:
-            h = layer(h)
-        logits = self.head(h)
-        return Found(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
-
-
-def small(ranks: list[int]) -> Small:
-    """The network, placed."""
-    net = Small()
-    for module, rank in zip((net.first, net.second, net.last), ranks, strict=False):
-        module.place("MS_WORKER", rank)
-    return net
-
-
-def usual(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """The loop of most scripts: clipping, a schedule, an evaluation."""
-    net = small(ranks)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    net, criterion = distribute(net), nn.CrossEntropyLoss()
-    for _ in range(4):
-        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-        optimizer.zero_grad()
-        outputs = net(x)
-        loss = criterion(outputs, y)
-        yield loss.item(), (outputs.argmax(1) == y).sum().item()
-        loss.backward()
-        yield torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5).item()
-        yield [None if p.grad is None else p.grad.norm().item() for p in net.parameters()]
-        optimizer.step()
-        schedule.step()
-    net.eval()
-    with torch.no_grad():
-        yield net(torch.randn(3, 8)).tolist()
-    yield {name: value.clone() for name, value in net.state_dict().items()}
-
-
-def several(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """Two calls under one backward, accumulation, random numbers of the script's own."""
-    net = small(ranks)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    net = distribute(net)
-    for step in range(4):
-        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-        loss = functional.cross_entropy(net(x), y) / 2
-        if step % 2:
-            loss = loss + functional.mse_loss(functional.dropout(net(x * 2), 0.3), net(x))
-        loss.backward()
-        yield float(loss.detach()), torch.rand(2)
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    yield {name: value.clone() for name, value in net.state_dict().items()}
-
-
-def language(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
-    """A network that computes its loss, given a mapping; a scaler."""
-    net = Language()
-    for module, rank in zip((net.embed, *net.layers, net.head), ranks, strict=False):
-        module.place("MS_WORKER", rank)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    net = distribute(net)
-    for _ in range(3):
-        tokens = torch.randint(0, 20, (2, 6))
-        found = net(tokens=tokens, labels=tokens)
-        optimizer.zero_grad()
-        scaler.scale(found.loss).backward()
-        scaler.unscale_(optimizer)
-        yield torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
-        scaler.step(optimizer)
-        scaler.update()
-        yield found.loss.item(), found.logits.sum().item(), scaler.get_scale()
-    yield {name: value.clone() for name, value in net.state_dict().items()}
-
-
-LOOPS = (usual, several, language)
+from loop_helpers import is_same, plain, ranks_for, results  # noqa: E402
+from loops import LOOPS, small  # noqa: E402
 
 
 def refused(ranks: list[int]) -> Iterator[str]:
@@ -161,33 +46,20 @@ def refused(ranks: list[int]) -> Iterator[str]:
             yield "nothing was raised"
 
 
-def is_same(one: Any, two: Any) -> bool:
-    """Whether two results have the same bits."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return list(one) == list(two) and all(is_same(one[key], two[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(is_same, one, two))
-    return bool(one == two)
-
-
 def main() -> None:
-    """Run them all."""
+    """Run those that are named; and what is refused, if that is."""
     gs.init()
-    last = gs.get_world_size() - 1
-    ranks = [0, last, 0, last, 0]
+    num_workers = gs.get_world_size()
     for loop in LOOPS:
-        if sys.argv[1:] and loop.__name__ not in sys.argv[1:]:
+        if loop.__name__ not in sys.argv[1:]:
             continue
-        torch.manual_seed(3)
-        plain = [*loop(lambda net: net, ranks), torch.get_rng_state()]
-        torch.manual_seed(3)
-        found = [*loop(gs.distribute, ranks), torch.get_rng_state()]
-        wrong = [i for i, pair in enumerate(zip(plain, found, strict=True)) if not is_same(*pair)]
+        expected = results(loop, plain, num_workers)
+        found = results(loop, gs.distribute, num_workers)
+        pairs = enumerate(zip(expected, found, strict=True))
+        wrong = [index for index, pair in pairs if not is_same(*pair)]
         print(f"{loop.__name__}: {'same bits' if not wrong else f'other bits at {wrong}'}")
-    if not sys.argv[1:]:
-        for line in refused(ranks):
+    if "refused" in sys.argv[1:]:
+        for line in refused(ranks_for(num_workers)):
             print(line)
 
 

@@ -34,7 +34,7 @@ def wait_until_all_know() -> None:
     job = joined.current()
     assert job is not None
     deadline = time.monotonic() + 30
-    while not job.asked_to_stop and time.monotonic() < deadline:
+    while not job.member.state.stops_soon and time.monotonic() < deadline:
         threading.Event().wait(0.01)
 
 

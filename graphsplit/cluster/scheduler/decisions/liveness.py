@@ -92,7 +92,11 @@ def note_end(job: JobState, event: ToldByLauncher) -> None:
     if job.phase is JobPhase.FORMING:
         ending.fail(job, cause)
     elif worker is not None:
-        _lose(job, worker, causes.ended_process(note.how))
+        worker.is_gone = True
+        how = causes.ended_process(note.how)
+        if worker.is_lost and not worker.is_leaving:
+            job.liveness.suspicion.explain_loss(worker.cause("lost", how))
+        _lose(job, worker, how)
     elif job.phase is JobPhase.RECOVERING and note.rank in job.roster.vacant:
         ending.fail(job, cause)
 

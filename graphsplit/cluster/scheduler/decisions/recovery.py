@@ -22,6 +22,7 @@ def can_recover(job: JobState, cause: FailureCause) -> bool:
         and cause.kind == "lost"
         and job.phase is not JobPhase.FORMING
         and job.recovery.num_unexplained < MAX_UNEXPLAINED_RECOVERIES
+        and not any(worker.is_gone for worker in job.roster)
     )
 
 

@@ -19,7 +19,8 @@ class Worker:
     """One accepted worker.
 
     ``rank`` is provisional until all have arrived. ``last_seen`` is when anything came from it,
-    ``last_change`` when its progress number or its position changed.
+    ``last_change`` when its progress number or its position changed. ``is_gone``: the launcher saw
+    its process end, and starts no other.
     """
 
     node: int
@@ -35,6 +36,7 @@ class Worker:
     is_finished: bool = False
     is_leaving: bool = False
     is_lost: bool = False
+    is_gone: bool = False
     is_connected: bool = True
 
     @property

@@ -37,6 +37,13 @@ class Suspicion:
         """The scheduler itself saw that a worker is gone."""
         self._add(_LOST, cause, now)
 
+    def explain_loss(self, cause: FailureCause) -> None:
+        """Somebody knows better how that worker was lost."""
+        self._known = [
+            (strength, cause if strength == _LOST and known.rank == cause.rank else known)
+            for strength, known in self._known
+        ]
+
     def withdraw_loss(self, rank: int) -> None:
         """That worker is back."""
         self._known = [

@@ -1,0 +1,222 @@
+"""Parameters in a script's own loop: each is a value that lives with its owner.
+
+Who asks for its shape is answered at once. An operation on it runs where it is, as on any value of
+the script; its gradient is found by backward, and comes before or after that of the network's own
+uses as in one process. Optimizers and the network's own runs see the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from graphsplit.distribute.loop import Loop, empty_as
+from graphsplit.distribute.values import LoopValue
+from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
+from graphsplit.runtime.segments.autograd import gradient_sum
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedParameter
+
+_KEY = "_graphsplit_in_loop"
+_ATTRIBUTES: Any = TensorBase
+_SET_GRADIENT, _DELETE_GRADIENT = _ATTRIBUTES.grad.__set__, _ATTRIBUTES.grad.__delete__
+_OF_GRADIENT = frozenset({GET_GRADIENT, _SET_GRADIENT, _DELETE_GRADIENT})
+_ZERO_GRADS = tuple(
+    inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
+)
+
+
+class InLoop:
+    """A parameter's place in the loop that trains it.
+
+    Args:
+        loop: The workers.
+        owner: The worker that has its value.
+        gradient: Gives its gradient as the script sees it, and forgets that of all.
+        parameter: The parameter.
+    """
+
+    def __init__(self, loop: Loop, owner: int, gradient: Any, parameter: nn.Parameter) -> None:
+        self.loop, self.owner, self.gradient = loop, owner, gradient
+        strides = parameter.true_strides() if isinstance(parameter, StandIn) else parameter.stride()
+        # Elsewhere all that the script reads shares its counter of writes, as it does here.
+        self.shape = empty_as(parameter, strides)
+
+
+def enter_loop(parameter: nn.Parameter, known: InLoop) -> None:
+    """Let a parameter answer as a value of the script's loop."""
+    setattr(parameter, _KEY, known)
+    kind = _InLoopElsewhere if is_elsewhere(parameter) else _InLoop
+    parameter.__class__ = kind
+
+
+def in_loop(parameter: Any) -> InLoop | None:
+    """Its place in a loop, if a script's own trains it."""
+    found: InLoop | None = getattr(parameter, _KEY, None)
+    return found
+
+
+class _Read(Function):
+    """A parameter that the script uses, as a step of its autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, held: list[Any], anchor: torch.Tensor) -> torch.Tensor:
+        """The value on its worker, its shape elsewhere."""
+        parameter, known = held
+        ctx.graphsplit_read, ctx.graphsplit_anchor = parameter, anchor
+        value: torch.Tensor = _inside(parameter, known)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Add it to what the parameter has been given so far."""
+        parameter, known = ctx.graphsplit_read, in_loop(ctx.graphsplit_read)
+        assert known is not None
+        totals = known.loop.totals_now()
+        if known.loop.rank == known.owner:
+            total = gradient_sum((totals.get(id(parameter)), gradient))
+            assert total is not None
+            totals[id(parameter)] = total
+        return None, None
+
+
+_read: Callable[[list[Any], torch.Tensor], torch.Tensor] = _Read.apply
+
+
+def _inside(parameter: torch.Tensor, known: InLoop) -> torch.Tensor:
+    with DisableTorchFunctionSubclass():
+        here = known.loop.rank == known.owner
+        return parameter.detach() if here else known.shape.detach()
+
+
+def _value_of(parameter: torch.Tensor) -> LoopValue:
+    """A parameter, as a value of the script."""
+    known = in_loop(parameter)
+    assert known is not None
+    with DisableTorchFunctionSubclass():
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            inner = _read([parameter, known], torch.zeros((), requires_grad=True))
+        else:
+            inner = _inside(parameter, known)
+            inner.requires_grad_(parameter.requires_grad)
+    return LoopValue.of(inner, known.owner, known.loop)
+
+
+def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The answer of a function of torch for a parameter in a loop."""
+    if func in _OF_GRADIENT:
+        return _gradient(func, args, sys._getframe(2).f_code in _ZERO_GRADS)
+    if func not in StandIn.harmless:
+        known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
+        if not known.loop.job.depth:
+            return _by_value(func, args, kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, ElsewhereParameter):
+                leaf.need_value(getattr(func, "__name__", str(func)))
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func == SET_DATA:
+        return _set_data(func, args[0], args[1])
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        args = (_value_of(args[0]), *args[1:])
+    return LoopValue.__torch_function__(func, (), args, kwargs)
+
+
+def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
+    known = in_loop(parameter)
+    if known is None:  # a plain tensor takes the value of a parameter
+        value = given.shared() if isinstance(given, LoopValue) else _value_of(given).everywhere()
+        func(parameter, value)
+        return
+    if in_loop(given) is not None:
+        given = _value_of(given)
+    if isinstance(given, LoopValue):
+        given = given.at(known.owner).detach()
+    if given.shape != parameter.shape or given.dtype != parameter.dtype:
+        raise ConfigurationError(
+            f"data of a parameter of {tuple(parameter.shape)} and {parameter.dtype} was set to "
+            f"{tuple(given.shape)} and {given.dtype}\n"
+            f"  Fix: change shapes and dtypes before gs.distribute."
+        )
+    with DisableTorchFunctionSubclass():
+        if known.loop.rank == known.owner:
+            func(parameter, given)
+    known.loop.num_changes += 1
+
+
+def _gradient(func: Any, args: tuple[Any, ...], is_zeroed: bool) -> Any:
+    parameter = args[0]
+    known = in_loop(parameter)
+    if known is None:  # a plain tensor is given a parameter for its gradient
+        raise ConfigurationError(
+            "grad of a tensor was set to a parameter of a distributed network\n"
+            "  Fix: set it to a copy, parameter.detach().clone()."
+        )
+    if func == GET_GRADIENT and not is_zeroed:
+        return known.gradient(parameter)
+    known.loop.num_changes += 1
+    if is_elsewhere(parameter):
+        given = args[1:] and args[1]
+        if isinstance(given, LoopValue):
+            given.at(known.owner)
+        return None
+    if func == _SET_GRADIENT and isinstance(args[1], LoopValue):
+        args = (parameter, args[1].at(known.owner))
+    with DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+class _Answers(nn.Parameter):
+    """Methods of a parameter that are no functions of torch: they ask for its value."""
+
+    def _everywhere(self) -> nn.Parameter:
+        value = _value_of(self).everywhere()
+        return nn.Parameter(value.clone(), self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = self._everywhere()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._everywhere().__reduce_ex__(protocol)
+
+
+class _InLoop(_Answers, WatchedParameter):
+    """A parameter that lives here, of a network that the script's own loop trains."""
+
+    as_loop_value = _value_of
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self._everywhere())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _answer(func, types, args, kwargs or {})
+
+
+class _InLoopElsewhere(_Answers, ElsewhereParameter):
+    """A parameter that lives on another worker, of a network that the own loop trains."""
+
+    as_loop_value = _value_of
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self._everywhere())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _answer(func, types, args, kwargs or {})

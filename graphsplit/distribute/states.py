@@ -1,0 +1,75 @@
+"""``optimizer.state_dict()`` of a script's own loop: the whole state, on every worker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphsplit.checkpoint.gather import gather_entries
+from graphsplit.job.job import Job
+from graphsplit.job.script import ModelCall
+from graphsplit.optimizers.optimizer import order_of
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+
+Owners = Callable[[], Mapping[int, int]]
+_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerState]
+_states = weakref.WeakKeyDictionary()
+
+
+class OptimizerState:
+    """The state of an optimizer whose entries live with their parameters.
+
+    Args:
+        optimizer: The optimizer.
+        owners: The owner of each parameter, by its id.
+        job: The workers.
+
+    Attributes:
+        kept: All entries, while ``state_dict`` answers on each worker by itself.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> None:
+        self._owners, self._job = owners, job
+        self._own: Any = None
+        self.kept: Any = None
+        optimizer.register_state_dict_pre_hook(self._put_whole)
+        optimizer.register_state_dict_post_hook(self._put_back)
+        optimizer.register_load_state_dict_post_hook(drop_others)
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Collective: the entries of all workers."""
+
+        def run() -> Any:
+            with self._job.reporting(), DisableTorchFunctionSubclass():
+                return gather_entries(optimizer, self._owners(), self._job.control)
+
+        return self._job.script.collective(ModelCall("optimizer.state_dict", run))
+
+    def _put_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        whole = self.gather(optimizer) if self.kept is None else self.kept
+        self._own, optimizer.state = optimizer.state, whole
+
+    def _put_back(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        optimizer.state = self._own
+
+
+def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> None:
+    """Let ``optimizer.state_dict()`` give all entries from now on, on every worker."""
+    if optimizer not in _states:
+        _states[optimizer] = OptimizerState(optimizer, owners, job)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState | None:
+    """The state of an optimizer over all workers; None where it has stepped no network."""
+    return _states.get(optimizer)
+
+
+def drop_others(optimizer: torch.optim.Optimizer) -> None:
+    """Forget what is kept of parameters that live on other workers; all have had it until now."""
+    order_of(optimizer).note_loaded(list(optimizer.state))
+    for parameter in [p for p in optimizer.state if is_elsewhere(p)]:
+        del optimizer.state[parameter]

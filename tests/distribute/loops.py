@@ -1,0 +1,263 @@
+"""Training loops of scripts' own: each runs with ``gs.distribute`` and without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from loop_helpers import Distribute, Loop
+from torch import nn
+from torch.nn import functional
+
+
+@dataclass
+class Found:
+    """What a network returns that computes its loss."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Small(nn.Module):
+    """Dropout, a skip over the cut, a value that both workers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.last, self.drop = nn.Linear(16, 4), nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        h = self.drop(torch.relu(self.first(x)))
+        return self.last(self.norm(torch.relu(self.second(h))) + h)
+
+
+class Language(nn.Module):
+    """A small transformer with tied embeddings, which computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Found:
+        """Loss and scores."""
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        logits = self.head(h)
+        return Found(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def small(ranks: list[int]) -> Small:
+    """The network, placed."""
+    net = Small()
+    for module, rank in zip((net.first, net.second, net.last), ranks, strict=False):
+        module.place("MS_WORKER", rank)
+    return net
+
+
+def usual(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """The loop of most scripts: clipping, a schedule, an evaluation."""
+    net = small(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    net, criterion = distribute(net), nn.CrossEntropyLoss()
+    for _ in range(4):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        optimizer.zero_grad()
+        outputs = net(x)
+        loss = criterion(outputs, y)
+        yield loss.item(), (outputs.argmax(1) == y).sum().item()
+        loss.backward()
+        yield torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5).item()
+        yield [None if p.grad is None else p.grad.norm().item() for p in net.parameters()]
+        optimizer.step()
+        schedule.step()
+    net.eval()
+    with torch.no_grad():
+        yield net(torch.randn(3, 8)).tolist()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def several(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Two calls under one backward, accumulation, random numbers of the script's own."""
+    net = small(ranks)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net = distribute(net)
+    for step in range(4):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        loss = functional.cross_entropy(net(x), y) / 2
+        if step % 2:
+            loss = loss + functional.mse_loss(functional.dropout(net(x * 2), 0.3), net(x))
+        loss.backward()
+        yield float(loss.detach()), torch.rand(2)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def language(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A network that computes its loss, given a mapping; a scaler."""
+    net = Language()
+    for module, rank in zip((net.embed, *net.layers, net.head), ranks, strict=False):
+        module.place("MS_WORKER", rank)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    net = distribute(net)
+    for _ in range(3):
+        tokens = torch.randint(0, 20, (2, 6))
+        found = net(tokens=tokens, labels=tokens)
+        optimizer.zero_grad()
+        scaler.scale(found.loss).backward()
+        scaler.unscale_(optimizer)
+        yield torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item()
+        scaler.step(optimizer)
+        scaler.update()
+        yield found.loss.item(), found.logits.sum().item(), scaler.get_scale()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def penalty(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Parameters in the loss: before and after the network's own uses, and twice in one product."""
+    net = small(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = distribute(net)
+    for step in range(4):
+        before = sum(p.pow(2).sum() for p in net.parameters())
+        loss = net(torch.randn(6, 8)).square().mean()
+        after = torch.stack([p.abs().sum() for p in net.parameters() if p.ndim > 1]).sum()
+        tied = (net.last.weight * net.last.weight).sum() + (
+            net.first.bias * net.last.bias.sum()
+        ).sum()
+        total = torch.zeros(())
+        for one in (loss, 0.01 * before, 0.02 * after, tied)[: 1 + step]:
+            total += one
+        optimizer.zero_grad()
+        total.backward()
+        yield total.item(), [p.grad for p in net.parameters()]
+        optimizer.step()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def by_hand(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Steps without an optimizer; norms, a look at the values of parameters, a new start."""
+    net = distribute(small(ranks))
+    momentum: dict[str, Any] = {}
+    for step in range(4):
+        loss = net(torch.randn(6, 8)).square().mean()
+        net.zero_grad()
+        loss.backward()
+        yield torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item()
+        torch.nn.utils.clip_grad_value_(net.parameters(), 0.1)
+        with torch.no_grad():
+            for name, p in net.named_parameters():
+                momentum[name] = momentum.get(name, torch.zeros_like(p)).mul(0.9).add(p.grad)
+                if step == 0:
+                    p -= 0.1 * momentum[name]
+                elif step == 1:
+                    p.add_(momentum[name], alpha=-0.1)
+                elif step == 2:
+                    p.data = p.data - 0.1 * momentum[name]
+                else:
+                    p.copy_(p - 0.1 * momentum[name])
+                yield (
+                    p.norm().item(),
+                    p.detach().abs().max().item(),
+                    p.detach().numpy()[:1].tolist(),
+                )
+    nn.init.normal_(net.last.weight)
+    flat = nn.utils.parameters_to_vector(net.parameters())
+    yield flat.norm().item(), repr(net.last.bias), torch.rand(2)
+    nn.utils.vector_to_parameters(flat * 2, net.parameters())
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def sharpness(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Two backwards per step, at two places (SAM)."""
+    net = small(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net = distribute(net)
+    for _ in range(3):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        functional.cross_entropy(net(x), y).backward()
+        with torch.no_grad():
+            norm = torch.norm(torch.stack([p.grad.norm(2) for p in net.parameters()]), 2)
+            moved = {}
+            for p in net.parameters():
+                moved[p] = p.grad * (0.05 / (norm + 1e-12))
+                p.add_(moved[p])
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(net(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.sub_(moved[p])
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item(), norm.item()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def asked(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Gradients by ``torch.autograd.grad``, of parameters and of values; backward of several."""
+    net = distribute(small(ranks))
+    scale = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        outputs = net(torch.randn(6, 8))
+        loss = (outputs * scale).square().mean()
+        found = torch.autograd.grad(loss, [*net.parameters(), outputs, scale])
+        yield [gradient for gradient in found], [p.grad is None for p in net.parameters()]
+        with torch.no_grad():
+            for p, gradient in zip(net.parameters(), found, strict=False):
+                p -= 0.1 * gradient
+    first, second = (
+        net(torch.randn(6, 8)).sum(),
+        net(torch.randn(6, 8)).square().sum() * scale.sum(),
+    )
+    torch.autograd.backward([first, second], [torch.tensor(0.5), None])
+    yield [p.grad for p in net.parameters()], scale.grad
+    net.zero_grad()
+    (net(torch.randn(6, 8)) * scale).sum().backward(inputs=[net.first.weight, scale])
+    yield [p.grad for p in net.parameters()], scale.grad
+
+
+def resumed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Whole states of network and optimizer, loaded again; also as a part of another module."""
+    net = small(ranks)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net = distribute(net)
+    kept: Any = None
+    for step in range(6):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8)).square().sum().backward()
+        optimizer.step()
+        if step == 2:
+            kept = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+            yield kept
+        if step == 4:
+            found = net.load_state_dict({**kept[0], "other": torch.zeros(1)}, strict=False)
+            optimizer.load_state_dict(copy.deepcopy(kept[1]))
+            yield list(found.missing_keys), list(found.unexpected_keys)
+    yield optimizer.state_dict(), nn.Sequential(net).state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (
+    usual,
+    several,
+    language,
+    resumed,
+    penalty,
+    by_hand,
+    sharpness,
+    asked,
+)

@@ -1,0 +1,17 @@
+"""Scripts' own loops on workers that are threads give the bits of the same loops in one process."""
+
+from __future__ import annotations
+
+import pytest
+from loop_helpers import Loop, assert_same_bits
+from loops import LOOPS
+from recovery_helpers import threads_as_workers
+
+assert threads_as_workers
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> None:
+    assert_same_bits(loop, num_workers)

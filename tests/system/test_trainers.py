@@ -1,0 +1,119 @@
+"""Trainers that people have, two lines changed: the bits, the files and the lines of one process.
+
+The plain script is the example without its two lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphsplit.testing.compare import difference
+from system.helpers import Finished, run_job
+
+pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(480)]
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
+
+
+def plain(example: str, folder: Path, *changes: tuple[str, str]) -> list[str]:
+    """Run an example without graphsplit's lines, in one process; what it prints."""
+    text = (EXAMPLES / example).read_text()
+    for old, new in (("import graphsplit as gs\n", ""), *changes):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    kept = [line for line in text.splitlines() if not line.startswith("    gs.")]
+    assert len(kept) == len(text.splitlines()) - 1 and "import graphsplit" not in text
+    folder.mkdir()
+    script = folder / example
+    script.write_text("\n".join(kept))
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    script.unlink()
+    return done.stdout.splitlines()
+
+
+def on_workers(example: str, folder: Path, *arguments: str) -> Finished:
+    """Run an example on two workers."""
+    job = run_job(EXAMPLES / example, str(folder), *arguments, workers=2)
+    assert job.status == 0, job.output[-6000:]
+    return job
+
+
+def end(folder: Path, name: str = "end.pt") -> Any:
+    """What a run ends with."""
+    return torch.load(folder / name, weights_only=False)
+
+
+def files(folder: Path) -> list[str]:
+    """All files."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_loop_of_accelerates_has_the_bits_and_the_files_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs graphsplit[accelerate]")
+    one, two, example = tmp_path / "plain", tmp_path / "workers", "accelerate_loop.py"
+    lines = plain(example, one, ("from graphsplit.integrations.accelerate", "from accelerate"))
+    two.mkdir()
+    job = on_workers(example, two)
+
+    assert job.said_by("worker 0") == lines and len(lines) == 8
+    assert job.said_by("worker 1") == []
+    assert files(two) == files(one) and len(files(one)) == 5
+    assert difference(end(one), end(two)) is None
+    saved = "state/model.safetensors"
+    assert (one / saved).read_bytes() == (two / saved).read_bytes()
+
+    resumed = on_workers(example, two, "--resume")
+    assert resumed.said_by("worker 0") == lines[4:]
+    losses, *states = end(two, "resumed.pt")
+    expected, *others = end(one)
+    assert (losses, len(expected)) == (expected[52:], 104)
+    assert difference(states, others) is None
+
+
+def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate", reason="needs graphsplit[transformers]")
+    one, two, example = tmp_path / "plain", tmp_path / "workers", "run_clm.py"
+    lines = plain(example, one, ("from graphsplit.integrations.transformers", "from transformers"))
+    two.mkdir()
+    job = on_workers(example, two)
+
+    assert [numbers(line) for line in printed(job, 0)] == [numbers(line) for line in lines]
+    assert (len(lines), printed(job, 1)) == (8, [])
+    assert files(two) == files(one) and len(files(one)) == 37
+    assert difference(end(one), end(two)) is None
+    for name in ("model/model.safetensors", "model/config.json", "run/checkpoint-30/scheduler.pt"):
+        assert (one / name).read_bytes() == (two / name).read_bytes()
+
+    on_workers(example, two, "--resume")
+    (*logged, whole), *states = end(two, "resumed.pt")
+    (*expected, other), *others = end(one)
+    assert logged == expected and {**whole, "train_loss": 0} == {**other, "train_loss": 0}
+    assert difference(states, others) is None
+
+
+def printed(job: Finished, rank: int) -> list[str]:
+    """What a worker logs; its warnings go to another stream."""
+    return [line for line in job.said_by(f"worker {rank}") if line.startswith("{")]
+
+
+def numbers(line: str) -> dict[str, str]:
+    """What a line of the log says, but for times."""
+    found: dict[str, str] = ast.literal_eval(line)
+    return {k: v for k, v in found.items() if not k.endswith(("runtime", "second"))}
