@@ -211,7 +211,10 @@ def _graph_of(
     if request.mode.records_gradients:
         keep_casts(graph_module.graph, _parameters(program, state))
     nodes, outputs, constants, state_names = build_nodes(
-        program, state=state, with_gradients=request.mode.records_gradients
+        program,
+        state=state,
+        with_gradients=request.mode.records_gradients,
+        inputs_with_grad=_inputs_with_grad(request),
     )
     return CapturedGraph(
         mode=request.mode,
@@ -279,6 +282,15 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
         finally:
             torch.default_generator.set_state(generator_state)
             forget_fake_tensors()
+
+
+def _inputs_with_grad(request: CaptureRequest) -> tuple[int, ...]:
+    """The inputs that gradients flow into: of a network that the script calls."""
+    inputs = flatten_inputs(request.args, request.kwargs)
+    is_call = request.mode is Mode.CALL
+    return tuple(
+        i for i, one in enumerate(inputs) if is_call and getattr(one, "requires_grad", False)
+    )
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def single_job_options(command: Callable[..., None]) -> Callable[..., None]:
     """As ``job_options``, for a job of which nothing is started again."""
-    return _with_options(command, (*_OPTIONS, *_SCRIPT))
+    return _with_options(command, (*_OPTIONS, _MODULE, *_SCRIPT))
 
 
 def _with_options(
@@ -208,9 +209,10 @@ def supervise_job(
     specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
     restarts = _restarts(options.restarts, environ)
     console = console or terminal()
+    interrupts: list[signal.Signals] = []
     with (
         kept_token(specs[0].variables, options.host, port),
-        _starting(options, console) as start,
+        _starting(options, console, interrupts) as start,
     ):
         workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
         console.say(f"graphsplit: starting {workers}")
@@ -222,18 +224,21 @@ def supervise_job(
             restarts=restarts,
             limit_s=limit_s,
             start=start,
+            interrupts=interrupts,
         )
 
 
 @contextmanager
-def _starting(options: JobOptions, console: Console) -> Iterator[StartChild]:
+def _starting(
+    options: JobOptions, console: Console, interrupts: Sequence[signal.Signals]
+) -> Iterator[StartChild]:
     """How processes are started: by fork where the script allows it."""
     script = options.script
     is_plain = options.fresh or options.as_module
     if not (can_fork() if options.called else not is_plain and may_fork(script)):
         yield partial(start_worker, options.kept)
         return
-    warm = WarmStart(script, console.say, console.turn, kept=options.kept)
+    warm = WarmStart(script, console.say, console.turn, interrupts=interrupts, kept=options.kept)
     try:
         yield warm.start
     finally:

@@ -14,13 +14,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from graphsplit import logs
 from graphsplit.cluster.member.identity import bounded, failure_of
 from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
 from graphsplit.errors import JobFailedError
 from graphsplit.frames import line_of, users_traceback, without_own_frames
+from graphsplit.job.interrupts import install_interrupts
 from graphsplit.job.job import WAKE_SIGNAL, Job
 from graphsplit.reports import write_report
 from graphsplit.root_cause import FailureCause
@@ -28,7 +29,6 @@ from graphsplit.settings import RESTART
 
 FULL_TRACEBACK = "GS_FULL_TRACEBACK"
 _VERDICT_S = 0.5
-_AGAIN_S = 0.05  # a finalizer is over by then
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -102,9 +102,11 @@ class LastWords:
             tell_echo(self.job, error.cause)
             if self.job is not None and error.cause.stood_still(self.job.rank):
                 _tell_whole(error, error.cause)  # it was woken where it stood
-        elif isinstance(error, KeyboardInterrupt) and self.job is not None:
-            where = line_of(error.__traceback__)
-            line = f"worker {self.job.rank} was interrupted: {error}{where and f'; {where}'}"
+        elif isinstance(error, KeyboardInterrupt) and os.environ.get("MS_ROLE"):
+            who = f"worker {self.job.rank}" if self.job is not None else "this process"
+            where = line_of(error.__traceback__) if self.job is not None else "in gs.init()"
+            line = f"{who} was interrupted: {str(error) or 'ended by SIGINT'}"
+            line = f"{line}; {where}" if where else line
             logs.say(line, event="interrupted", level="error")
         else:
             _tell_whole(error, cause)
@@ -154,9 +156,7 @@ def install_endings(job: Job, finalize: Callable[[], None]) -> None:
     atexit.register(_finalize_at_exit, job, finalize)
     if threading.current_thread() is threading.main_thread():
         _forget_in_children(job)
-        _raise_on(job, WAKE_SIGNAL)
-        _raise_again_where_lost(job)
-        _end_on_terminate(job)
+        install_interrupts(job)
     job.abort.add_waker(job.interrupt_main_thread)
 
 
@@ -186,55 +186,6 @@ def _is_no_echo(record: logging.LogRecord) -> bool:
     """Torch logs whatever breaks off an operation of a capture; news of the job's end do, too."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, JobFailedError)
-
-
-def _raise_on(job: Job, number: signal.Signals | None) -> None:
-    if number is None or signal.getsignal(number) not in (signal.SIG_DFL, None):
-        return
-
-    def wake(signum: int, frame: FrameType | None) -> None:
-        # A job that recovers interrupts nothing: the next wait will find out.
-        if not job.is_ending and not job.abort.was_raised and not job.abort.recovers:
-            job.abort.raise_if_set()
-
-    signal.signal(number, wake)
-
-
-def _raise_again_where_lost(job: Job) -> None:
-    """A signal may come while a finalizer runs, out of which nothing can be raised: try again.
-
-    Python would print what was raised there, and the script would go on as if nothing had been.
-    """
-    previous = sys.unraisablehook
-
-    def hook(lost: sys.UnraisableHookArgs) -> None:
-        if not isinstance(lost.exc_value, JobFailedError):
-            previous(lost)
-        elif not job.is_ending:
-            job.abort.was_raised = False
-            again = threading.Timer(_AGAIN_S, job.interrupt_main_thread)
-            again.daemon = True
-            again.start()
-
-    sys.unraisablehook = hook
-
-
-def _end_on_terminate(job: Job) -> None:
-    """SIGTERM and SIGINT end the job with a reason instead of a vanished process.
-
-    SIGTERM ends it in order, when the step is done; a second one, or SIGINT, at once. A child of a
-    shell that runs in the background inherits SIGINT as ignored; here it must end the worker.
-    """
-
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGTERM and job.ask_to_stop():
-            return
-        raise KeyboardInterrupt(f"ended by {signal.Signals(signum).name}")
-
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
-    if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.default_int_handler):
-        signal.signal(signal.SIGINT, terminate)
 
 
 def _finalize_at_exit(job: Job, finalize: Callable[[], None]) -> None:

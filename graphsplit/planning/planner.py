@@ -232,7 +232,8 @@ class Planner:
             found = looked[2]
         if found is None:
             self._renew()
-            say_begun(self._job.rank, "capturing", mode)
+            why_again = self.recordings.why_again(mode, signature)
+            say_begun(self._job.rank, "capturing", mode, why_again)
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)

@@ -187,6 +187,17 @@ class Recordings:
         before = self._before(mode, signature)
         return before.graph.state.guards.failures() if before is not None else []
 
+    def why_again(self, mode: Mode, signature: Signature) -> str:
+        """Why a step that was recorded is to be recorded once more; empty if it never was."""
+        former = [recording for recording in self._latest if recording.mode is mode]
+        if not former:
+            return ""
+        if all(recording.signature != signature for recording in former):
+            return "the batch has other shapes or dtypes"
+        changed = self.changed(mode, signature)
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        return f"{changed[0]}{more}" if changed else "what is trained, or the loss, is another"
+
     def make(self, mode: Mode, signature: Signature) -> Match:
         """Record the step as it is now. All workers do so at the same point.
 

@@ -46,6 +46,7 @@ class Epochs:
         self._loader = loader
         self._loss = states.run.loss  # until this run has one
         self._is_between = True  # behind the context's epoch, before the next
+        self._has_told_of_nothing = False
         self.callbacks = callbacks
         self.watch = LoaderWatch(loader)
         self._numbers = EpochNumbers(loader)
@@ -151,6 +152,14 @@ class Epochs:
         self._numbers.end()
         self._states.num_epochs += 1
         self._is_between = True
+        if not self._context.step and not self._context.rank and not self._has_told_of_nothing:
+            self._has_told_of_nothing = True
+            say(
+                f"epoch {self._context.epoch} trained nothing: the loader gave no batch; pass a "
+                f"loader with batches (a generator is used up after one epoch)",
+                event="no_batch",
+                level="warning",
+            )
 
 
 def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> list[Callback]:

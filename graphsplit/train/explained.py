@@ -39,6 +39,15 @@ from graphsplit.train.engine import Engine
 from graphsplit.viz.report import seconds_in_words
 
 
+class Explanation(str):
+    """A text that a prompt shows as it is, not as one long literal."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 class Explainer:
     """Explains the plan of a batch; without one, that of training used last.
 
@@ -69,7 +78,7 @@ class Explainer:
             routes, profile = engine.routes(plan), engine.profiler.latest
             if profile is not None:
                 compute, step_times = profile.compute(), profile.step_times()
-        return explain_plan(
+        text = explain_plan(
             plan,
             detail=detail,
             optimizer_copies=copies_kept(optimizers[0]) if len(optimizers) == 1 else None,
@@ -77,6 +86,7 @@ class Explainer:
             compute=compute,
             step_times=step_times,
         )
+        return Explanation(text)
 
     def _tried(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any]

@@ -78,6 +78,19 @@ def test_those_who_never_come_are_not_waited_for_long(drive):
     assert scheduler.exit.status == 1
 
 
+def test_those_who_end_on_their_way_are_not_waited_for(drive, registration):
+    scheduler = drive(num_workers=4)
+    scheduler.register(0, registration("0"))
+    scheduler.feed(ended(1))
+    scheduler.register(2, registration("2"))
+    scheduler.feed(Disconnected(0))
+    for rank in (0, 2):  # they were told
+        scheduler.feed(ended(rank, how="ended with status 1"))
+    assert scheduler.exit is None
+    scheduler.feed(ended(3, how="was killed by SIGTERM"))
+    assert scheduler.exit.cause.rank == 1
+
+
 def test_what_it_left_as_its_reason_is_the_cause(drive, registration):
     scheduler = drive(num_workers=2)
     scheduler.register(0, registration("0"))

@@ -46,8 +46,10 @@ class Checking:
         self._script.write_text(NOTING + script)
         before, _, after = " ".join(arguments).partition("SCRIPT")
         command = [sys.executable, "-m", "graphsplit.cli", "check", "-n", "2"]
+        name = self._script.stem if "-m" in arguments else str(self._script)
         return subprocess.Popen(
-            [*command, *before.split(), str(self._script), *after.split()],
+            [*command, *before.split(), name, *after.split()],
+            cwd=self._script.parent,
             env={**os.environ, "TMPDIR": str(self.temporary), "MS_NODE_ID": "left behind"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -145,6 +147,15 @@ def test_steps_may_stand_on_both_sides_of_the_script(
     assert status == 0
     assert "Compared 1 training step," in out
     assert f"[plain] {seen}" in out
+
+
+def test_a_module_is_checked_too(checking: Checking) -> None:
+    status, out, err = checking.run(
+        "notes(['1']); print(__spec__.name)", "-m", "SCRIPT", "--steps 1"
+    )
+    assert status == 0, err
+    assert "[plain] script" in out and "[worker 1] script" in out
+    assert "Compared 1 training step," in out
 
 
 @pytest.mark.parametrize(

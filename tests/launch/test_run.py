@@ -21,6 +21,7 @@ TAKES_PART = """import os
 with open(os.environ["GS_REPORT_FILE"].replace(".json", ".begun"), "w"):
     pass  # what gs.init() leaves
 """
+OUTSIDE = 'os.unlink(os.environ["GS_REPORT_FILE"].replace(".json", ".begun"))\n'
 WAIT = "import signal\nprint('ready', os.getpid(), flush=True)\nsignal.pause()\n"
 
 
@@ -59,6 +60,17 @@ def read_pids(launcher: Process, *, count: int) -> list[int]:
         if " ready " in line:
             pids.append(int(line.split()[-1]))
     return pids
+
+
+def all_are_there(folder: Path, count: int) -> str:
+    """What a script does to wait for all processes; each leaves a file with its pid."""
+    return (
+        f"file = open({str(folder)!r} + '/' + name + '~', 'w')\n"
+        f"file.write(str(os.getpid())); file.close()\n"
+        f"os.rename(file.name, file.name[:-1])\n"
+        f"def there(): return [one for one in os.listdir({str(folder)!r}) if one[:3] == 'MS_']\n"
+        f"while len([one for one in there() if one[-1] != '~']) < {count}: os.sched_yield()\n"
+    )
 
 
 def is_running(pid: int) -> bool:
@@ -133,6 +145,52 @@ def test_processes_may_tidy_up_after_an_interrupt(launch: Launch) -> None:
     out, _ = launcher.communicate()
     assert out.count("tidy") == 3
     assert launcher.returncode == 130
+
+
+def test_processes_that_have_yet_to_join_end_without_a_word(launch: Launch) -> None:
+    """Those that import torch would print its frames."""
+    launcher = launch(OUTSIDE + WAIT)
+    read_pids(launcher, count=3)
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate()
+    assert launcher.returncode == 130
+    assert err.splitlines() == [
+        "graphsplit: starting 2 workers",
+        "graphsplit: interrupted by SIGINT; exit status 130",
+    ]
+
+
+def test_who_has_yet_to_join_is_not_waited_for_when_the_job_has_failed(
+    launch: Launch, tmp_path: Path
+) -> None:
+    script = (
+        f"import signal, sys\nif name == 'MS_WORKER1': {OUTSIDE}{all_are_there(tmp_path, 4)}"
+        "if name == 'MS_WORKER0': sys.exit(7)\n"
+        "if name == 'MS_WORKER1': signal.pause()\n"
+        f"first = '/proc/' + open({str(tmp_path)!r} + '/MS_WORKER1').read()\n"
+        "while os.path.exists(first): os.sched_yield()\n"
+        "print('it has ended first')\n"  # a process that has joined has a grace
+    )
+    launcher = launch(script, options=("-n", "3"))
+    out, err = launcher.communicate()
+    assert launcher.returncode == 7
+    assert "[worker 2] it has ended first" in out.splitlines(), err
+
+
+@pytest.mark.parametrize("what", ["raise ValueError('no data')", "import sys; sys.exit('no data')"])
+def test_what_every_process_fails_with_is_told_whole_once(
+    launch: Launch, tmp_path: Path, what: str
+) -> None:
+    launcher = launch(f"{all_are_there(tmp_path, 3)}{what}\n")
+    _, err = launcher.communicate()
+    lines = err.splitlines()
+    assert launcher.returncode == 1
+    same = [line for line in lines if "[graphsplit] the same error as " in line]
+    assert len(same) == 2, err
+    assert all(line.endswith("no data") for line in same)
+    whole = [line for line in lines if line not in same]
+    assert sum(line.endswith("no data") for line in whole) == 1, err
+    assert lines[-1].endswith(": no data; exit status 1")
 
 
 def test_repeated_interrupts_end_even_processes_that_ignore_them(launch: Launch) -> None:
@@ -324,10 +382,13 @@ def test_a_job_that_asks_for_it_is_started_again_under_restart(
     script = (
         "import pathlib, sys\n"
         "mark = pathlib.Path(sys.argv[1])\n"
+        "ran = mark.with_suffix('.ran')\n"
         "if name == 'MS_SCHED' and not mark.exists():\n"
+        "    while not ran.exists(): os.sched_yield()\n"
         "    mark.touch()\n"
         "    sys.exit(75)\n"
-        "print('done')\n"
+        "print('done', flush=True)\n"
+        "ran.touch()\n"
     )
     launcher = launch(script, str(mark), options=("-n", "1", "--restarts", "2"))
     out, err = launcher.communicate()

@@ -109,7 +109,8 @@ def test_nothing_is_forked_where_a_thread_is_there(script: Path, tmp_path: Path)
     said: list[str] = []
     start = WarmStart(script, said.append)
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    child = start.start(spec(PYTHONPATH=path), [sys.executable, "-c", "print(1)"], ())
+    (tmp_path / "one.py").write_text("print(1)")
+    child = start.start(spec(PYTHONPATH=path), [sys.executable, str(tmp_path / "one.py")], ())
     try:
         assert isinstance(child, subprocess.Popen) and ended(child)[:2] == (0, "1\n")
         assert len(said) == 1 and "each worker imports torch for itself" in said[0]

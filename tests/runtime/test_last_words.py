@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import JobFailedError
 from graphsplit.failure import AbortSignal
-from graphsplit.job import endings
+from graphsplit.job import interrupts
 from graphsplit.job.endings import LastWords
 from graphsplit.root_cause import FailureCause
 
@@ -102,33 +104,64 @@ def test_an_error_in_a_process_of_a_loader_is_told_in_its_own_words() -> None:
     assert message == "ValueError: sample 4 is broken (in a process of the DataLoader)"
 
 
-def test_the_end_of_the_job_that_comes_while_a_finalizer_runs_is_raised_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    number = endings.WAKE_SIGNAL
-    assert number is not None
-    main = threading.get_ident()
-    abort, printed = AbortSignal(), []
-    job: Any = SimpleNamespace(
-        abort=abort,
-        is_ending=False,
-        interrupt_main_thread=lambda: signal.pthread_kill(main, number),
-    )
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A job that has ended, and whose signals end what the main thread does."""
+    abort = AbortSignal()
     abort.set(cause_of(ValueError("bad"), 0))
+    found = SimpleNamespace(abort=abort, is_ending=False, ask_to_stop=lambda: False, printed=[])
+    monkeypatch.setattr(sys, "unraisablehook", found.printed.append)
+    numbers = (signal.SIGINT, signal.SIGTERM, interrupts.WAKE_SIGNAL)
+    before = {number: signal.getsignal(number) for number in numbers if number is not None}
+    try:
+        interrupts.install_interrupts(found)
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
+
+RAISED = [
+    (interrupts.WAKE_SIGNAL, JobFailedError, "bad"),
+    (signal.SIGINT, KeyboardInterrupt, "ended by SIGINT"),
+    (signal.SIGTERM, KeyboardInterrupt, "ended by SIGTERM"),
+]
+
+
+@pytest.mark.parametrize(("number", "kind", "text"), RAISED)
+def test_what_a_signal_raises_while_a_finalizer_runs_is_raised_after_it(
+    job: Any, number: signal.Signals, kind: type[BaseException], text: str
+) -> None:
     class Dying:
         def __del__(self) -> None:
             signal.raise_signal(number)
-            printed.append("unreachable: the signal was raised right here")
+            job.printed.append("unreachable: the signal was raised right here")
 
-    monkeypatch.setattr(sys, "unraisablehook", printed.append)
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        endings._raise_on(job, number)
-        endings._raise_again_where_lost(job)
-        with pytest.raises(JobFailedError, match="bad"):
-            Dying()
-            time.sleep(30)
-    finally:
-        signal.signal(number, before)
-    assert not printed
+    with pytest.raises(kind, match=text):
+        Dying()
+        time.sleep(30)
+    assert not job.printed
+
+
+@pytest.mark.parametrize(("number", "kind", "text"), RAISED)
+def test_nothing_is_raised_where_torch_has_called_python(
+    job: Any,
+    number: signal.Signals,
+    kind: type[BaseException],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            signal.raise_signal(number)
+            reached.append(func)
+            return func(*args, **kwargs or {})
+
+    monkeypatch.setattr(interrupts, "is_users", lambda file: False)  # as if it were torch's own
+    reached: list[Any] = []
+    with pytest.raises(kind, match=text):
+        with Mode():
+            torch.zeros(2)
+        assert reached
+        time.sleep(30)
+    assert reached

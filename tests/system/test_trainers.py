@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(480)]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 
 
-def plain(example: str, folder: Path, *changes: tuple[str, str]) -> list[str]:
+def plain(
+    example: str, folder: Path, *changes: tuple[str, str], arguments: tuple[str, ...] = ()
+) -> list[str]:
     """Run an example without graphsplit's lines, in one process; what it prints."""
     text = (EXAMPLES / example).read_text()
     for old, new in (("import graphsplit as gs\n", ""), *changes):
@@ -30,11 +32,11 @@ def plain(example: str, folder: Path, *changes: tuple[str, str]) -> list[str]:
         text = text.replace(old, new)
     kept = [line for line in text.splitlines() if not line.startswith("    gs.")]
     assert len(kept) == len(text.splitlines()) - 1 and "import graphsplit" not in text
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     script = folder / example
     script.write_text("\n".join(kept))
     done = subprocess.run(
-        [sys.executable, str(script), str(folder)],
+        [sys.executable, str(script), str(folder), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -106,6 +108,30 @@ def test_the_trainer_of_transformers_has_the_bits_and_the_files_of_one_process(
     (*expected, other), *others = end(one)
     assert logged == expected and {**whole, "train_loss": 0} == {**other, "train_loss": 0}
     assert difference(states, others) is None
+
+
+def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="needs graphsplit[lightning]")
+    one, two, example = tmp_path / "plain", tmp_path / "workers", "lightning_module.py"
+    changes = (
+        ("from graphsplit.integrations.lightning import GraphsplitStrategy\n", ""),
+        ("        strategy=GraphsplitStrategy(),\n", ""),
+    )
+    lines = plain(example, one, *changes)
+    two.mkdir()
+    job = on_workers(example, two)
+
+    assert [line for line in job.said_by("worker 0") if line.startswith("{")] == lines[-1:]
+    assert not [line for line in job.said_by("worker 1") if line.startswith("{")]
+    assert files(two) == files(one) and len(files(one)) == 10
+    logged = "logs/version_0/metrics.csv"
+    assert (one / logged).read_bytes() == (two / logged).read_bytes()
+    assert difference(end(one), end(two)) is None and len(end(one)[0]) == 104
+
+    plain(example, one, *changes, arguments=("--resume",))  # it draws anew, in one process too
+    on_workers(example, two, "--resume")
+    assert difference(end(one, "resumed.pt"), end(two, "resumed.pt")) is None
+    assert len(end(one, "resumed.pt")[0]) == 52
 
 
 def printed(job: Finished, rank: int) -> list[str]:

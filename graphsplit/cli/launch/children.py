@@ -29,6 +29,10 @@ class Child(Protocol):
         ...
 
 
+class StartInterruptedError(Exception):
+    """The job was asked to end while a process was being started: it was not."""
+
+
 StartChild = Callable[[ChildSpec, Sequence[str], Sequence[int]], Child]
 
 

@@ -4,8 +4,8 @@ A pure state machine: events and the time go in, signals come out. The process t
 first decides the status; the others get a moment to name the cause and leave by themselves.
 
 ```
-running --first failure--> grace 5 s --> SIGTERM --2 s--> SIGKILL
-running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL
+running --first failure--> grace 5 s --> SIGTERM --2 s--> SIGKILL; none before ``gs.init()``
+running --Ctrl-C---------> SIGINT at once --5 s--> SIGTERM --2 s--> SIGKILL; SIGTERM before it
 running --SIGTERM--------> SIGTERM at once --20 s--> SIGTERM --2 s--> SIGKILL
 running --last worker----> the scheduler has 30 s --> SIGTERM --2 s--> SIGKILL
 running --out of time----> SIGTERM at once --2 s--> SIGKILL
@@ -45,7 +45,8 @@ class JobEnding:
         restarts_scheduler: Whether the scheduler may be, too: it keeps a journal.
         asks_for_another_try: Whether some process ended so that all should be started again.
         first_failed: Who failed first; empty while all is well.
-        returncodes: How processes ended that were not told to.
+        told: The names of the processes that were told to end.
+        returncodes: How the others ended.
         is_over: Whether the job has finished: then nothing is started again.
         given_up: Why a process that still runs is being ended at once.
     """
@@ -57,12 +58,12 @@ class JobEnding:
     status: int = 0
     reason: str = ""
     first_failed: str = ""
+    told: set[str] = field(default_factory=set)
     returncodes: dict[str, int] = field(default_factory=dict)
     is_over: bool = False
     given_up: dict[str, str] = field(default_factory=dict)
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
     _is_interrupted: bool = False
-    _has_signalled: bool = False
 
     @property
     def is_interrupted(self) -> bool:
@@ -81,7 +82,7 @@ class JobEnding:
             return True
         self.running.discard(name)
         self.asks_for_another_try |= returncode == EX_TEMPFAIL
-        if not self._has_signalled and not given_up:
+        if name not in self.told and not given_up:
             self.returncodes[name] = returncode
         if returncode != 0 and self.status == 0:
             self.first_failed = name
@@ -144,7 +145,7 @@ class JobEnding:
         if not self._steps or self._steps[0][0] > now_s:
             return None
         _, signum = self._steps.pop(0)
-        self._has_signalled = True
+        self.told |= self.running
         self._blame(
             1, f"the scheduler was still there {SCHEDULER_LINGER_S:.0f} s after the last worker"
         )

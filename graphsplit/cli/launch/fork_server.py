@@ -12,23 +12,20 @@ them later; where the script's own text speaks of its environment, nothing is fo
 from __future__ import annotations
 
 import ast
-import atexit
 import contextlib
 import ctypes
 import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import sys
-import threading
 import time
-import traceback
-import types
 from collections.abc import Sequence
 from pathlib import Path
+
+from graphsplit.cli.launch.script_process import leave, run
 
 _PR_SET_PDEATHSIG = 1
 _REPARENTED_WITHIN_S = 10.0
@@ -46,7 +43,6 @@ _NEEDED = (
     "graphsplit.transport.grpc.transport",
     "grpc",
 )
-_NOT_OF_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 # Importing them starts no thread, opens nothing, and looks at no variable of a job's.
 _STAND_A_FORK = frozenset(("numpy", "pandas", "scipy", "sklearn", "torch", "torchvision", "PIL"))
 
@@ -137,9 +133,9 @@ def _become(
         gc.unfreeze()
         _reseed()
         _refuse_late_variables()
-        status = _run(arguments)
+        status = run(arguments)
     finally:
-        _leave(status)
+        leave(status)
 
 
 def _be_adopted(launcher: int) -> None:
@@ -178,77 +174,6 @@ def _refuse_late_variables() -> None:
         put(name, value)
 
     os.putenv = putenv  # type: ignore[assignment]
-
-
-def _run(arguments: list[str]) -> int:
-    """The script or module, and what Python does when it is over."""
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    status = 0
-    try:
-        if arguments[0] == "-m":
-            sys.path[0] = os.getcwd()
-            sys.argv = ["-m", *arguments[2:]]
-            runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
-        else:
-            sys.argv = list(arguments)
-            _run_file(arguments[0], module)
-    except SystemExit as error:
-        status = _status_of(error)
-    except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_OF_THE_SCRIPT:
-            trace = trace.tb_next
-        _tell(error.with_traceback(trace))
-        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    return status
-
-
-def _tell(error: BaseException) -> None:
-    """Print what ended the script, once for all processes; after ``gs.init()`` its hook does."""
-    if sys.excepthook is not sys.__excepthook__ or not isinstance(error, Exception):
-        sys.excepthook(type(error), error, error.__traceback__)
-        return
-    from graphsplit.reports import who_failed_alike, write_report
-    from graphsplit.root_cause import FailureCause
-
-    text = "".join(traceback.format_exception(error))
-    first, last = who_failed_alike(os.environ, text), text.strip().rpartition("\n")[2]
-    same = f"[graphsplit] the same error as {first.replace('_', ' ')}: {last}\n"
-    sys.stderr.write(same if first else text)
-    write_report(os.environ, FailureCause("exception", f"{type(error).__name__}: {error}"))
-
-
-def _run_file(path: str, module: types.ModuleType) -> None:
-    from importlib.machinery import SourceFileLoader
-
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
-    module.__file__ = os.path.abspath(path)
-    module.__loader__ = SourceFileLoader("__main__", module.__file__)
-    vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None, __annotations__={})
-    with open(path, "rb") as file:
-        code = compile(file.read(), module.__file__, "exec", dont_inherit=True)
-    exec(code, vars(module))
-
-
-def _status_of(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    sys.stderr.write(f"{error.code}\n")
-    return 1
-
-
-def _leave(status: int) -> None:
-    """Leave without taking the interpreter apart, which takes a second."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    if status == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(status & 0xFF)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import IO, BinaryIO
 from graphsplit.cli.launch.children import (
     Child,
     StartChild,
+    StartInterruptedError,
     collect_if_ended,
     signal_group,
     start_child,
@@ -81,14 +82,17 @@ def supervise(
     restarts: Restarts = NO_RESTARTS,
     limit_s: float = math.inf,
     start: StartChild = start_child,
+    interrupts: list[signal.Signals] | None = None,
 ) -> JobVerdict:
     """Start ``command`` once for each of ``specs`` and return how the job ended.
 
-    A worker that ends without ``gs.init()`` has failed.
+    A worker that ends without ``gs.init()`` has failed. ``interrupts`` takes the signals that ask
+    for the job's end, for a ``start`` that lasts.
     """
+    received = [] if interrupts is None else interrupts
     for tries_left in range(restarts.jobs, -1, -1):
         with contextlib.ExitStack() as stack:
-            wakeup, received = stack.enter_context(_catching_signals())
+            wakeup = stack.enter_context(_catching_signals(received))
             job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
             job.ending.restarts = restarts.processes
             job.ending.restarts_scheduler = restarts.with_scheduler
@@ -144,8 +148,11 @@ class _Job:
         """Start all processes and watch their output."""
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
-        for spec in self._specs:
-            self._start(spec, self._open_log(spec))
+        try:
+            for spec in self._specs:
+                self._start(spec, self._open_log(spec))
+        except StartInterruptedError:
+            self.ending.running &= set(self._children)
 
     def _start(self, spec: ChildSpec, log: BinaryIO | None) -> None:
         report = self._reports[spec.name]
@@ -225,6 +232,15 @@ class _Job:
                 self._forget_scheduler()
             elif SCHEDULER in self._children:
                 self._tell_end(name, how)
+            if self.ending.first_failed:
+                self._end_those_outside()
+
+    def _end_those_outside(self) -> None:
+        """A process that has yet to call ``gs.init()`` would only join to hear of the failure."""
+        for name in self.ending.running - self.ending.told:
+            if not has_begun(self._reports[name]):
+                self.ending.told.add(name)
+                signal_group(self._children[name], signal.SIGTERM)
 
     def _is_stray(self, name: str) -> bool:
         """Whether a worker took no part in the job: it did all the work, as each of the others."""
@@ -269,7 +285,9 @@ class _Job:
 
     def _signal_running(self, signum: signal.Signals) -> None:
         for name in self.ending.running:
-            signal_group(self._children[name], signum)
+            # Before it has joined it has nothing to say of an interrupt but where its imports were.
+            is_outside = signum == signal.SIGINT and not has_begun(self._reports[name])
+            signal_group(self._children[name], signal.SIGTERM if is_outside else signum)
 
     def _drain(self) -> None:
         """Read what the pipes still hold; something that left the group may keep one open."""
@@ -312,12 +330,11 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _catching_signals() -> Iterator[tuple[socket.socket, list[signal.Signals]]]:
+def _catching_signals(received: list[signal.Signals]) -> Iterator[socket.socket]:
     """Collect the signals that end a job in a list, and wake a waiting selector for each.
 
     The end of a child wakes it as well.
     """
-    received: list[signal.Signals] = []
     was_interrupted = False
 
     def note(signum: int, _frame: FrameType | None) -> None:
@@ -335,7 +352,7 @@ def _catching_signals() -> Iterator[tuple[socket.socket, list[signal.Signals]]]:
             signum: signal.signal(signum, note) for signum in (*END_SIGNALS, signal.SIGCHLD)
         }
         try:
-            yield reading, received
+            yield reading
         finally:
             for signum, handler in previous.items():
                 # Who presses Ctrl-C once more must not change the status of what is over.

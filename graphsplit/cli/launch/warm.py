@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from graphsplit.cli.launch.children import make_setup, start_child
+from graphsplit.cli.launch import script_process
+from graphsplit.cli.launch.children import StartInterruptedError, make_setup, start_child
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.environment import ChildSpec
 
@@ -69,8 +71,9 @@ def _text_of(script: Path) -> str:
 def start_worker(
     files: Sequence[int], spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """As ``start_child``; a worker keeps some more open files, which the scheduler does not."""
-    return start_child(spec, command, kept if spec.name == SCHEDULER else (*kept, *files))
+    """Start a process that runs the script itself; a worker keeps some more open files."""
+    itself = [command[0], script_process.__file__, *command[1:]]
+    return start_child(spec, itself, kept if spec.name == SCHEDULER else (*kept, *files))
 
 
 class WarmStart:
@@ -80,6 +83,7 @@ class WarmStart:
         script: The script.
         say: Takes a line for the person who watches: that nothing can be forked, and why.
         turn: Takes what is waited for, again and again while it lasts; nothing when it is over.
+        interrupts: The signals that asked for the job's end, as they come.
         kept: Open files that every worker keeps.
     """
 
@@ -89,19 +93,25 @@ class WarmStart:
         say: Callable[[str], None],
         turn: Callable[[str], None] = lambda _: None,
         *,
+        interrupts: Sequence[signal.Signals] = (),
         kept: Sequence[int] = (),
     ) -> None:
         self._script = script
         self._kept = kept
         self._say = say
         self._turn = turn
+        self._interrupts = interrupts
         self._server: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
     def start(
         self, spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
     ) -> ForkedChild | subprocess.Popen[bytes]:
-        """Start a process as ``start_child`` does: quicker, where it can be."""
+        """Start a process as ``start_child`` does: quicker, where it can be.
+
+        Raises:
+            StartInterruptedError: The job was asked to end before torch was imported.
+        """
         if spec.name == SCHEDULER:
             own = [sys.executable, "-m", "graphsplit.cluster.scheduler"]
             return start_child(spec, own, kept)
@@ -137,6 +147,8 @@ class WarmStart:
     def _wait_for(self, line: socket.socket) -> None:
         end_s = time.monotonic() + _IMPORT_WITHIN_S
         while not select.select([line], [], [], _TURN_S)[0] and time.monotonic() < end_s:
+            if self._interrupts:
+                raise StartInterruptedError
             self._turn(f"importing torch, and what {self._script.name} imports")
 
     def _expect(self, answer: bytes) -> None:

@@ -12,7 +12,7 @@ from graphsplit.cluster.scheduler.server import serve
 from graphsplit.errors import ConfigurationError, GraphsplitError
 from graphsplit.failure import FailureCause
 from graphsplit.frames import users_traceback
-from graphsplit.reports import write_report
+from graphsplit.reports import note_init, write_report
 from graphsplit.settings import ClusterSettings
 
 
@@ -23,6 +23,7 @@ def main() -> int:
         settings = ClusterSettings.from_environ(os.environ)
         if settings is None or not settings.is_scheduler:
             raise ConfigurationError("this is the scheduler\n  Fix: set MS_ROLE=MS_SCHED.")
+        note_init(os.environ)
         return serve(settings)
     except GraphsplitError as error:
         sys.stderr.write(users_traceback(error))

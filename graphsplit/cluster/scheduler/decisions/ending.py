@@ -52,6 +52,13 @@ def fail(job: JobState, cause: FailureCause, *, status: int | None = None) -> No
             give_up(job, worker, causes.unheard(job.rules.silence_s), is_final=True)
 
 
+def note_end(job: JobState, host: str, pid: int) -> None:
+    """A process has ended: if it was still to come, it is not awaited any more."""
+    is_known = any(one.is_process(host, pid) for one in job.roster)
+    if job.phase is JobPhase.FAILED and not is_known and (host, pid) not in job.ending.latecomers:
+        job.ending.num_to_come -= 1
+
+
 def _of_who_stands_still(job: JobState, cause: FailureCause) -> FailureCause:
     """Who waited in vain is not to blame, but the worker that all wait for, where there is one."""
     rank = standing_still(view.status(job, job.now), cause.rank)

@@ -38,6 +38,7 @@ def register(job: JobState, node: int, new: Register) -> None:
 def _tell_latecomer(job: JobState, node: int, new: Register, cause: FailureCause) -> None:
     job.candidates.strangers.pop(node, None)
     job.ending.num_to_come -= 1
+    job.ending.latecomers.add((new.host, new.pid))
     job.accept(node, new)
     job.tell(node, Abort(cause))
 

@@ -84,9 +84,10 @@ def disconnect(job: JobState, node: int) -> None:
 
 def note_end(job: JobState, event: ToldByLauncher) -> None:
     """A process has ended for good. If it was one of ours, its stream may not tell us so."""
-    if not job.is_healthy:
-        return
     host, note = event.host, event.note
+    if not job.is_healthy:
+        ending.note_end(job, host, note.pid)
+        return
     worker = next((one for one in job.roster if one.is_process(host, note.pid)), None)
     cause = causes.ended(note.rank, host, note.pid, note.how, note.error)
     if job.phase is JobPhase.FORMING:

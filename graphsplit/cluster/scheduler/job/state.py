@@ -134,12 +134,14 @@ class Ending:
         is_stopping: Whether all workers were asked to end in order.
         leave_deadline: Until when everybody may leave.
         num_to_come: How many have yet to come, only to hear that the job has failed.
+        latecomers: Host and process id of those who came since, and heard it.
     """
 
     exit: Exit = field(default_factory=lambda: Exit(0))
     is_stopping: bool = False
     leave_deadline: float = 0.0
     num_to_come: int = 0
+    latecomers: set[tuple[str, int]] = field(default_factory=set)
 
 
 class JobState:
