@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kinds_of_loops
 import loops
 import pytest
 import several_networks
@@ -18,3 +19,8 @@ pytestmark = pytest.mark.usefixtures("threads_as_workers")
 )
 def test_a_loop_has_the_bits_of_one_process(loop: Loop, num_workers: int) -> None:
     assert_same_bits(loop, num_workers)
+
+
+@pytest.mark.parametrize("loop", kinds_of_loops.LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_that_does_more_has_them_too(loop: Loop) -> None:
+    assert_same_bits(loop, 3)
