@@ -69,11 +69,12 @@ def _stand_in(network: nn.Module, name: str) -> KeptValue:
     if name not in known:
         found = _NAME.fullmatch(name)
         label = name if found is None else found["label"].replace("·", ".")
-        buffer = torch.empty(0)
+        buffer, not_kept = torch.empty(0), "was left by another process"
         if found is not None and found["form"]:
+            not_kept = ""
             shape, strides = ast.literal_eval(found["form"].replace("] [", "], ["))
             buffer = torch.empty_strided(shape, strides, dtype=getattr(torch, found["dtype"]))
             if buffers_of(network).get(name) is None:
                 register(network, name, buffer.zero_())
-        known[name] = KeptValue.of(buffer, label)
+        known[name] = KeptValue.of(buffer, label, not_kept)
     return known[name]

@@ -187,13 +187,13 @@ class KeptTensors:
             and (identity in self._places or not may_be_a_buffer(one.first, one.place))
         }
         left = [item for one in places.values() for item in _left_in(one)]
-        names = self._named(left)
-        refusal = self._refusal(left, names)
+        not_kept = self._not_kept(left)
+        names = self._named([item for item in left if id(item.value) not in not_kept])
         wanted, unknown = self._wanted(left, names), self.unknown(noted)
         shared = [one for one in assigned.assigned() if not self._is_own(*one)]
-        if refusal is not None or wanted or unknown or shared:
+        if wanted or unknown or shared:
             put_all_back(noted.values())
-            raise refusal or KeepsTensorsError(wanted, unknown, shared)
+            raise KeepsTensorsError(wanted, unknown, shared)
         buffers = buffers_of(self._network)
         for item in left:
             name = names.get(id(item.value))
@@ -204,8 +204,9 @@ class KeptTensors:
             name = names.get(id(item.value))
             if name is not None:
                 final[id(item.value)] = self._stand_in(f"{self._prefix}{name}")
-            elif _has_symbols(item.value):
-                final[id(item.value)] = self._without_buffer(item.label)
+            elif id(item.value) in not_kept:
+                why = not_kept[id(item.value)]
+                final[id(item.value)] = self._without_buffer(item.label, why)
             else:
                 final[id(item.value)] = self.real_of(item.value)
         known = _places.setdefault(self._network, {}) if places else {}
@@ -237,10 +238,10 @@ class KeptTensors:
         """The tensor in places that hold a parameter or buffer, by its name below the root."""
         return self._stand_ins.get(name.removeprefix(self._prefix), self._state[name])
 
-    def _without_buffer(self, label: str) -> KeptValue:
-        """The stand-in of a tensor whose size differs from batch to batch: nobody may read it."""
+    def _without_buffer(self, label: str, why: str) -> KeptValue:
+        """The stand-in of a tensor that is not kept."""
         known = stand_ins_of(self._network)
-        return known.setdefault(f"{KEPT}{label}", KeptValue.of(torch.empty(0), label))
+        return known.setdefault(f"{KEPT}{label}", KeptValue.of(torch.empty(0), label, why))
 
     def _named(self, left: list[_Left]) -> dict[int, str]:
         """The buffer of each tensor that is left and is not itself state: one for each object."""
@@ -250,7 +251,7 @@ class KeptTensors:
             number = id(item.value)
             held = own.get(number, "")
             is_state = number in self._real and not held.startswith(KEPT)
-            if number in names or is_state or _has_symbols(item.value):
+            if number in names or is_state:
                 continue
             name = base = _name_of(item.label, item.value)
             count = 1
@@ -260,27 +261,32 @@ class KeptTensors:
             names[number] = name
         return names
 
-    def _refusal(self, left: list[_Left], names: Mapping[int, str]) -> CaptureError | None:
-        """Refuse views of state and of each other: a copy would not follow what they are of."""
+    def _not_kept(self, left: list[_Left]) -> dict[int, str]:
+        """The tensors that no buffer can hold, each with why: nobody may read them later.
+
+        A copy of a view would not follow what it is a view of.
+        """
         owners = {
-            storage_of(now): name
+            storage_of(now): name.removeprefix(self._prefix)
             for name, now in named_tensors(self._root).items()
             if not name.startswith(f"{self._prefix}{KEPT}")
         }
         first: dict[int, int] = {}
+        found: dict[int, str] = {}
         for item in left:
-            if id(item.value) not in names:
+            number = id(item.value)
+            if number in self._real:
                 continue
-            storage = storage_of(item.value)
-            other = first.setdefault(storage, id(item.value))
-            if storage in owners or other != id(item.value):
-                return CaptureError(
-                    f"network or loss keeps in {item.label} a view of "
-                    f"{owners.get(storage, 'another tensor that is kept')}; a later call would "
-                    f"read what was in there, not what is\n  {item.place.source}\n"
-                    f"  Fix: keep a copy (clone), or make the view where it is used."
-                )
-        return None
+            if item.value.layout is not torch.strided:
+                found[number] = "is not dense"
+            elif any(isinstance(size, torch.SymInt) for size in item.value.shape):
+                found[number] = "has another size in other batches"
+            else:
+                storage = storage_of(item.value)
+                if storage in owners or first.setdefault(storage, number) != number:
+                    base = owners.get(storage, "another tensor that is kept")
+                    found[number] = f"is a view of {base}: keep a copy (clone)"
+        return found
 
     def _wanted(self, left: list[_Left], names: Mapping[int, str]) -> dict[str, _Wanted]:
         """The buffers that are missing, or that must first get a value of the user's."""
@@ -379,6 +385,7 @@ def may_be_a_buffer(old: Any, place: Place) -> bool:
         place.module is not None
         and isinstance(old, torch.Tensor)
         and isinstance(new, torch.Tensor)
+        and new.layout is torch.strided
         and _look(old) == _look(new)
         and not old.requires_grad
         and not new.requires_grad
@@ -404,10 +411,6 @@ def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
     keys = frozen.keys or range(len(frozen.items))
     for key, item in zip(keys, frozen.items, strict=True):
         yield from _leaves(item, f"{label}[{key!r}]")
-
-
-def _has_symbols(tensor: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _look(tensor: torch.Tensor) -> str:

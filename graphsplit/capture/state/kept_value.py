@@ -14,6 +14,7 @@ from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.stand_ins import StandIn, without_memory
 
 _LABEL = "_graphsplit_label"
+_NOT_KEPT = "_graphsplit_not_kept"
 
 
 class KeptValue(StandIn):
@@ -24,11 +25,12 @@ class KeptValue(StandIn):
     }
 
     @staticmethod
-    def of(tensor: torch.Tensor, label: str) -> KeptValue:
-        """Make the one for a tensor that is kept in a place."""
+    def of(tensor: torch.Tensor, label: str, not_kept: str = "") -> KeptValue:
+        """Make the one for a tensor that is kept in a place, or why it is not kept."""
         made: Any = without_memory(tensor)
         made.__class__ = KeptValue
         setattr(made, _LABEL, label)
+        setattr(made, _NOT_KEPT, not_kept)
         return cast(KeptValue, made)
 
     def need_value(self, asked: str) -> None:
@@ -37,7 +39,14 @@ class KeptValue(StandIn):
         Raises:
             OwnershipError: Always.
         """
-        label = getattr(self, _LABEL)
+        label, not_kept = getattr(self, _LABEL), getattr(self, _NOT_KEPT)
+        if not_kept:
+            raise OwnershipError(
+                f"the tensor in {label} was there for one call, and is not kept (asked for by "
+                f"{asked}): it {not_kept}\n"
+                f"  Fix: return it beside the loss or the outputs; or keep a copy in a buffer "
+                f"(register_buffer)."
+            )
         raise OwnershipError(
             f"the value in {label} is kept with the network, and changes at every step: the script "
             f"cannot read it (asked for by {asked})\n"
