@@ -20,8 +20,10 @@ def step(number: int, *values: NotedValue, model: int = 1, torch: str = "g") -> 
     return Notes(What.STEP, model, number, (*loss, *values, generator("torch", torch)))
 
 
-def start(*values: NotedValue, random: str = UNTOUCHED) -> Notes:
-    return Notes(What.START, 1, 0, (*values, generator("torch", "g"), generator("random", random)))
+def start(*values: NotedValue, random: str = "r", is_used: bool = False) -> Notes:
+    form = "state" if is_used else UNTOUCHED
+    found = NotedValue(NoteKind.GENERATOR, "random", form, random)
+    return Notes(What.START, 1, 0, (*values, generator("torch", "g"), found))
 
 
 WEIGHT_A = value(NoteKind.PARAMETER, "a.weight")

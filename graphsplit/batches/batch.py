@@ -77,8 +77,9 @@ class Signature:
         return _SIZES.sub(_without_sizes, self.text)
 
 
-# One encoded tensor: {"t": ["float32", [4, 8], [8, 1]]}; a mask of nothing but ones: {"ones": ...}.
-_SIZES = re.compile(r'\{"(t|ones)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]\]\}')
+# One encoded tensor: {"t": ["float32", [4, 8], [8, 1]]}; a mask of nothing but ones: {"ones": ...};
+# one that a gradient is wanted of: {"grad": ...}.
+_SIZES = re.compile(r'\{"(t|ones|grad)": \["(\w+)", \[([\d, ]*)\], \[[\d, ]*\]\]\}')
 
 
 def _without_sizes(found: re.Match[str]) -> str:
@@ -93,12 +94,12 @@ def _quick_key(arguments: Arguments) -> tuple[Any, ...]:
     """Something cheap that is equal for equal signatures alone."""
     plain = _plain_tensors(arguments)
     if plain is not None:
-        return tuple([(t.dtype, t.shape, t.stride(), _is_ones(t)) for t in plain])
+        return tuple([(t.dtype, t.shape, t.stride(), t.requires_grad, _is_ones(t)) for t in plain])
     found, spec = pytree.tree_flatten(arguments)
     return (
         spec,
         *(
-            (leaf.dtype, leaf.shape, leaf.stride(), _is_ones(leaf))
+            (leaf.dtype, leaf.shape, leaf.stride(), leaf.requires_grad, _is_ones(leaf))
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), repr(*_encode(leaf).values()))
             for leaf in found
@@ -120,7 +121,7 @@ def _plain_tensors(arguments: Arguments) -> tuple[torch.Tensor, ...] | None:
 def _encode(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         meta = TensorMeta.of(value)
-        kind = "ones" if _is_ones(value) else "t"
+        kind = "ones" if _is_ones(value) else "grad" if value.requires_grad else "t"
         return {kind: [str(meta.dtype).removeprefix("torch."), meta.shape, meta.strides]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"v": value}
@@ -157,10 +158,10 @@ def _encode_key(key: Any) -> Any:
 
 def _decode(node: dict[str, Any], device: str) -> Any:
     ((kind, content),) = node.items()
-    if kind in ("t", "ones"):
+    if kind in ("t", "ones", "grad"):
         dtype, shape, strides = content
         made = torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device=device)
-        return made.fill_(kind == "ones")
+        return made.fill_(kind == "ones").requires_grad_(kind == "grad")
     if kind == "v":
         return content
     if kind == "r":

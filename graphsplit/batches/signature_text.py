@@ -64,7 +64,7 @@ class _Checker:
             self.refuse("expected one kind of value", node)
         ((kind, content),) = node.items()
         match kind, content:
-            case ("t" | "ones", [str(dtype), list(shape), list(strides)]):
+            case ("t" | "ones" | "grad", [str(dtype), list(shape), list(strides)]):
                 self._tensor(dtype, shape, strides)
             case "v", (None | bool() | int() | float() | str()):
                 return

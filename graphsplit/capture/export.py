@@ -51,7 +51,7 @@ from graphsplit.torch_ext.data_attribute import DataIsDetached
 from graphsplit.torch_ext.eager_mode import as_in_eager_mode
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.meta_functions import as_kernels_accept
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import STACK_TRACE_ANCHORS, pytree
 
 
 class _LossFunction(nn.Module):
@@ -62,7 +62,26 @@ class _LossFunction(nn.Module):
         self._function = function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        with _keeping_lines_of(self._function):
+            return self._function(*args, **kwargs)
+
+
+@contextmanager
+def _keeping_lines_of(function: Any) -> Iterator[None]:
+    """Let the operations of a function have its lines; otherwise only those of a ``forward`` do."""
+    while isinstance(function, partial):
+        function = function.func
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    anchor = (code.co_filename, code.co_name) if code is not None else ("", "")
+    is_new = anchor not in STACK_TRACE_ANCHORS
+    STACK_TRACE_ANCHORS.add(anchor)
+    try:
+        yield
+    finally:
+        if is_new:
+            STACK_TRACE_ANCHORS.discard(anchor)
 
 
 class _Step(nn.Module):
@@ -192,7 +211,10 @@ def _graph_of(
     if request.mode.records_gradients:
         keep_casts(graph_module.graph, _parameters(program, state))
     nodes, outputs, constants, state_names = build_nodes(
-        program, state=state, with_gradients=request.mode.records_gradients
+        program,
+        state=state,
+        with_gradients=request.mode.records_gradients,
+        inputs_with_grad=_inputs_with_grad(request),
     )
     return CapturedGraph(
         mode=request.mode,
@@ -260,6 +282,15 @@ def _only_recording(request: CaptureRequest) -> Iterator[None]:
         finally:
             torch.default_generator.set_state(generator_state)
             forget_fake_tensors()
+
+
+def _inputs_with_grad(request: CaptureRequest) -> tuple[int, ...]:
+    """The inputs that gradients flow into: of a network that the script calls."""
+    inputs = flatten_inputs(request.args, request.kwargs)
+    is_call = request.mode is Mode.CALL
+    return tuple(
+        i for i, one in enumerate(inputs) if is_call and getattr(one, "requires_grad", False)
+    )
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -230,7 +230,11 @@ class CapturedGraph:
         if self.mode is not Mode.CALL:
             return frozenset()
         found = {output.node for output in self.outputs if output.node is not None}
-        return frozenset(p for p in found if self.nodes[p].requires_grad)
+        return frozenset(
+            p
+            for p in found
+            if self.nodes[p].requires_grad and self.nodes[p].kind is not NodeKind.INPUT
+        )
 
     @property
     def has_gradients(self) -> bool:

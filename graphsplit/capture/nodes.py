@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,11 @@ _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeK
 
 
 def build_nodes(
-    program: ExportedProgram, *, state: Mapping[str, torch.Tensor], with_gradients: bool
+    program: ExportedProgram,
+    *,
+    state: Mapping[str, torch.Tensor],
+    with_gradients: bool,
+    inputs_with_grad: Collection[int] = (),
 ) -> tuple[
     tuple[Node, ...], tuple[Output, ...], dict[str, torch.Tensor], dict[int, tuple[str, ...]]
 ]:
@@ -45,12 +49,13 @@ def build_nodes(
         program: What ``torch.export`` returned, in-place operations already made explicit.
         state: Every parameter and buffer by qualified name, tied ones under each of their names.
         with_gradients: Whether gradients flow at all (train mode).
+        inputs_with_grad: The inputs that gradients flow into.
 
     Returns:
         The nodes in program order, the flattened outputs, the values of constants by node name,
         and for each state node all its qualified names.
     """
-    builder = NodeBuilder(program, state, with_gradients)
+    builder = NodeBuilder(program, state, with_gradients, inputs_with_grad)
     for fx_node in program.graph.nodes:
         builder.add(fx_node)
     return tuple(builder.nodes), builder.outputs, builder.constants, builder.state_names
@@ -60,7 +65,11 @@ class NodeBuilder:
     """Collects nodes in one pass over the graph."""
 
     def __init__(
-        self, program: ExportedProgram, state: Mapping[str, torch.Tensor], with_gradients: bool
+        self,
+        program: ExportedProgram,
+        state: Mapping[str, torch.Tensor],
+        with_gradients: bool,
+        inputs_with_grad: Collection[int] = (),
     ) -> None:
         self.nodes: list[Node] = []
         self.outputs: tuple[Output, ...] = ()
@@ -69,6 +78,7 @@ class NodeBuilder:
         self._program = program
         self._state = state
         self._with_gradients = with_gradients
+        self._inputs_with_grad = inputs_with_grad
         self._probe = Probe(grad_enabled=with_gradients)
         self._position: dict[FxNode, int] = {}
         self._roots = alias_roots(program.graph)
@@ -119,8 +129,12 @@ class NodeBuilder:
         meta = _meta(fx_node)
         if spec.kind is InputKind.USER_INPUT:
             target = str(self._num_inputs)
+            grad = self._num_inputs in self._inputs_with_grad
             self._num_inputs += 1
-            self._append(fx_node, Node(fx_node.name, NodeKind.INPUT, target, meta=meta))
+            made = Node(
+                fx_node.name, NodeKind.INPUT, target, meta=meta, requires_grad=grad, asks_grad=grad
+            )
+            self._append(fx_node, made)
         elif spec.kind in _STATE_KINDS:
             self._add_state(fx_node, _STATE_KINDS[spec.kind], str(spec.target), meta)
         elif spec.kind is InputKind.CONSTANT_TENSOR:

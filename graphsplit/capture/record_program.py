@@ -7,7 +7,7 @@ and the network recorded again. So one placed module more is one operation, on i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from graphsplit.capture.checkpoints import check_checkpoints, checkpoints_noted
 from graphsplit.capture.failures import explain, failing_module, is_of_packing, quiet_export
@@ -32,14 +32,8 @@ from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
 from graphsplit.capture.python.read_outside import refuse_reads_of_changed
 from graphsplit.capture.python.swallowed import Signals
-from graphsplit.capture.state.attributes import (
-    Attributes,
-    Key,
-    kept_tensors,
-    set_value,
-    value_at,
-)
-from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep, keep_attributes
+from graphsplit.capture.state.attributes import Attributes, Key
+from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep
 from graphsplit.capture.state.owned_tensors import make_buffers, written_attributes
 from graphsplit.capture.unrecordable_effects import (
     check_drawn_nothing,
@@ -93,17 +87,11 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
     """
     whole: list[nn.Module] = []
     buffers: list[Key] = []
-    attributes: set[Key] = set()
     kept: frozenset[Any] = frozenset()
     refused: CaptureError | None = None
     while True:
         try:
-            return replace(_checked(root, export, whole), buffers=tuple(buffers))
-        except _ReadsAttributesError as found:
-            if attributes.issuperset(found.keys):
-                raise kept_tensors(found.keys) from None
-            attributes.update(found.keys)
-            keep_attributes(root, found.keys)
+            return replace(_record(root, export, whole), buffers=tuple(buffers))
         except _ChangesTensorsError as found:
             make_buffers(dict(root.named_children()), found.keys)
             buffers += found.keys
@@ -150,58 +138,7 @@ class _ChangesTensorsError(Exception):
         self.keys = keys
 
 
-class _ReadsAttributesError(_ChangesTensorsError):
-    """One call leaves tensors in attributes, and the next one reads them."""
-
-
-def _checked(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
-    """Record, and see that nobody will read the tensors that forward leaves in attributes."""
-    recorded, tensors = _record(root, export, whole)
-    if tensors:
-        _check_not_read(root, export, whole, recorded.program, tensors)
-    return recorded
-
-
-def _check_not_read(
-    root: nn.Module,
-    export: Export,
-    whole: Collection[nn.Module],
-    program: ExportedProgram,
-    tensors: Mapping[Key, Any],
-) -> None:
-    """Record again with what was left, and see that it makes no difference."""
-    start = {key: value_at(root, key) for key in tensors}
-    try:
-        for key, value in tensors.items():
-            set_value(root, key, value)
-        again, _ = _record(root, export, whole, left=tensors)
-    except (CaptureError, _CannotBeTakenApartError, _ChangesTensorsError):
-        raise _ReadsAttributesError(tensors) from None
-    finally:
-        for key, value in start.items():
-            set_value(root, key, value)
-    if _text(again.program) != _text(program):
-        raise _ReadsAttributesError(tensors)
-
-
-def _text(program: ExportedProgram) -> str:
-    """All of a program in which another one may differ."""
-    modules = program.graph_module.modules()
-    code = [module.code for module in modules if isinstance(module, GraphModule)]
-    constants = [
-        f"{name} {value.tolist() if isinstance(value, torch.Tensor) else value!r}"
-        for name, value in program.constants.items()
-    ]
-    return "\n".join([*code, *constants])
-
-
-def _record(
-    root: nn.Module,
-    export: Export,
-    whole: Collection[nn.Module],
-    *,
-    left: Collection[Key] = (),
-) -> tuple[Recorded, dict[Key, Any]]:
+def _record(root: nn.Module, export: Export, whole: Collection[nn.Module]) -> Recorded:
     attributes = Attributes(root, [*marked_ones(root), *whole])
     recorder = OpaqueRecorder(root)
     export.watch.begin(root, lambda: recorder.is_inside)
@@ -210,15 +147,17 @@ def _record(
         with _recording(recorder, root, whole), attributes.noted(), Signals(recorder) as signals:
             program = _exported(export, network, signals)
     except NotLiftedError as error:  # what is left is made of values: only code that runs leaves it
-        loss_fn = getattr(root, "loss_fn", None)
-        if not isinstance(loss_fn, nn.Module) or loss_fn in whole:
+        if error.asked is None:
             raise
         refusal = CaptureError(
             f"network or loss keeps a number that comes from the values of a tensor (item, float) "
             f"in Python state; the captured graph would not ({error})\n"
             f"  Fix: keep it in a buffer, or keep the module around it whole with gs.opaque."
         )
-        raise _CannotBeTakenApartError(refusal, loss_fn) from None
+        module, loss_fn = _module_of(root, error.asked), getattr(root, "loss_fn", None)
+        if isinstance(loss_fn, nn.Module) and module in loss_fn.modules():
+            module = loss_fn
+        raise _CannotBeTakenApartError(refusal, module) from None
     finally:
         export.watch.put_back()  # first the containers themselves, then what they held
         attributes.put_back()
@@ -226,18 +165,13 @@ def _record(
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
     refuse_reads_of_changed(recorder.calls, export.watch.noted())
-    constants = program.constants.values()
-    replaced = [k for k in attributes.replaced_tensors(constants) if k not in left]
+    replaced = attributes.replaced_tensors()
     keys = replaced or written_attributes(program, root, export.watch.noted())
     if keys:
         raise _ChangesTensorsError(keys)
     if torch.is_grad_enabled():
         check_checkpoints(program.graph_module, _parameters(program, root))
-    if inside := attributes.replaced_inside(constants):
-        raise _ReadsAttributesError(inside)
-    return Recorded(
-        program, export.watch.state(recorder.modules.values())
-    ), attributes.left_tensors()
+    return Recorded(program, export.watch.state(recorder.modules.values()))
 
 
 def _remove_failed(graph_module: GraphModule) -> None:
@@ -313,6 +247,13 @@ def _check(program: ExportedProgram, root: nn.Module) -> None:
         try:
             check_known(node)
         except CaptureError as error:
-            stack = node.meta.get("nn_module_stack") or {}
-            path = str([*stack.values()][-1][0]) if stack else ""
-            raise _CannotBeTakenApartError(error, root.get_submodule(path)) from None
+            raise _CannotBeTakenApartError(error, _module_of(root, node)) from None
+
+
+def _module_of(root: nn.Module, node: Node) -> nn.Module:
+    """The innermost module whose code made a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str([*stack.values()][-1][0]) if stack else ""
+    top, _, inner = path.partition(".")
+    # While export records, its own root comes first.
+    return root.get_submodule(path if hasattr(root, top) else inner)

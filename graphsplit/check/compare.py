@@ -129,8 +129,8 @@ class _Seeds:
     """Which generators were seeded, as far as their states tell.
 
     Python and NumPy seed theirs with something else in every process, and libraries draw from them
-    while they are imported. Where the states of two processes were never equal after such a draw,
-    the script has not seeded the generator.
+    while they are imported. So states that are equal in all processes were seeded. Where they
+    never were when somebody drew, the script has not seeded the generator.
     """
 
     seeded: set[str] = field(default_factory=lambda: {TORCHS})
@@ -141,22 +141,22 @@ class _Seeds:
         for name, states in _states((expected, *found)).items():
             if name in self.seeded | self.unseeded:
                 continue
-            if len(states) > 1:
-                self.unseeded.add(name)
-            elif states != {UNTOUCHED}:
+            if len({state.digest for state in states}) == 1:
                 self.seeded.add(name)
+            elif any(state.form != UNTOUCHED for state in states):
+                self.unseeded.add(name)
 
     def counts(self, value: NotedValue) -> bool:
         """Whether a value is to be compared."""
-        return value.kind is not NoteKind.GENERATOR or value.name not in self.unseeded
+        return value.kind is not NoteKind.GENERATOR or value.name in self.seeded
 
 
-def _states(records: Iterable[Notes]) -> dict[str, set[str]]:
-    states: dict[str, set[str]] = {}
+def _states(records: Iterable[Notes]) -> dict[str, list[NotedValue]]:
+    states: dict[str, list[NotedValue]] = {}
     for record in records:
         for value in record.values:
             if value.kind is NoteKind.GENERATOR:
-                states.setdefault(value.name, set()).add(value.digest)
+                states.setdefault(value.name, []).append(value)
     return states
 
 
@@ -216,7 +216,8 @@ def _owned_later(records: Sequence[Notes], index: int) -> frozenset[tuple[NoteKi
     if record.what is not What.START:
         return None
     later = records[index + 1 :]
-    step = next((r for r in later if (r.what, r.model) == (What.STEP, record.model)), None)
+    trained = (r for r in later if r.what in (What.STEP, What.BATCH) and r.model == record.model)
+    step = next(trained, None)
     return frozenset(() if step is None else (value.key for value in step.values))
 
 
@@ -242,7 +243,7 @@ def _difference(
             for key, value in known.items()
             if key not in mine and value.kind not in LIVES_SOMEWHERE
         ]
-    if expected.what is What.STEP:
+    if expected.what in (What.STEP, What.BATCH):
         unequal += [
             Unequal(value, None)
             for key, value in known.items()

@@ -24,12 +24,14 @@ class Pinpoint:
         plain: The first operation of the plain loop whose result no worker had.
         by_gradient: Whether forward was the same, and ``found`` is the operation whose gradient
             is another one.
+        is_forward_same: Whether the operations were looked at, and all of them are the same.
     """
 
     found: Operation | None = None
     worker: int | None = None
     plain: Operation | None = None
     by_gradient: bool = False
+    is_forward_same: bool = False
 
 
 def pinpoint(
@@ -60,7 +62,9 @@ def pinpoint(
     if reading:
         worker, operation = reading[-1]
         return Pinpoint(operation, worker, by_gradient=True)
-    return Pinpoint(plain=missed[0] if missed else None)
+    if missed:
+        return Pinpoint(plain=missed[0])
+    return Pinpoint(is_forward_same=bool(forward))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ class What(Enum):
 
     START = "start"
     STEP = "training step"
+    BATCH = "forward_backward"
     EVAL = "eval"
     PREDICT = "predict"
 
@@ -46,9 +47,9 @@ LIVES_SOMEWHERE = frozenset(
 TORCHS = "torch"
 """The generator that ``gs.init()`` seeds where the script does not; nobody seeds the others."""
 
-UNTOUCHED = "as Python started"
-"""The digest of a generator that nobody seeds, while nobody has used it: Python starts it anew in
-each process."""
+UNTOUCHED = "as it was when the first Model was built"
+"""The form of a generator's state while nobody has used it since: where nobody seeds it, Python has
+started it anew in each process."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class Notes:
     Attributes:
         what: What was going on.
         model: Number of the Model in the script, from 1.
-        number: The number of the training step in the script, from 1; of a call of eval or predict
-            likewise; 0 for the start.
+        number: The number of the training step in the script, from 1; of a call of eval, predict or
+            forward_backward likewise; 0 for the start.
         values: What it held.
     """
 

@@ -33,13 +33,14 @@ class NoteRequest:
 
     Attributes:
         num_steps: After how many training steps it leaves the script.
-        operations_of: The training step whose operations are noted as well, from 1; 0: of none.
+        operations_of: The training step whose operations are noted as well, as a kind of note and
+            its number from 1; 0: of none.
         whole: Kind and name of a value whose elements are all noted; empty for none.
         survey_for: For how many workers all is to be found that a job would refuse; 0: for none.
     """
 
     num_steps: int
-    operations_of: int = 0
+    operations_of: tuple[str, int] = ("", 0)
     whole: tuple[str, str] = ("", "")
     survey_for: int = 0
 

@@ -13,13 +13,17 @@ from graphsplit.check.record import NotedValue, NoteKind, Notes, Operation, What
 _SHOWN = 3
 _GENERATORS = {"random": "Python's random", "numpy": "NumPy"}
 _OURS = (
-    "network, loss, loader and callbacks may look at nothing that is not the same in every run: a "
-    "rank, the clock, a file that is changed. If they do not, this is a fault of graphsplit: "
-    "please report it with this output."
+    "network, loss, loader and callbacks may look at nothing that is not the same in every run and "
+    "process: a rank, an environment variable, the clock, a file that is changed. If they do not, "
+    "this is a fault of graphsplit: please report it with this output."
 )
 _THREADS = (
     "let all processes use as many threads: set OMP_NUM_THREADS, and do not call "
     "torch.set_num_threads in some of them alone. Their number changes the bits of sums."
+)
+_ELSEWHERE = (
+    "  operation  none: all of forward is the same. It was changed by the optimizer or a hook, or",
+    "             between two steps: by the script, a callback or the data set",
 )
 _SEEDS = (
     "set the seeds of torch, random and numpy before the network is built, and let neither its "
@@ -56,7 +60,7 @@ def findings(comparison: RunComparison, *, asked: int) -> Findings:
             _told(
                 ["the script ended, and no gs.Model was trained: there are no steps to compare"],
                 compared,
-                "train a gs.Model in the script (train, train_step).",
+                "train a gs.Model in the script (train, train_step; after forward_backward, step).",
             ),
         )
     if comparison.num_steps < asked:
@@ -80,7 +84,8 @@ def nothing_to_compare(why: str) -> str:
     return _told(
         [f"the script {why}: there is nothing to compare"],
         "",
-        "check a script that trains a gs.Model (train, train_step).",
+        "check a script that trains a gs.Model (train, train_step, step). Loops of one's own "
+        "(gs.distribute) are not compared.",
     )
 
 
@@ -177,12 +182,14 @@ def _told(lines: list[str], compared: str, fix: str) -> str:
 def _compared(comparison: RunComparison) -> str:
     if comparison.num_values == 0:
         return ""
-    parts = [_count(comparison.num_steps, "training step")]
+    steps = _count(comparison.num_steps, "training step")
+    parts = [steps if comparison.num_steps else "all until the first training step"]
     if comparison.num_calls:
         parts.append(_count(comparison.num_calls, "call") + " of eval and predict")
     if comparison.num_models > 1:
         parts.append(_count(comparison.num_models, "Model"))
-    parts.append(f"{_count(comparison.num_values, 'value')} on {comparison.num_workers} worker(s)")
+    workers = _count(comparison.num_workers, "worker")
+    parts.append(f"{_count(comparison.num_values, 'value')} on {workers}")
     return ", ".join(parts)
 
 
@@ -219,15 +226,14 @@ def _origin(first: Unequal, where: Pinpoint) -> list[str]:
     operation = where.found or plain
     if operation is None:
         module = _module_of(first.value)
-        return [] if module is None else [f"  module     {module}"]
+        lines = [] if module is None else [f"  module     {module}"]
+        return [*lines, *_ELSEWHERE] if where.is_forward_same else lines
     lines = [f"  module     {operation.module or '(network)'}"]
     text = f"backward of {operation.target}" if where.by_gradient else _operation(operation)
     side = f" on worker {where.worker}" if where.worker is not None else ", plain loop"
     lines.append(f"  operation  {text}{side}{_at(operation)}")
     if where.found is not None and plain is not None:
-        lines.append(
-            f"  before it, no worker has the result of {plain.name} in the plain loop{_at(plain)}"
-        )
+        lines.append(f"  plain loop {plain.name} is the first that no worker has{_at(plain)}")
     return lines
 
 

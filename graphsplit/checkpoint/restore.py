@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphsplit.capture.graph import LOSS_PATH
+from graphsplit.capture.state.kept_names import is_kept_name, register_again
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
@@ -77,6 +78,8 @@ class NetworkLoader:
         self.problems: list[str] = []
         self._wanted: list[Wanted] = []
         if with_others:
+            sections = [source.values.get(name) for name in ("python", "attributes")]
+            register_again(task.network, sections)
             names = self._source.tensors["training"]
             _make_buffers_again(
                 task, {n.removeprefix(OTHERS) for n in names if n.startswith(OTHERS)}
@@ -114,7 +117,8 @@ class NetworkLoader:
         stored = {n for n in self._source.tensors["training"] if n.startswith(OTHERS)}
         for name, target in self._state.others.items():
             if f"{OTHERS}{name}" not in stored:
-                self.problems.append(f"missing: {name}")
+                if not is_kept_name(name):  # nothing stands for that one then
+                    self.problems.append(f"missing: {name}")
             else:
                 self._want(target, f"{OTHERS}{name}", "training")
         for name in sorted(stored - {f"{OTHERS}{n}" for n in self._state.others}):

@@ -199,10 +199,10 @@ class _Check:
         self, first: _Pass, comparison: RunComparison, difference: RunDifference, steps: int
     ) -> Findings:
         place, value = difference.record, difference.first.value
-        is_step = place.what is What.STEP
+        is_step = place.what in (What.STEP, What.BATCH)
         request = NoteRequest(
-            place.number if is_step else steps,
-            operations_of=place.number if is_step else 0,
+            place.number if place.what is What.STEP else steps,
+            operations_of=(place.what.name, place.number) if is_step else ("", 0),
             whole=(value.kind.value, value.name),
         )
         with _silent() as console:

@@ -18,7 +18,6 @@ from graphsplit.job.script import ModelCall
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
 from graphsplit.torch_ext.attributes import GRADIENT_HOOKS
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,6 +139,7 @@ class _Wanted:
         loop, steps = self.loop, self._steps()
         calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
         _refuse_spent(calls)
+        _refuse_split_sums(steps)
         reads = [step.graphsplit_read for step in steps if hasattr(step, "graphsplit_read")]
         totals: dict[int, torch.Tensor] = {}
         is_added_up = len(calls) > 1 or bool(reads) or self.inputs is not None
@@ -150,7 +150,6 @@ class _Wanted:
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
         with (
             loop.job.reporting(),
-            DisableTorchFunctionSubclass(),
             loop.adding_up(totals),
         ):
             held = [output.held for output in self.outputs]
@@ -255,6 +254,20 @@ def _refuse_spent(calls: Sequence[Call]) -> None:
             "  Fix: add the losses and call backward once, as in (first + second).backward(); or "
             "call the network again."
         )
+
+
+def _refuse_split_sums(steps: Sequence[Any]) -> None:
+    """Refuse a sum of gradients of a call's input that would begin outside the call."""
+    uses = Counter(following for step in steps for following in step.next_functions)
+    for step in steps:
+        for index, _ in getattr(getattr(step, "graphsplit_call", None), "sums_of_inputs", ()):
+            # Before the inputs that gradients flow into, there is the anchor.
+            if uses[step.next_functions[1 + index]] > 1:
+                raise ConfigurationError(
+                    "a distributed network uses an input several times, and the script uses it "
+                    "too: the gradients of such an input cannot be added up in eager's order\n"
+                    "  Fix: pass input.clone() to the network."
+                )
 
 
 def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> None:

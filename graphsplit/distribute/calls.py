@@ -11,8 +11,8 @@ from torch.autograd import Function
 
 from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
-from graphsplit.capture.graph import Mode
-from graphsplit.distribute.loop import Loop
+from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.shared_inputs import share_written
@@ -66,29 +66,69 @@ class Call:
         plan: Its plan.
         state: What forward has left for backward.
         is_spent: Whether backward has run.
+        entered: Inputs that gradients flow into, as the script gave them, by node.
     """
 
     network: NetworkCalls
     plan: ReadyPlan
     state: StepState
     is_spent: bool = field(default=False)
+    entered: dict[int, Any] = field(default_factory=dict)
 
-    def outputs(self, arguments: Arguments, loop: Loop) -> Any:
-        """The outputs, in the network's own structure; each value on the worker that made it."""
+    @property
+    def sums_of_inputs(self) -> list[tuple[int, int]]:
+        """Inputs whose gradient is a sum: its place among those that entered, and the node."""
+        plan = self.plan.plan
+        return [
+            (index, node)
+            for index, node in enumerate(self.entered)
+            if len(uses := plan.gradient_uses.get(node, ())) > 1
+            or any(node in plan.placed.graph.nodes[p].repeated for p, _ in uses)
+        ]
+
+    def outputs(self, given: Arguments, loop: Loop) -> Any:
+        """The outputs, in the network's own structure; each value on the worker that made it.
+
+        Args:
+            given: The arguments, as the script gave them.
+            loop: The workers.
+        """
         placed = self.plan.plan.placed
         graph, made = placed.graph, self.state.values[0]
         nodes = list(dict.fromkeys(o.node for o in graph.outputs if o.node is not None))
         nodes = [n for n in nodes if not graph.nodes[n].is_everywhere]
         found = [self._output(node, made, loop) for node in nodes]
+        arguments = leaves(given)
         if graph.has_gradients:
+            self.entered = {
+                position: arguments[int(node.target)]
+                for position, node in enumerate(graph.nodes)
+                if node.kind is NodeKind.INPUT and node.requires_grad
+            }
             anchor = torch.zeros((), requires_grad=True)
-            found = list(_called(self, loop, nodes, found, anchor))
+            entered = [v.held if isinstance(v, LoopValue) else v for v in self.entered.values()]
+            found = list(_called(self, loop, nodes, found, anchor, *entered))
         made.clear()
         values: dict[int, Any] = {
             node: LoopValue.of(tensor, placed.workers[node], loop)
             for node, tensor in zip(nodes, found, strict=True)
         }
-        return unflatten_outputs(graph, values, leaves(arguments), self.plan.numbers)
+        return unflatten_outputs(graph, values, arguments, self.plan.numbers)
+
+    def gradient_of_input(self, node: int, loop: Loop) -> torch.Tensor | None:
+        """The gradient of an input, where the input is: on its worker, or on all."""
+        if node not in self.plan.plan.gradient_sums:
+            return None
+        source, value = self.plan.plan.worker_of_sum(node), self.entered[node]
+        gradient = self.state.of_inputs.get(node)
+        told = "" if gradient is None else " ".join(["strides", *map(str, gradient.stride())])
+        strides = loop.group.share(told, source=source).split()[1:]
+        if (not told and loop.rank == source) or (not strides and value.dim()):
+            return None
+        held = gradient if gradient is not None else empty_as(value, tuple(map(int, strides)))
+        if isinstance(value, LoopValue):
+            return held if source == value.home else loop.move(held, source, value.home)
+        return loop.share(held, source)
 
     def _output(self, node: int, made: Mapping[int, Any], loop: Loop) -> torch.Tensor:
         graph, home = self.plan.plan.placed.graph, self.plan.plan.placed.workers[node]
@@ -112,6 +152,7 @@ class _Called(Function):
         nodes: Sequence[int],
         found: Sequence[torch.Tensor],
         anchor: torch.Tensor,
+        *entered: torch.Tensor,
     ) -> Any:
         ctx.graphsplit_call, ctx.loop, ctx.nodes = call, loop, nodes
         ctx.graphsplit_anchor = anchor
@@ -132,7 +173,8 @@ class _Called(Function):
         ctx.loop.totals_now()
         call.is_spent = True
         call.network.backward(call, given)
-        return None, None, None, None, None
+        inputs = [call.gradient_of_input(node, ctx.loop) for node in call.entered]
+        return None, None, None, None, None, *inputs
 
 
 _called: Callable[..., tuple[torch.Tensor, ...]] = _Called.apply

@@ -24,20 +24,25 @@ class Gradients:
 
     Args:
         parameters: The parameters, in order.
+        buffers: The buffers, which have none.
         owners: The owner of each.
         loop: The workers.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], owners: Mapping[int, int], loop: Loop
+        self,
+        parameters: Sequence[nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+        owners: Mapping[int, int],
+        loop: Loop,
     ) -> None:
         self._parameters = list(parameters)
         self._owners = owners
         self._loop = loop
         self._known: dict[int, LoopValue | None] = {}
         self._known_at = -1  # how many changes there were
-        for parameter in parameters:
-            enter_loop(parameter, InLoop(loop, owners[id(parameter)], self.of, parameter))
+        for tensor in (*parameters, *buffers):
+            enter_loop(tensor, InLoop(loop, owners[id(tensor)], self.of, tensor))
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""
@@ -45,7 +50,7 @@ class Gradients:
             with self._loop.job.reporting(), DisableTorchFunctionSubclass():
                 self._known = self._learn()
             self._known_at = self._loop.num_changes
-        return self._known[id(parameter)]
+        return self._known.get(id(parameter))
 
     def _learn(self) -> dict[int, LoopValue | None]:
         rank = self._loop.rank

@@ -58,6 +58,11 @@ class Loop:
         finally:
             self._totals = None
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self._totals is not None
+
     def totals_now(self) -> dict[int, torch.Tensor]:
         """Where the backward under way adds up gradients of parameters.
 
@@ -109,5 +114,8 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    made = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype)
-    return made.copy_(received)
+    for dim, stride in enumerate(meta.strides):
+        if stride == 0 and meta.shape[dim] > 1:  # an expanded tensor, as backward of a sum gives
+            received = received.narrow(dim, 0, 1)
+    made = torch.empty_strided(received.shape, meta.strides, dtype=meta.dtype)
+    return made.copy_(received).expand(meta.shape)

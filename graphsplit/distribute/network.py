@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,17 +19,19 @@ from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.steps import install, settle
-from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.values import LoopValue, as_value
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
-from graphsplit.optimizers.ownership import Residence
+from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
-from graphsplit.torch_ext.private import pytree
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
 _behind: weakref.WeakKeyDictionary[nn.Module, Distributed] = weakref.WeakKeyDictionary()
@@ -123,7 +126,7 @@ class Distributed:
         self.calls = NetworkCalls(task, job)
         self.kept: dict[str, Any] | None = None
         self._loop = Loop.of(job)
-        self._num_settled = -1
+        self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
 
     @contextmanager
@@ -141,14 +144,19 @@ class Distributed:
     def call(self, arguments: Arguments) -> Any:
         """Run the network once."""
         name = f"a call of {type(self._task.network).__name__}"
+        if self._loop.is_in_backward:
+            raise ConfigurationError(
+                f"{name} was made by a backward, as torch.utils.checkpoint does\n"
+                f"  Fix: use torch.utils.checkpoint inside the network's forward."
+            )
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
         given = pytree.tree_map(_plain, arguments)
         with self._as_itself():
             call = self.calls.forward(given)
-            self._settle()
-            return call.outputs(given, self._loop)
+            self._settle(call.plan.runner)
+            return call.outputs(pytree.tree_map(_original, arguments, given), self._loop)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""
@@ -168,33 +176,71 @@ class Distributed:
 
         return self._job.script.collective(ModelCall(name, inside))
 
-    def _settle(self) -> None:
-        """The first plan, or a later one, has fixed where parameters live."""
-        owners = self.calls.planner.owners
-        if len(owners) == self._num_settled:
+    def _settle(self, runner: ProgramRunner) -> None:
+        """A new plan has fixed where parameters live; some may be others than before."""
+        if runner in self._settled:
             return
-        self._num_settled = len(owners)
+        self._settled.add(runner)
+        owners = self.calls.planner.owners
         tensors = named_state(self._task.network, None)
-        job = self._job
-        residence = Residence(tensors, dict(owners), job.rank, job.num_workers)
+        self._take_note(tensors, dict(owners))
+
+    def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
+        job, network = self._job, self._task.network
+        residence = Residence(tensors, owners, job.rank, job.num_workers)
         settle(self._loop, str(id(self)), residence)
-        parameters = list(self._task.network.parameters())
-        self._gradients = Gradients(parameters, residence.owner_by_id(), self._loop)
+        by_id = residence.owner_by_id()
+        buffers = [buffer for buffer in network.buffers() if id(buffer) in by_id]
+        self._gradients = Gradients(list(network.parameters()), buffers, by_id, self._loop)
+
+    def copy(self, memo: dict[int, Any]) -> Any:
+        """A copy of the network, each tensor of which lives where the one before it does."""
+        network: Any = self._task.network
+        owners = self.calls.planner.owners
+        tensors = named_state(network, None)
+        with self._as_itself(), DisableTorchFunctionSubclass():
+            for name, tensor in tensors.items() if owners else ():
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = _copied(tensor, name, owners[name])
+            made: Any = network.__new__(type(network))
+            memo[id(network)] = made
+            made.__dict__.update(copy.deepcopy(network.__dict__, memo))
+        made.__class__ = type(network)
+        task = dataclasses.replace(self._task, network=made)
+        behind = _behind[made] = Distributed(task, self._job)
+        if owners:
+            copies = named_state(made, None)
+            self._job.owners.fix(copies, owners)
+            behind._take_note(copies, owners)
+        return made
+
+
+def _copied(tensor: torch.Tensor, name: str, owner: int) -> torch.Tensor:
+    """A copy of a parameter or buffer; of one that lives elsewhere a stand-in."""
+    value = torch.empty(tensor.shape, dtype=tensor.dtype) if is_elsewhere(tensor) else tensor
+    made = value.detach().clone(memory_format=torch.preserve_format)
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    if isinstance(tensor, StandIn):
+        free(made, name=name, owner=owner, strides=tensor.true_strides())
+    return made
 
 
 def _plain(value: Any) -> Any:
-    """An argument of a call, as all workers have it."""
+    """An argument of a call, as all workers have it; it says whether gradients flow into it."""
+    value = as_value(value)
     if not isinstance(value, torch.Tensor):
         return value
+    asks = torch.is_grad_enabled() and value.requires_grad
     if isinstance(value, LoopValue):
-        value = value.shared()
-    if torch.is_grad_enabled() and value.requires_grad:
-        raise ConfigurationError(
-            "a distributed network was given an input that requires a gradient; gradients do not "
-            "flow into its inputs yet\n"
-            "  Fix: pass value.detach(), or make both networks one module and distribute that."
-        )
-    return value
+        value = value.everywhere()
+    return value.detach().requires_grad_() if asks else value
+
+
+def _original(argument: Any, given: Any) -> Any:
+    """The argument as the script gave it, where a gradient is to flow into it."""
+    asks = isinstance(given, torch.Tensor) and given.requires_grad
+    return as_value(argument) if asks else given
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -235,12 +281,8 @@ class _Calls(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigurationError(_COMPILED)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise OwnershipError(
-            "copy.deepcopy of a distributed network: each worker has its own parameters only\n"
-            "  Fix: copy it before gs.distribute, and distribute both; or keep "
-            "net.state_dict(), which gathers all values."
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _behind[self].copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OwnershipError(

@@ -19,10 +19,10 @@ from torch.autograd import Function
 from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
-from graphsplit.optimizers.ownership import ElsewhereParameter, is_elsewhere
+from graphsplit.optimizers.ownership import Elsewhere, ElsewhereParameter, is_elsewhere
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedParameter
+from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
 
 _KEY = "_graphsplit_in_loop"
 _ATTRIBUTES: Any = TensorBase
@@ -43,18 +43,18 @@ class InLoop:
         parameter: The parameter.
     """
 
-    def __init__(self, loop: Loop, owner: int, gradient: Any, parameter: nn.Parameter) -> None:
+    def __init__(self, loop: Loop, owner: int, gradient: Any, parameter: torch.Tensor) -> None:
         self.loop, self.owner, self.gradient = loop, owner, gradient
         strides = parameter.true_strides() if isinstance(parameter, StandIn) else parameter.stride()
         # Elsewhere all that the script reads shares its counter of writes, as it does here.
         self.shape = empty_as(parameter, strides)
 
 
-def enter_loop(parameter: nn.Parameter, known: InLoop) -> None:
+def enter_loop(parameter: torch.Tensor, known: InLoop) -> None:
     """Let a parameter answer as a value of the script's loop."""
     setattr(parameter, _KEY, known)
-    kind = _InLoopElsewhere if is_elsewhere(parameter) else _InLoop
-    parameter.__class__ = kind
+    is_parameter = isinstance(parameter, nn.Parameter)
+    parameter.__class__ = _KINDS[is_parameter, is_elsewhere(parameter)]
 
 
 def in_loop(parameter: Any) -> InLoop | None:
@@ -111,17 +111,23 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
 
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The answer of a function of torch for a parameter in a loop."""
-    if func in _OF_GRADIENT:
+    if func in _OF_GRADIENT and not _is_inside(args[0]):
         return _gradient(func, args, sys._getframe(2).f_code in _ZERO_GRADS)
     if func not in StandIn.harmless:
         known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
         if not known.loop.job.depth:
             return _by_value(func, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, ElsewhereParameter):
+            if isinstance(leaf, Elsewhere):
                 leaf.need_value(getattr(func, "__name__", str(func)))
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _is_inside(parameter: torch.Tensor) -> bool:
+    """Whether graphsplit's own code looks at a parameter."""
+    known = in_loop(parameter)
+    return known is not None and known.loop.job.depth > 0
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,12 +182,13 @@ def _gradient(func: Any, args: tuple[Any, ...], is_zeroed: bool) -> Any:
         return func(*args)
 
 
-class _Answers(nn.Parameter):
-    """Methods of a parameter that are no functions of torch: they ask for its value."""
+class _Answers(torch.Tensor):
+    """Methods of a tensor in a loop that are no functions of torch: they ask for its value."""
 
-    def _everywhere(self) -> nn.Parameter:
-        value = _value_of(self).everywhere()
-        return nn.Parameter(value.clone(), self.requires_grad)
+    def _everywhere(self) -> torch.Tensor:
+        value = _value_of(self).everywhere().clone()
+        is_parameter = isinstance(self, nn.Parameter)
+        return nn.Parameter(value, self.requires_grad) if is_parameter else value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -192,7 +199,7 @@ class _Answers(nn.Parameter):
         return self._everywhere().__reduce_ex__(protocol)
 
 
-class _InLoop(_Answers, WatchedParameter):
+class _InLoop(_Answers, WatchedTensor, nn.Parameter):
     """A parameter that lives here, of a network that the script's own loop trains."""
 
     as_loop_value = _value_of
@@ -220,3 +227,39 @@ class _InLoopElsewhere(_Answers, ElsewhereParameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _answer(func, types, args, kwargs or {})
+
+
+class _BufferInLoop(_Answers, WatchedTensor):
+    """A buffer that lives here, of such a network."""
+
+    as_loop_value = _value_of
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _answer(func, types, args, kwargs or {})
+
+
+class _BufferInLoopElsewhere(_Answers, Elsewhere):
+    """A buffer that lives on another worker, of such a network."""
+
+    as_loop_value = _value_of
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self._everywhere())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _answer(func, types, args, kwargs or {})
+
+
+# By whether it is a parameter, and whether it lives elsewhere.
+_KINDS: dict[tuple[bool, bool], Any] = {
+    (True, False): _InLoop,
+    (True, True): _InLoopElsewhere,
+    (False, False): _BufferInLoop,
+    (False, True): _BufferInLoopElsewhere,
+}

@@ -118,12 +118,14 @@ class LoopValue(torch.Tensor):
         made._known, made._copies = None, {}
         return made
 
-    def _state(self) -> tuple[int, int]:
+    def _state(self) -> Any:
         """A mark that changes whenever the value may have been written to, on all workers alike."""
+        if self.held.is_inference():  # its writes are not counted
+            return object()
         return writes_of(self.held), self.loop.num_changes
 
-    _known: tuple[tuple[int, int], torch.Tensor] | None
-    _copies: dict[int, tuple[tuple[int, int], torch.Tensor]]
+    _known: tuple[Any, torch.Tensor] | None
+    _copies: dict[int, tuple[Any, torch.Tensor]]
 
     def everywhere(self) -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, without history; told once."""
@@ -300,12 +302,17 @@ def _needs_values(
         return True
     if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
         indices = pytree.tree_leaves(args[1])
-        if any(isinstance(i, LoopValue) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        if any(isinstance(i, LoopValue) and _is_number_or_mask(i) for i in indices):
             return True
     return any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
         for leaf in _written(name, args, kwargs)
     )
+
+
+def _is_number_or_mask(index: LoopValue) -> bool:
+    """Whether an index is a number, which indexing asks for, or says how many are taken."""
+    return index.dim() == 0 or index.dtype in (torch.bool, torch.uint8)
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

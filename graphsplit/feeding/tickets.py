@@ -2,10 +2,11 @@
 
 It is a message (see ``job.stream``) of its own kind, numbered by steps::
 
-    header | four numbers u32, lifted numbers f64 | news | zeros
+    header | five numbers u32, lifted numbers and settings f64 | news | zeros
 
 A ticket that brings nothing new says only which step it is for, checksums, and the numbers that a
-recording computes with. The first of its kind, and every other one, has news: ``News`` as JSON.
+recording and the optimizers compute with. The first of its kind, and every other one, has news:
+``News`` as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from graphsplit.job.stream import HEADER, TICKET
 from graphsplit.planning.announced import NOTHING_READ, PythonStep
 
 _STEP_BYTES = 512
-_NUMBERS = struct.Struct("<IIII")
+_NUMBERS = struct.Struct("<IIIII")
 _BEFORE_LIFTED = HEADER.size + _NUMBERS.size
 _GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
@@ -148,7 +149,8 @@ class Tickets:
                 **({} if shape is None else self._described(shape)),
             )
         numbers = checksum, previous_checksum, python.recording
-        data = ticket_of(self._step, news, *numbers, lifted=python.lifted)
+        floats = python.lifted, python.settings
+        data = ticket_of(self._step, news, *numbers, lifted=floats[0], settings=floats[1])
         self._shape = shape
         self._job.is_stopping |= is_last
         self._job.control.send_ticket(data, quiet=quiet)
@@ -188,11 +190,12 @@ class Tickets:
             numbers = _NUMBERS.unpack_from(data, HEADER.size)
         except struct.error as error:
             raise FrameError(f"{what}: {error}") from error
-        checksum, previous, recording, num_lifted = numbers
-        begin, end = _BEFORE_LIFTED + 8 * num_lifted, HEADER.size + size
+        checksum, previous, recording, num_lifted, num_settings = numbers
+        num_floats = num_lifted + num_settings
+        begin, end = _BEFORE_LIFTED + 8 * num_floats, HEADER.size + size
         if kind != TICKET or not begin <= end <= len(data):
-            raise FrameError(f"{what}: kind {kind}, {size} bytes, {num_lifted} of them numbers")
-        lifted = struct.unpack_from(f"<{num_lifted}d", data, _BEFORE_LIFTED)
+            raise FrameError(f"{what}: kind {kind}, {size} bytes, {num_floats} of them numbers")
+        floats = struct.unpack_from(f"<{num_floats}d", data, _BEFORE_LIFTED)
         if begin < end:
             text = data[begin:end].decode(errors="replace")
             news = read_record(News, text, what=what)
@@ -211,7 +214,7 @@ class Tickets:
             news.generator,
             ProcessStates(*news.process),
             news.loader_changed,
-            PythonStep(recording, lifted, news.changed),
+            PythonStep(recording, floats[:num_lifted], news.changed, floats[num_lifted:]),
         )
 
     def _learned(self, news: News, leader: int) -> BatchDescription | None:
@@ -256,10 +259,12 @@ def ticket_of(
     recording: int = 0,
     *,
     lifted: Sequence[float] = (),
+    settings: Sequence[float] = (),
 ) -> bytes:
     """A ticket, as it travels. Most are of one size: a channel is quicker with known ones."""
     told = b"" if news is None else records.to_text(news).encode()
-    body = _NUMBERS.pack(checksum, previous_checksum, recording, len(lifted))
-    body += struct.pack(f"<{len(lifted)}d", *lifted) + told
+    numbers = checksum, previous_checksum, recording, len(lifted), len(settings)
+    floats = *lifted, *settings
+    body = _NUMBERS.pack(*numbers) + struct.pack(f"<{len(floats)}d", *floats) + told
     data = HEADER.pack(TICKET, step, len(body)) + body
     return data.ljust(-(-len(data) // _STEP_BYTES) * _STEP_BYTES, b"\0")

@@ -26,6 +26,7 @@ from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import guard_state
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.partial_norm import Share
+from graphsplit.optimizers.settings import Settings
 from graphsplit.partition.reduction import REDUCTION_DTYPE
 from graphsplit.torch_ext.attributes import GROWTH
 
@@ -105,6 +106,7 @@ class Updater:
     Attributes:
         on_gradients: Called when the owned gradients are complete and unscaled, before clipping.
         last_norm: The norm of all gradients at the last clipping; None before, and without it.
+        settings: The optimizers' settings, as workers compare them.
         loss_scale: The factor of the loss that the script has chosen, applied before backward.
     """
 
@@ -115,6 +117,7 @@ class Updater:
         self.loss_scale = 1.0
         self._parameters = tuple(parameters)
         self._optimizers = [_guarded(optimizer) for optimizer in rules.optimizers]
+        self.settings = Settings(rules.optimizers)
         self._owners: tuple[int, ...] = ()
         self._share: Share | None = None
 
@@ -123,6 +126,7 @@ class Updater:
         self.rules = rules
         self._parameters = tuple(parameters)
         self._optimizers = [_guarded(optimizer) for optimizer in rules.optimizers]
+        self.settings = Settings(rules.optimizers)
 
     def settle(self, residence: Residence) -> None:
         """Take note of where every parameter lives."""

@@ -105,9 +105,8 @@ class _Partitioner:
                 self._add_value_edge(value, worker)
         self._add_generator_edges()
         self._add_process_generator_edges()
-        workers = self.workers
         sums = {
-            v: self._sum_terms(v, order, workers[v])
+            v: self._sum_terms(v, order, self._worker_of_sum(v))
             for v, order in sorted(self.gradients.sums.items())
         }
         seeds = {
@@ -227,6 +226,12 @@ class _Partitioner:
                     Edge(len(self.edges), EdgeKind.GRADIENT, value, worker, destination, meta, part)
                 )
         return tuple(terms)
+
+    def _worker_of_sum(self, value: int) -> int:
+        """See ``PartitionPlan``."""
+        found = (c for c in self.gradients.contributions if c.value == value)
+        is_input = self.workers[value] == EVERYWHERE
+        return self._worker_of(next(found)) if is_input else self.workers[value]
 
     def _worker_of(self, contribution: Contribution) -> int:
         return self.segmentation.segments[contribution.segment].worker

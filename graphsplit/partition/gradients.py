@@ -148,6 +148,8 @@ def _home(placed: PlacedGraph, segmentation: Segmentation, value: int, uses: lis
     """
     if placed.graph.nodes[value].kind is NodeKind.OPERATION:
         return segmentation.segment_of[value]
+    if placed.graph.nodes[value].kind is NodeKind.INPUT:
+        return -1
     segments = {segmentation.segment_of[position] for position, _ in uses}
     home = segments.pop()
     is_owner = segmentation.segments[home].worker == placed.workers[value]

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
-from graphsplit.placement.resolve import PlacedGraph
+from graphsplit.placement.resolve import EVERYWHERE, PlacedGraph
 from graphsplit.tensor_meta import TensorMeta
 
 
@@ -199,6 +199,12 @@ class PartitionPlan:
     def num_workers(self) -> int:
         """Size of the cluster."""
         return self.placed.num_workers
+
+    def worker_of_sum(self, value: int) -> int:
+        """Where the gradients of a value are added up: where it lives, or its first leaf."""
+        worker = self.placed.workers[value]
+        first = (c.segment for c in self.contributions if c.value == value)
+        return worker if worker != EVERYWHERE else self.segments[next(first)].worker
 
     def segments_of(self, worker: int) -> tuple[Segment, ...]:
         """A worker's segments in forward order."""

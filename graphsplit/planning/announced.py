@@ -26,23 +26,25 @@ class PythonStep:
         recording: The number of the recording that holds, plus one; 0 where none does.
         lifted: The lifted numbers.
         changed: Names and values of what has changed since the last recording, where none holds.
+        settings: Numbers of the optimizers' settings, for a step of training.
     """
 
     recording: int = 0
     lifted: tuple[float, ...] = ()
     changed: tuple[tuple[str, str], ...] = ()
+    settings: tuple[float, ...] = ()
 
     @classmethod
-    def without(cls, changed: Sequence[Failure]) -> PythonStep:
+    def without(cls, changed: Sequence[Failure], settings: tuple[float, ...]) -> PythonStep:
         """The message where no recording holds."""
         told = tuple((f.place.label[:200], shown(f.new)) for f in changed[:_MAX_TOLD])
-        return cls(changed=told)
+        return cls(changed=told, settings=settings)
 
     def agrees_with(self, other: PythonStep) -> bool:
         """Whether both run the same recording with the same numbers, or both make one."""
-        return self.recording == other.recording and (
-            self.recording == 0 or _same_numbers(self.lifted, other.lifted)
-        )
+        if self.recording != other.recording or not _same_numbers(self.settings, other.settings):
+            return False
+        return self.recording == 0 or _same_numbers(self.lifted, other.lifted)
 
 
 NOTHING_READ = PythonStep()
@@ -56,6 +58,7 @@ def compare(
     mode: Mode,
     labels: Sequence[str],
     changed: Sequence[Failure],
+    settings: Callable[..., list[str]],
 ) -> None:
     """Refuse a step before which the Python of two workers went different ways.
 
@@ -66,6 +69,7 @@ def compare(
         mode: Train, eval or predict.
         labels: Names of the lifted numbers here.
         changed: What has changed here since the recording that was used last.
+        settings: Says which settings differ, by the numbers of both, and the ranks.
 
     Raises:
         PlanMismatchError: They did; names the places that differ, with both values.
@@ -91,10 +95,11 @@ def compare(
             f"{label} is {theirs} on worker {leader}, and has not changed on worker {rank}"
             for label, theirs in told.items()
         ]
+    lines += settings(mine.settings, leaders.settings, ranks)
     # In the first line, which all workers and the scheduler tell.
     differing = "; ".join(lines) or "they have seen other states before"
     raise PlanMismatchError(
-        f"the Python values that network or loss read differ before a {mode.value} step of workers "
+        f"the Python values that a step depends on differ before a {mode.value} step of workers "
         f"{leader} and {rank}: {differing}\n"
         f"  Fix: let the script change them on every worker alike; what differs by right must not "
         f"decide what network and loss compute."

@@ -1,8 +1,8 @@
 """Plain attributes and marks of parameters, as a save keeps them of a run.
 
-Attributes of the network's modules and of the loss, and ``requires_grad``, decide what a step
-computes. The script makes them as they are before the first call; a save holds those that have
-changed since, and a load puts the others back to that.
+Attributes of the network's modules and of the loss (numbers, texts, tensors, containers of them),
+and ``requires_grad``, decide what a step computes. The script makes them as they are before the
+first call; a save holds those that have changed since, and a load puts the others back to that.
 """
 
 from __future__ import annotations
@@ -10,13 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.guards.classes import own_dictionary
-from graphsplit.guards.values import MISSING, freeze, is_plain, put_into, reference_of, same, thaw
+from graphsplit.guards.values import (
+    MISSING,
+    any_leaf,
+    freeze,
+    is_plain,
+    put_into,
+    reference_of,
+    same,
+    thaw,
+    with_leaves,
+)
 from graphsplit.planning.python_values import can_be_written
 from graphsplit.planning.task import Task
 from graphsplit.planning.trainable import put_requires_grad
+from graphsplit.torch_ext.attributes import writes_of
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _OTHERS = ("__", "_graphsplit")  # of Python, and marks that the script gives
@@ -33,20 +46,28 @@ class PlainState:
         self._task = task
         self._first: dict[str, Any] | None = None  # frozen values, by name
         self._first_marks: dict[str, bool] = {}
+        self._writes: dict[int, int] = {}  # by the identity of a tensor in there
 
     def begin(self) -> None:
         """The first call of the Model: what changes from now on belongs to the run."""
         if self._first is None:
             self._first, self._first_marks = self._attributes(), self._marks()
+            for value in self._first.values():
+                any_leaf(value, self._note_writes)
+
+    def _note_writes(self, leaf: Any) -> bool:
+        if _is_tensor(leaf):
+            self._writes[id(leaf)] = writes_of(leaf)
+        return False
 
     def saved(self) -> dict[str, Any]:
-        """All that has changed since ``begin``: plain values, by name."""
+        """All that has changed since ``begin``: plain values and tensors, by name."""
         self.begin()
         first, now = self._first or {}, self._attributes()
         changed = {
             name: thaw(value)
             for name, value in now.items()
-            if not same(first.get(name, MISSING), reference_of(value))
+            if not same(first.get(name, MISSING), reference_of(value)) or self._is_written_to(value)
         }
         marks = self._marks()
         return {
@@ -63,16 +84,19 @@ class PlainState:
         self.begin()
         given, gone = saved.get("attributes") or {}, saved.get("gone") or ()
         values = {name: value for name, value in (self._first or {}).items() if name not in gone}
-        values |= {name: freeze(v) for name, v in given.items() if can_be_written(v)}
+        network = self._task.network
+        found = {name: freeze(value) for name, value in given.items()}
+        written = {n: v for n, v in found.items() if can_be_written(thaw(_without_tensors(v)))}
+        values = {n: with_stand_ins(v, network) for n, v in {**values, **written}.items()}
         changed: list[str] = []
         for path, held, kind in self._holders():
-            for name in [n for n in held if f"{path}.{n}" in gone and _is_kept(n, held[n])]:
+            for name in [n for n in held if f"{path}.{n}" in gone and self._is_saved(n, held[n])]:
                 del held[name]
                 changed.append(f"{path}.{name}")
             for name, value in _below(path, values):
                 there = held.get(name, MISSING)
                 is_free = there is MISSING and not hasattr(kind, name)
-                if (is_free or _is_kept(name, there)) and not same(value, there):
+                if (is_free or self._is_saved(name, there)) and not same(value, there):
                     held[name] = put_into(value, there)
                     changed.append(f"{path}.{name}")
         marks = {**self._first_marks, **(saved.get("requires_grad") or {})}
@@ -87,11 +111,29 @@ class PlainState:
 
     def _attributes(self) -> dict[str, Any]:
         return {
-            f"{path}.{name}": freeze(value)
+            f"{path}.{name}": self._written(value)
             for path, held, _ in self._holders()
             for name, value in held.items()
-            if _is_kept(name, value)
+            if self._is_saved(name, value)
         }
+
+    def _written(self, value: Any) -> Any:
+        return with_names(freeze(value), self._task.network)
+
+    def _is_saved(self, name: Any, value: Any) -> bool:
+        if not _is_users(name) or value is MISSING:
+            return False
+        written = _without_tensors(self._written(value))
+        return is_plain(written) and can_be_written(thaw(written))
+
+    def _is_written_to(self, value: Any) -> bool:
+        """Whether a tensor in a snapshot is new, or was modified since the first call."""
+        return any_leaf(
+            value,
+            lambda leaf: (
+                type(leaf) is torch.Tensor and self._writes.get(id(leaf)) != writes_of(leaf)
+            ),
+        )
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any], type]]:
         """The dictionaries of attributes, each with its name and the class of its object."""
@@ -112,16 +154,22 @@ class PlainState:
         return {name: parameter.requires_grad for name, parameter in self._parameters()}
 
 
-def _is_kept(name: Any, value: Any) -> bool:
-    is_ours = type(name) is str and name.isidentifier() and not name.startswith(_OTHERS)
-    if not is_ours or name in _OF_TORCH or value is MISSING:
-        return False
-    return is_plain(freeze(value)) and can_be_written(value)
+def _without_tensors(frozen: Any) -> Any:
+    return with_leaves(frozen, lambda leaf: None if _is_tensor(leaf) else leaf)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    """Whether this is a tensor with a value here, and no parameter."""
+    return type(leaf) is torch.Tensor
+
+
+def _is_users(name: Any) -> bool:
+    is_name = type(name) is str and name.isidentifier() and not name.startswith(_OTHERS)
+    return is_name and name not in _OF_TORCH
 
 
 def _below(path: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         holder, _, key = name.rpartition(".")
-        is_ours = key.isidentifier() and not key.startswith(_OTHERS) and key not in _OF_TORCH
-        if holder == path and is_ours:
+        if holder == path and _is_users(key):
             yield key, value

@@ -176,9 +176,11 @@ class Planner:
         self.begin_step(mode)
         found = self.recordings.find(mode, signature, ahead)
         self._found = (mode, signature, found)
+        rates = self.updater.settings.numbers() if mode is Mode.TRAIN else ()
         if found is None:
-            return PythonStep.without(self.recordings.changed(mode, signature))
-        return PythonStep(found.recording.number + 1, tuple(map(float, found.lifted)))
+            return PythonStep.without(self.recordings.changed(mode, signature), rates)
+        lifted = tuple(map(float, found.lifted))
+        return PythonStep(found.recording.number + 1, lifted, settings=rates)
 
     def check_python_step(
         self,
@@ -213,6 +215,7 @@ class Planner:
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
             changed=self.recordings.changed(mode, signature),
+            settings=self.updater.settings.differing,
         )
 
     def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Match:
@@ -229,7 +232,8 @@ class Planner:
             found = looked[2]
         if found is None:
             self._renew()
-            say_begun(self._job.rank, "capturing", mode)
+            why_again = self.recordings.why_again(mode, signature)
+            say_begun(self._job.rank, "capturing", mode, why_again)
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
@@ -333,7 +337,7 @@ class Planner:
                 note(),
                 describe_plan(plan),
                 describe_programs(programs),
-                describe_optimizers(self._task),
+                describe_optimizers(self._task) if mode is Mode.TRAIN else "",
                 f"signature {recording.signature.text}",
             ]
         )

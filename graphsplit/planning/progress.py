@@ -7,16 +7,18 @@ from graphsplit.logs import say
 from graphsplit.partition.plan import PartitionPlan
 
 
-def say_begun(rank: int, doing: str, mode: Mode) -> None:
+def say_begun(rank: int, doing: str, mode: Mode, why_again: str = "") -> None:
     """Say what begins. ``graphsplit run`` shows it on a terminal while it lasts.
 
     Args:
         rank: This worker.
         doing: ``"capturing"`` or ``"planning"``.
         mode: Whose step it is done for.
+        why_again: What is other than before, where there was such a step; else empty.
     """
     if rank == 0:
-        say(f"{doing} the {mode.value} step", event=doing)
+        again = f" again: {why_again}" if why_again else ""
+        say(f"{doing} the {mode.value} step{again}", event=doing)
 
 
 def say_planned(rank: int, plan: PartitionPlan, *, is_compiled: bool) -> None:

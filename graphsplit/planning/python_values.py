@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphsplit.capture.state.kept_names import with_names, with_stand_ins
 from graphsplit.errors import StateError
 from graphsplit.guards.named_places import place_named
 from graphsplit.guards.places import Place
@@ -98,7 +99,7 @@ class PythonValues:
         found = []
         for key, known in self._known.items():
             place, value = known.place, known.place.read()
-            frozen = freeze(value)
+            frozen = with_names(freeze(value), self._task.network)
             if same(known.first, value):
                 continue
             again = self._named(*known.name)
@@ -126,7 +127,8 @@ class PythonValues:
                 raise StateError(f"{label} is in a snapshot, and was not found here")
             # One that was not read here yet has no value that is known to be its first.
             self._known.setdefault(place.identity, _Known(place, _UNKNOWN, loss))
-            values[place.identity] = freeze(value) if is_there else MISSING
+            frozen = with_stand_ins(freeze(value), self._task.network)
+            values[place.identity] = frozen if is_there else MISSING
         self.put(values)
 
     def note_put(self, labels: Iterable[str]) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from operator import is_
 from typing import Any
 
@@ -27,7 +28,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
-from graphsplit.frames import warn_users
+from graphsplit.frames import short_path, warn_users
 from graphsplit.guards.changes import Computed, value_of
 from graphsplit.guards.check import Failure
 from graphsplit.guards.places import Place, PlaceKind
@@ -56,6 +57,7 @@ class Recording:
         plans: The number of the recording whose plans it shares: its own, or that of an earlier one
             with the same graph.
         changed: The places that were not as they had been when it was made.
+        num_checked: How many steps it was used for, where steps are recorded again now and then.
     """
 
     number: int
@@ -67,6 +69,7 @@ class Recording:
     tensors: tuple[torch.Tensor, ...]
     plans: int = -1
     changed: tuple[Failure, ...] = ()
+    num_checked: int = 0
     _leaves: dict[str, list[Any]] = field(default_factory=dict)
     _numbers: dict[str, Mapping[str, Any] | None] = field(default_factory=dict)
 
@@ -126,7 +129,7 @@ class Recordings:
         self._circumstances = circumstances
         self._tensors = tensors
         self._latest: list[Recording] = []  # the one that was used last comes first
-        self._num_made = self._num_checked = 0
+        self._num_made = 0
         self._num_lifts: Counter[str] = Counter()
         self._num_changes: Counter[tuple[Mode, str, str]] = Counter()
         self._counts_before = self._num_lifts, self._num_changes  # the recording made last
@@ -184,6 +187,17 @@ class Recordings:
         before = self._before(mode, signature)
         return before.graph.state.guards.failures() if before is not None else []
 
+    def why_again(self, mode: Mode, signature: Signature) -> str:
+        """Why a step that was recorded is to be recorded once more; empty if it never was."""
+        former = [recording for recording in self._latest if recording.mode is mode]
+        if not former:
+            return ""
+        if all(recording.signature != signature for recording in former):
+            return "the batch has other shapes or dtypes"
+        changed = self.changed(mode, signature)
+        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+        return f"{changed[0]}{more}" if changed else "what is trained, or the loss, is another"
+
     def make(self, mode: Mode, signature: Signature) -> Match:
         """Record the step as it is now. All workers do so at the same point.
 
@@ -237,27 +251,33 @@ class Recordings:
         ]
 
     def check_again(self, found: Match, every: int) -> None:
-        """Every so many steps, record a step once more.
+        """Every so many steps of a recording, record the step once more.
+
+        Counted apart: where training and evaluation take turns, each has its turn.
 
         Raises:
             StaleGraphError: That gives another graph, which must not be.
         """
-        self._num_checked += 1
-        if self._num_checked % every:
-            return
         recording = found.recording
+        recording.num_checked += 1
+        if recording.num_checked % every:
+            return
         again = self._record(recording.mode, recording.signature, ())
-        old = canonical_text(recording.graph, found.lifted, recording.signature)
-        new = canonical_text(again, ())
+        old = _canonical_lines(recording.graph, found.lifted, recording.signature)
+        new = _canonical_lines(again, ())
         if old == new:
             return
-        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
-        told = (f"{a!r} was {b!r} before" for b, a in pairs if a != b)
+        pairs = list(zip_longest(old, new, fillvalue=("nothing", "nothing")))
+        told = next(
+            (f"{now} was {was}" for (_, was), (_, now) in pairs if now != was),
+            next(f"{now!r} was {was!r}" for (was, _), (now, _) in pairs if now != was),
+        )
         raise StaleGraphError(
-            f"GS_RECAPTURE_EVERY={every}: the step gives another graph than the one that runs, "
-            f"though nothing that its code was seen to read has changed:\n"
-            f"  {next(told, 'it has other lines')}\n"
-            f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
+            f"GS_RECAPTURE_EVERY={every}: the {recording.mode.value} step gives another graph than "
+            f"the one that runs, though nothing that its code was seen to read has changed\n"
+            f"  {told}\n"
+            f"  Fix: keep what this line reads in an attribute, or in a buffer; or keep the code "
+            f"that reads it whole with gs.opaque."
         )
 
     # Making.
@@ -406,36 +426,46 @@ def canonical_text(
     graph: CapturedGraph, lifted: Sequence[Any], signature: Signature | None = None
 ) -> str:
     """A graph as text, with numbers in place of the nodes that give them."""
+    return "\n".join(line for line, _ in _canonical_lines(graph, lifted, signature))
+
+
+def _canonical_lines(
+    graph: CapturedGraph, lifted: Sequence[Any], signature: Signature | None = None
+) -> list[tuple[str, str]]:
+    """The lines of the text, each with what is told of it to a person."""
     numbers: Mapping[str, Any] = {}
     if graph.sizes is not None and lifted:
         known = leaves(signature.example("meta")) if signature is not None else []
         symbols = graph.sizes.bind(known, lifted) if signature is not None else None
         numbers = graph.sizes.compute(symbols) if symbols is not None else {}
     shown_as: dict[int, str] = {}
-    lines: list[str] = []
+    lines: list[tuple[str, str]] = []
     for position, node in enumerate(graph.nodes):
         if node.kind is NodeKind.NUMBER and node.name in numbers:
             shown_as[position] = repr(numbers[node.name])
             continue
         shown_as[position] = f"%{len(lines)}"
         arguments = re.sub(r"%(\d+)", lambda m: shown_as[int(m[1])], node.arguments)
-        lines.append(
+        line = (
             f"{node.kind.value} {node.target}({arguments}) {node.meta} {node.module_path} "
             f"{node.source} {node.annotation} {node.region} {node.requires_grad} {node.is_random} "
             f"{node.changes_inputs} {[shown_as[p] for p in node.runs_after]}"
         )
-    lines += graph.code_of_branches()
-    lines += [
-        f"constant {name} {value.detach().cpu().reshape(-1).tolist()}"
-        for name, value in sorted(graph.constants.items())
+        where = f", {short_path(node.source)}" if node.source else ""
+        lines.append((line, f"{node.target}({arguments}){where}"))
+    others = [
+        *graph.code_of_branches(),
+        *(
+            f"constant {name} {value.detach().cpu().reshape(-1).tolist()}"
+            for name, value in sorted(graph.constants.items())
+        ),
+        *(
+            f"leaves {change.place.label} {_text_of(change.new, lifted)}"
+            for change in graph.changes
+        ),
+        *(repr(out.constant) if out.node is None else shown_as[out.node] for out in graph.outputs),
     ]
-    lines += [
-        f"leaves {change.place.label} {_text_of(change.new, lifted)}" for change in graph.changes
-    ]
-    lines += [
-        repr(out.constant) if out.node is None else shown_as[out.node] for out in graph.outputs
-    ]
-    return "\n".join(lines)
+    return [*lines, *((line, line) for line in others)]
 
 
 def _text_of(new: Any, lifted: Sequence[Any]) -> str:

@@ -46,6 +46,7 @@ class StepState:
         given: Gradients of outputs that came from outside the graph, by node.
         totals: Where calls under one backward add up their gradients: by a parameter's id, what the
             later calls have given; None where each adds to ``.grad``.
+        of_inputs: Gradients of the graph's inputs that are added up on this worker, by node.
     """
 
     step: int
@@ -62,3 +63,4 @@ class StepState:
     partials: dict[int, torch.Tensor] = field(default_factory=dict)
     given: Mapping[int, Gradient] = field(default_factory=dict)
     totals: dict[int, torch.Tensor] | None = None
+    of_inputs: dict[int, Gradient] = field(default_factory=dict)

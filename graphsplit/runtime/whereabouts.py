@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from graphsplit.capture.graph import Node
 from graphsplit.errors import StepFailedError
 from graphsplit.frames import short_path
@@ -96,5 +98,11 @@ def step_failed(
             operation=node.name,
             module=node.module_path,
             source=short_path(node.source),
+        )
+    # The values decide over this one, so the code around may expect it.
+    if isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+        lines.append(
+            "  Fix: a captured graph catches no errors; if the code around catches this one (to "
+            "try again with jitter), keep that code whole with gs.opaque."
         )
     return StepFailedError("\n".join(lines), location=found)

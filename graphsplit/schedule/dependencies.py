@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import PartitionPlan, SumTerm
 
 
@@ -83,7 +84,7 @@ def _accumulate(plan: PartitionPlan) -> dict[int, frozenset[int]]:
     return {
         value: frozenset(_contributing(plan, terms))
         for value, terms in plan.gradient_sums.items()
-        if nodes[value].is_state
+        if nodes[value].kind is not NodeKind.OPERATION
     }
 
 

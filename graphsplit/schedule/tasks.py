@@ -65,7 +65,7 @@ class Tasks:
         """The worker that does it."""
         opcode, operand = task
         if opcode is Opcode.ACCUMULATE:
-            return self.plan.placed.workers[operand]
+            return self.plan.worker_of_sum(operand)
         return self.plan.segments[operand].worker
 
     def followers(self) -> dict[Task, list[tuple[Task, int]]]:

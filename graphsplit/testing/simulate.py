@@ -27,6 +27,7 @@ from graphsplit.batches.batch import Arguments, Signature, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.state.attributes import plain_attributes
+from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, PlanMismatchError
@@ -81,7 +82,7 @@ class Captures:
             if moved.state.guards.hold():
                 return moved
         graph = capture_graph(task, mode, signature, lift=lift)
-        if not lift:
+        if not lift and not keeps_tensors(graph.state.changes):  # of its network alone
             self._graphs[key] = graph
         return graph
 

@@ -228,6 +228,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "which attributes the code of a scripted module names",
         *("_get_method", "_method_names"),
     ),
+    *_of(
+        "torch.fx.proxy",
+        "operations of a loss that is a function have its lines: forward's alone are kept",
+        "_STACK_TRACE_ANCHORS",
+    ),
     # Generated code: torch/fx/graph_module.py.
     *_of("torch.fx.GraphModule()", "which line of its code runs which node", "_lineno_map"),
     *_of("torch.fx.graph_module", "keeps sources, of what is gone as well", "_loader.eval_cache"),

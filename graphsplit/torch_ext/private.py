@@ -37,6 +37,7 @@ from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.autograd import Variable
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx.proxy import _STACK_TRACE_ANCHORS as STACK_TRACE_ANCHORS
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as grouped_tensors
@@ -49,6 +50,7 @@ __all__ = [
     "CHECKPOINT_HOOK",
     "EXPORT_PASSES",
     "LOGGERS_OF_CAPTURE",
+    "STACK_TRACE_ANCHORS",
     "SWITCHES",
     "TRANSFORMS",
     "VJP",

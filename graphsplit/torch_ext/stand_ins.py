@@ -101,8 +101,8 @@ class StandIn(torch.Tensor):
         return type(self).__reduce_ex__(self, protocol)
 
 
-class WatchedParameter(nn.Parameter):
-    """A parameter that has its value, and answers some questions otherwise than PyTorch does."""
+class WatchedTensor(torch.Tensor):
+    """A tensor that has its value, and answers some questions otherwise than PyTorch does."""
 
 
 def take_back(tensor: torch.Tensor) -> None:
@@ -137,9 +137,9 @@ def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) 
     room until it is written to; what was written is lost afterwards.
     """
     tensors = list(tensors)
-    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, WatchedParameter)}
-    for parameter, _ in watched.values():
-        take_back(parameter)
+    watched = {id(t): (t, type(t)) for t in tensors if isinstance(t, WatchedTensor)}
+    for whole, _ in watched.values():
+        take_back(whole)
     swapped = list({id(t): (t, type(t)) for t in tensors if isinstance(t, kind)}.values())
     strides = [tensor.true_strides() for tensor, _ in swapped]
     with plain_torch():
@@ -158,5 +158,5 @@ def as_ordinary(tensors: Iterable[torch.Tensor], kind: type[StandIn] = StandIn) 
                 tensor.data = memory
                 if was.is_one_still(tensor):
                     tensor.__class__ = was
-        for parameter, kept in watched.values():
-            parameter.__class__ = kept
+        for whole, kept in watched.values():
+            whole.__class__ = kept

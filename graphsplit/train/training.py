@@ -33,6 +33,7 @@ from graphsplit.train.epochs import Epochs
 from graphsplit.train.in_words import TrainingInWords
 from graphsplit.train.metrics import Metric
 from graphsplit.train.outputs import Predicting
+from graphsplit.witness import What
 
 
 class Calls:
@@ -88,30 +89,31 @@ class Calls:
 
     def train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Train on one batch; returns the loss."""
-        return self._one_step(batch, kwargs, self._engine.train_step)
+        return self._one_step(batch, kwargs, self._engine.train_step, What.STEP)
 
     def forward_backward(
         self, batch: tuple[Any, ...], kwargs: dict[str, Any], scale: float
     ) -> torch.Tensor:
         """Add the gradients of one batch; returns the loss."""
         run = partial(self._engine.forward_backward, scale=scale)
-        return self._one_step(batch, kwargs, run)
+        return self._one_step(batch, kwargs, run, What.BATCH)
 
     def _one_step(
         self,
         batch: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[[Division], torch.Tensor],
+        what: What,
     ) -> torch.Tensor:
         self._begin()
         task, engine = self._task, self._engine
         with engine.guard():
             division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
             if engine.witness is not None:
-                engine.witness.begins()
+                engine.witness.begins(what)
             loss = run(division)
             if engine.witness is not None:
-                engine.witness.trained(loss)
+                engine.witness.trained(loss, what)
             return loss
 
     def zero_grad(self) -> None:
@@ -129,6 +131,8 @@ class Calls:
                     "does all three."
                 )
             self._engine.step()
+            if self._engine.witness is not None:
+                self._engine.witness.stepped()
 
     def eval(self, loader: Iterable[Any]) -> dict[str, float]:
         """Compute the metrics over a loader."""

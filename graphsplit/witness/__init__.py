@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphsplit.check.record import What
 from graphsplit.witness.notes import Witness, witness_for
 
-__all__ = ["Witness", "witness_for"]
+__all__ = ["What", "Witness", "witness_for"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -41,15 +42,15 @@ class _Notebook:
 
     Attributes:
         num_models: How many Models there are.
-        num_steps: How many training steps have begun.
     """
 
     def __init__(self, file: Path, request: NoteRequest) -> None:
         self.request = request
-        self.num_models = self.num_steps = 0
+        self.num_models = 0
         self._file = file
         self._generators = Generators()
-        self._calls: dict[What, int] = {}
+        self._begun = What.START
+        self._numbers: Counter[What] = Counter()
         self._num_noted = 0
         file.touch()
 
@@ -61,7 +62,8 @@ class _Notebook:
     @property
     def watches_now(self) -> bool:
         """Whether the operations of the step that has begun are asked for; before all, none is."""
-        return 0 < self.num_steps == self.request.operations_of and not self.has_enough
+        begun = self._begun.name, self._numbers[self._begun]
+        return begun == self.request.operations_of and not self.has_enough
 
     def note(self, what: What, model: int, number: int, values: Iterator[NotedValue]) -> None:
         """Note some values, and the generators."""
@@ -71,10 +73,15 @@ class _Notebook:
         self._write(self._file, records.to_text(record))
         self._num_noted += what is What.STEP
 
-    def next_call(self, what: What) -> int:
-        """The number of a call."""
-        self._calls[what] = self._calls.get(what, 0) + 1
-        return self._calls[what]
+    def begin(self, what: What) -> int:
+        """Begin a step or a call; returns its number."""
+        self._begun = what
+        self._numbers[what] += 1
+        return self._numbers[what]
+
+    def take_back(self, what: What) -> None:
+        """There was no such step."""
+        self._numbers[what] -= 1
 
     def note_operation(self, operation: Operation) -> None:
         """Note an operation of the step that is watched."""
@@ -101,6 +108,7 @@ class Witness:
         self._task = task
         self._values = ModelValues(task, notebook.request.whole)
         self._has_begun = False
+        self._number_now = 0
         self._operations = WorkersOperations(notebook.note_operation)
 
     @property
@@ -108,16 +116,20 @@ class Witness:
         """Whether all training steps were seen that were asked for: the script is to end."""
         return self._notebook.has_enough
 
-    def begins(self) -> None:
-        """A training step begins."""
+    def begins(self, what: What = What.STEP) -> None:
+        """A training step begins, or ``forward_backward``."""
         if not self._has_begun:
             self._has_begun = True
             self._note(What.START, 0, self._at_start())
-        self._notebook.num_steps += 1
+        self._number_now = self._notebook.begin(what)
 
-    def trained(self, loss: torch.Tensor) -> None:
-        """A training step has given a loss."""
-        self._note(What.STEP, self._notebook.num_steps, self._after_step(loss))
+    def trained(self, loss: torch.Tensor, what: What = What.STEP) -> None:
+        """A training step, or ``forward_backward``, has given a loss."""
+        self._note(what, self._number_now, self._after_step(loss))
+
+    def stepped(self) -> None:
+        """The gradients that ``forward_backward`` has added were used: the end of a step."""
+        self._note(What.STEP, self._notebook.begin(What.STEP), self._values.state())
 
     def of_epoch(self, losses: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         """See the training steps of an epoch, by their losses."""
@@ -126,17 +138,17 @@ class Witness:
             self.trained(loss)
             yield loss
             self.begins()
-        self._notebook.num_steps -= 1  # there was none after the last
+        self._notebook.take_back(What.STEP)  # there was none after the last
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
         """A call of eval has given metrics."""
         values = (plain_value(NoteKind.METRIC, name, float(v)) for name, v in metrics.items())
-        self._note(What.EVAL, self._notebook.next_call(What.EVAL), values)
+        self._note(What.EVAL, self._notebook.begin(What.EVAL), values)
 
     def predicted(self, outputs: Any) -> None:
         """A call of predict has given outputs."""
         values = self._values.tree(NoteKind.OUTPUT, "", outputs)
-        self._note(What.PREDICT, self._notebook.next_call(What.PREDICT), values)
+        self._note(What.PREDICT, self._notebook.begin(What.PREDICT), values)
 
     def _note(self, what: What, number: int, values: Iterator[NotedValue]) -> None:
         self._notebook.note(what, self._number, number, values)

@@ -134,8 +134,8 @@ class ModelValues:
 class Generators:
     """The states of the generators that scripts draw from, from now on.
 
-    Python seeds its own and NumPy's anew in every process. While nobody has used one, that counts
-    as one state.
+    Python seeds its own and NumPy's anew in every process. So it is noted, too, whether somebody
+    has used one.
     """
 
     def __init__(self) -> None:
@@ -144,10 +144,8 @@ class Generators:
     def values(self) -> Iterator[NotedValue]:
         """One value for each."""
         for name, digest in self._digests():
-            is_untouched = self._at_first.get(name) == digest
-            yield NotedValue(
-                NoteKind.GENERATOR, name, "state", UNTOUCHED if is_untouched else digest
-            )
+            form = UNTOUCHED if self._at_first.get(name) == digest else "state"
+            yield NotedValue(NoteKind.GENERATOR, name, form, digest)
 
     @staticmethod
     def _digests() -> Iterator[tuple[str, str]]:

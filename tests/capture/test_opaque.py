@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,23 @@ def test_a_custom_function_is_one_operation_of_the_graph() -> None:
     assert call.source.startswith(__file__)
 
 
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norms.append(x.norm().item())
+        return x
+
+
+def test_a_module_that_keeps_values_in_python_is_one_operation() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Noting(), nn.Linear(4, 4), Noting())
+    targets = [node.target for node in operations(captured(net, X, mode=Mode.PREDICT))]
+    assert targets == ["aten.linear.default", "Noting (1)", "aten.linear.default", "Noting (3)"]
+    assert net[1].norms == net[3].norms == []
+
+
 @pytest.mark.parametrize("mode", [Mode.PREDICT, Mode.TRAIN])
 def test_where_autograd_asks_nothing_a_function_is_taken_apart(mode: Mode) -> None:
     graph = captured(Net(lambda net, x: Straight.apply(x, 2) + net.fc(x)), X, mode=mode)
@@ -115,7 +133,10 @@ def test_what_forward_leaves_in_attributes_is_noted_and_put_back() -> None:
 
     net = Net(run)
     graph = captured(net, X)
-    assert [str(change) for change in graph.changes] == ["net.steps from 0 to 2"]
+    assert [str(change) for change in graph.changes] == [
+        "net.steps from 0 to 2",
+        "net.last from (nothing) to a [2, 4] tensor",
+    ]
     assert not graph.is_other_after
     assert net.steps == 0
     assert not hasattr(net, "last")
@@ -305,7 +326,7 @@ def test_refusals_say_what_where_and_the_way_out(
     assert what in message
     assert way_out in message.partition("Fix: ")[2]
     if line is not None:
-        assert f"{__file__}:{run.__code__.co_firstlineno + line}" in message
+        assert f"{Path(__file__).name}:{run.__code__.co_firstlineno + line}" in message
 
 
 def test_a_placement_inside_a_module_kept_whole_is_refused() -> None:

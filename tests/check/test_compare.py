@@ -138,22 +138,25 @@ def test_the_state_of_torchs_generator_always_counts() -> None:
 
 
 def test_a_generator_that_nobody_seeds_is_left_out_and_named() -> None:
-    plain = [start(), step(1, generator("random", "a")), step(2, generator("random", "b"))]
-    cut = [start(), step(1, generator("random", "c")), step(2, generator("random", "d"))]
+    plain = [start(random="a"), step(1, generator("random", "b")), step(2)]
+    cut = [start(random="c"), step(1, generator("random", "d")), step(2)]
     found = compare(plain, [cut])
     assert (found.difference, found.unseeded) == (None, ("random",))
 
 
-def test_a_generator_that_was_seeded_counts_from_then_on() -> None:
-    plain = [start(random="seeded"), step(1, generator("random", "a"))]
-    cut = [start(random="seeded"), step(1, generator("random", "b"))]
+@pytest.mark.parametrize("drawing", ["plain", "worker", "both"])
+def test_a_generator_that_was_seeded_counts_even_if_nobody_draws_but_one(drawing: str) -> None:
+    kept = replace(generator("random", "r"), form=UNTOUCHED)
+    plain = [start(), step(1, generator("random", "a") if drawing != "worker" else kept)]
+    cut = [start(), step(1, generator("random", "b") if drawing != "plain" else kept)]
     assert str(difference_of(plain, cut).first.value) == "generator of random"
 
 
-def test_a_generator_that_is_used_on_one_side_alone_is_not_seeded() -> None:
-    found = compare([start()], [[start(random="used")]])
+def test_a_generator_that_nobody_has_used_is_no_difference() -> None:
+    found = compare([start(random="a")], [[start(random="b")]])
+    assert (found.difference, found.unseeded) == (None, ())
+    found = compare([start(random="a")], [[start(random="b", is_used=True)]])
     assert (found.difference, found.unseeded) == (None, ("random",))
-    assert compare([start()], [[start(random=UNTOUCHED)]]).unseeded == ()
 
 
 def test_nothing_at_all_is_compared_to_nothing() -> None:

@@ -37,12 +37,12 @@ def test_the_order_of_the_graph_counts_and_not_that_of_the_workers() -> None:
 def test_an_operation_in_place_is_the_same_as_one_that_is_not() -> None:
     plain = [operation("aten.relu_.default", "r")]
     cut = operation("aten.relu.default", "r", order=(0, 0, 1), target="aten.relu.default")
-    assert pinpoint(plain, [[cut]], LOSS) == Pinpoint()
+    assert pinpoint(plain, [[cut]], LOSS) == Pinpoint(is_forward_same=True)
 
 
 def test_an_operation_that_only_workers_run_counts_by_its_bits() -> None:
     cut = operation("aten.clone.default", "h", order=(0, 0, 1), target="aten.clone.default")
-    assert pinpoint([LINEAR], [[cut]], LOSS) == Pinpoint()
+    assert pinpoint([LINEAR], [[cut]], LOSS) == Pinpoint(is_forward_same=True)
 
 
 def test_where_forward_is_the_same_the_operation_of_the_gradient_is_found() -> None:
@@ -52,5 +52,5 @@ def test_where_forward_is_the_same_the_operation_of_the_gradient_is_found() -> N
     assert found == Pinpoint(reading, 1, by_gradient=True)
 
 
-def test_nothing_is_claimed_where_all_operations_are_the_same() -> None:
-    assert pinpoint([LINEAR], [[LINEAR]], LOSS) == Pinpoint()
+def test_no_operation_is_claimed_where_all_of_them_are_the_same() -> None:
+    assert pinpoint([LINEAR], [[LINEAR]], LOSS) == Pinpoint(is_forward_same=True)

@@ -25,7 +25,7 @@ def test_the_same_bits_are_said_to_be_with_what_was_compared() -> None:
     found = findings(SAME, asked=2)
     assert found.status == 0
     assert found.text == (
-        "graphsplit check: the same bits. Compared 2 training steps, 8 values on 2 worker(s)."
+        "graphsplit check: the same bits. Compared 2 training steps, 8 values on 2 workers."
     )
 
 
@@ -75,8 +75,7 @@ def test_a_difference_names_step_module_operation_line_and_both_values() -> None
         "graphsplit check: not the same: first at training step 3 of Model 1",
         "  module     block.1",
         "  operation  aten.linear.default on worker 1, net.py:6",
-        "  before it, no worker has the result of aten.mul.Tensor in the plain loop, net.py:5, in "
-        "forward",
+        "  plain loop aten.mul.Tensor is the first that no worker has, net.py:5, in forward",
         "  value      loss: float32[] 0.5 in the plain loop",
         "             float32[] 0.25 on worker 0",
         "  also different: 1 parameter (a.weight)",
@@ -98,6 +97,13 @@ def test_nans_of_other_bits_are_not_shown_as_if_they_were_equal() -> None:
         *differing(step(1, plain), step(1, replace(plain, digest="c"))), Pinpoint()
     )
     assert "NaNs of different bits" in text
+
+
+def test_a_difference_that_forward_has_not_made_is_told_as_such() -> None:
+    buffer = NotedValue(NoteKind.BUFFER, "bn.mean", "float32[2]", "p")
+    differing_step = differing(step(1, buffer), step(1, replace(buffer, digest="c")))
+    text = difference_text(*differing_step, Pinpoint(is_forward_same=True))
+    assert "  module     bn\n  operation  none: all of forward is the same." in text
 
 
 def test_a_difference_of_a_gradient_alone_names_the_backward_of_its_operation() -> None:

@@ -251,6 +251,30 @@ def resumed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield optimizer.state_dict(), nn.Sequential(net).state_dict()
 
 
+def averaged(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Averages of parameters and buffers, in copies of the network that run too."""
+    net = small(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = distribute(net)
+    early = torch.optim.swa_utils.AveragedModel(net)
+    late, multi = None, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8)).square().mean().backward()
+        optimizer.step()
+        early.update_parameters(net)
+        if late is None:
+            late = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=multi, use_buffers=True)
+            target = copy.deepcopy(net).requires_grad_(False)
+        late.update_parameters(net)
+        with torch.no_grad():
+            for average, value in zip(target.parameters(), net.parameters(), strict=True):
+                average.mul_(0.9).add_(value, alpha=0.1)
+            yield late(torch.randn(3, 8)).tolist(), target(torch.randn(3, 8)).tolist()
+            yield net.norm.running_mean.norm().item(), net.norm.num_batches_tracked.item(), step
+    yield early.state_dict(), late.state_dict(), target.state_dict(), net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
     usual,
     several,
@@ -259,5 +283,6 @@ LOOPS: tuple[Loop, ...] = (
     penalty,
     by_hand,
     sharpness,
+    averaged,
     asked,
 )

@@ -157,6 +157,58 @@ def test_a_network_keeps_tensors_in_attributes(microbatches: int) -> None:
     )
 
 
+class ReadLater(Net):
+    """One call leaves a tensor of another form than was there; only a later one reads it."""
+
+    def begin(self) -> None:
+        self.center, self.is_ready = torch.ones(1), False
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        if self.is_ready:
+            return h + self.center
+        self.center, self.is_ready = h.detach().mean(0), True
+        return h
+
+
+class ReadInEval(Net):
+    """What training leaves, evaluation reads."""
+
+    def begin(self) -> None:
+        self.center: Any = None
+        self.scale = torch.ones(1)
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.center, self.scale = h.mean(0), h.std(0)
+            return h
+        return h if self.center is None else (h - self.center) / self.scale
+
+
+class Queue(Net):
+    """Grows until it is full."""
+
+    def begin(self) -> None:
+        self.queue = torch.zeros(0, 4)
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        self.queue = torch.cat([self.queue, h.detach()])[-12:]
+        return h + self.queue.mean(0)
+
+
+@pytest.mark.parametrize("make", [ReadLater, ReadInEval, Queue])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_one_call_leaves_another_one_reads(make: type[Net], microbatches: int) -> None:
+    assert_same_bits(
+        make,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        plan_everywhere=True,
+    )
+
+
 class Hooked(Net):
     """A hook keeps a feature, which the second half reads."""
 

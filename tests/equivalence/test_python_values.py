@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -259,8 +260,10 @@ def test_explain_prints_the_places_that_are_watched() -> None:
     model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
     batch = (torch.randn(4, 3), torch.randn(4, 4))
     text = model.explain(*batch, detail="state")
-    assert "  net.beta = 0.5  # " in text
-    assert "  net.flag = True  # " in text
+    assert re.search(r"^  net\.beta = 0\.5 +# \S*test_python_values\.py:\d+$", text, re.MULTILINE)
+    assert re.search(r"^  net\.flag = True +# ", text, re.MULTILINE)
+    assert re.search(r"^Functions and classes that run\n  .*\bcode of Net\.forward\b", text, re.M)
+    assert "net.forward = " not in text  # it counts of every module, and is said once for all
     assert "net.beta" not in model.explain(*batch)
     with pytest.raises(ConfigurationError, match="detail"):
         model.explain(*batch, detail="values")

@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -510,28 +511,36 @@ def test_an_autocast_that_forward_keeps_is_watched() -> None:
     )
 
 
-def test_what_nothing_watches_is_found_by_capturing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GS_RECAPTURE_EVERY", "2")
+@pytest.mark.parametrize(("every", "evaluate_after"), [(2, ()), (3, (0, 1))])
+def test_what_nothing_watches_is_found_by_capturing_again(
+    every: int, evaluate_after: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training has its turn, too, where eval and predict come between its steps."""
+    monkeypatch.setenv("GS_RECAPTURE_EVERY", str(every))
 
     def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return rows_against_target(outputs, target) * sys.getswitchinterval()
 
     def change(step: int, net: Any, loss: Any) -> None:
-        sys.setswitchinterval(0.25 if step else 0.5)
+        sys.setswitchinterval(0.25 if step == every - 1 else 0.5)
 
-    found = r"GS_RECAPTURE_EVERY=2: .*\n.*\b0\.25\b.* was .*\b0\.5\b"
+    line = loss_fn.__code__.co_firstlineno + 1
+    found = (
+        rf"GS_RECAPTURE_EVERY={every}: the train step .*\n  "
+        rf"aten.mul.Tensor\(%\d+, 0.25\), \S*{Path(__file__).name}:{line} was .*\b0\.5\b"
+    )
     before = sys.getswitchinterval()
     try:
         with pytest.raises(StaleGraphError, match=found):
             assert_same_bits(
                 lambda: nn.Linear(3, 4),
                 batches_of(4, 3),
-                steps=2,
+                steps=every,
                 num_workers=1,
                 loss_fn=loss_fn,
                 before_step=change,
                 plan_everywhere=True,
-                evaluate_after=(),
+                evaluate_after=evaluate_after,
             )
     finally:
         sys.setswitchinterval(before)

@@ -203,8 +203,8 @@ def test_a_process_with_a_file_and_no_request_says_what_is_wrong(tmp_path: Path)
 
     with pytest.raises(ConfigurationError, match="GS_CHECK_FILE"):
         read_request(tmp_path / "worker_0.jsonl")
-    write_request(tmp_path, NoteRequest(3, 2, ("loss", "")))
-    assert read_request(tmp_path / "worker_0.jsonl") == NoteRequest(3, 2, ("loss", ""))
+    write_request(tmp_path, NoteRequest(3, ("STEP", 2), ("loss", "")))
+    assert read_request(tmp_path / "worker_0.jsonl") == NoteRequest(3, ("STEP", 2), ("loss", ""))
     (tmp_path / "request.json").write_text(json.dumps({"num_steps": "3"}))
     with pytest.raises(ConfigurationError, match="Fix: unset GS_CHECK_FILE"):
         read_request(tmp_path / "worker_0.jsonl")

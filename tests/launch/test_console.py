@@ -92,3 +92,18 @@ def test_capturing_and_planning_last_until_a_worker_says_something_else() -> Non
     console.show("worker 0", "stderr", begun)
     assert stream.getvalue() == b"[worker 0] [graphsplit] capturing the train step\n"
     assert not console.turns
+
+
+def test_a_terminal_leaves_out_what_echoes_the_last_line() -> None:
+    echoes = [
+        b"[graphsplit] worker 0 ended because worker 1 (host a, pid 3) failed: ValueError: no",
+        b"[graphsplit] the same error as worker 1: ValueError: no",
+        b"[graphsplit] worker 2 was interrupted: ended by SIGINT; train.py:3",
+    ]
+    own = b"[graphsplit] worker 1 ended because of an error that the script caught: no"
+    for is_terminal in (True, False):
+        console, stream, _ = make_console(is_terminal=is_terminal, environ={"NO_COLOR": "1"})
+        for text in (*echoes, own):
+            console.show("worker 0", "stderr", LinePart(text))
+        shown = [] if is_terminal else echoes
+        assert stream.getvalue() == b"".join(b"[worker 0] " + one + b"\n" for one in [*shown, own])

@@ -114,17 +114,21 @@ def shifting() -> Any:
 
 
 class Weighed(nn.Module):
-    """Reads what the script anneals, and counts."""
+    """Reads what the script anneals, counts, and keeps tensors in Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
         self.scale, self.calls, self.flag = 1.0, 0, False
         self.space, self.shift = SimpleNamespace(bias=0.0, unused=object()), shifting()
+        self.means: list[torch.Tensor] = []
+        self.last: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         hidden = torch.relu(self.first(x)) * self.scale + self.calls / 100
+        self.means = [*self.means[-1:], hidden.detach().mean(0)]
+        hidden = self.last = hidden + sum(self.means)
         hidden = self.shift(hidden) + self.space.bias
         found: torch.Tensor = self.third(self.second(hidden if self.flag else hidden * 2))
         return found

@@ -160,3 +160,32 @@ def test_an_epoch_without_batches_is_said_once(
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         f"epoch {epoch} trained nothing: the loader gave no batch"
     ]
+
+
+class MayDouble(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.doubles = nn.Linear(2, 1), False
+
+    def forward(self, x):
+        return self.inner(x) * 2 if self.doubles else self.inner(x)
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
+    def script(_: int) -> None:
+        net = MayDouble()
+        model = gs.Model(net)
+        model.predict(torch.ones(1, 2))
+        model.predict(torch.ones(3, 2))
+        net.doubles = True
+        model.predict(torch.ones(3, 2))
+
+    with caplog.at_level("INFO", logger="graphsplit"):
+        ThreadCluster(script, 2).run()
+    told = [record.getMessage() for record in caplog.records]
+    assert [text for text in told if text.startswith("capturing")] == [
+        "capturing the predict step",
+        "capturing the predict step again: the batch has other shapes or dtypes",
+        "capturing the predict step again: net.doubles was False, is True",
+    ]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
+from graphsplit.errors import PlanMismatchError
 from graphsplit.guards.check import Guards
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.testing.compare import difference
@@ -221,3 +222,71 @@ def test_a_worker_that_comes_back_has_the_values_that_the_script_gives(progress:
     for found in cluster.run():
         assert difference(expected, found) is None
     assert cluster.num_killed == 1
+
+
+class InThree(Scaled):
+    """Worker 1 has parameters, and reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(2, 2)
+        self.c.place("MS_WORKER", 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(super().forward(x)))
+
+
+class Calling(Losses):
+    """Calls something after each step."""
+
+    def __init__(self, change: Callable[[int], object]) -> None:
+        super().__init__()
+        self._change = change
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        super().on_step_end(context)
+        self._change(len(self.seen))
+
+
+def train_at_rates(by_data: Callable[[Any, int], None], by_call: Callable[[Any, int], None]) -> Any:
+    torch.manual_seed(0)
+    net = InThree()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    model = gs.Model(net, F.mse_loss, optimizer)
+    losses = Calling(lambda num_steps: by_call(group, num_steps))
+    loader = DataLoader(Changing(lambda index, num_read: by_data(group, index)), 4)
+    model.train(2, loader, [losses])
+    return copy.deepcopy([losses.seen, model.state_dict()])
+
+
+def nothing(group: Any, number: int) -> None:
+    pass
+
+
+def test_a_rate_that_the_data_set_changes_is_that_of_workers_that_read_nothing_too() -> None:
+    def change(group: Any, index: int) -> None:
+        group["lr"] = 0.1 / (1 + index)
+
+    expected = train_at_rates(change, nothing)
+    for found in ThreadCluster(lambda rank: train_at_rates(change, nothing), NUM_WORKERS).run():
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("lr", "lr of the optimizer's group 0 is 0.5 on worker 1, 0.1 on worker 0"),
+        ("weight_decay", r"settings are .*'weight_decay': 0.5.* on worker 1, and others on"),
+    ],
+)
+def test_a_setting_that_one_worker_alone_changes_is_named(key: str, said: str) -> None:
+    def train(rank: int) -> Any:
+        def change(group: Any, num_steps: int) -> None:
+            if rank == 1 and num_steps == 2:
+                group[key] = 0.5
+
+        return train_at_rates(nothing, change)
+
+    with pytest.raises(PlanMismatchError, match=said):
+        ThreadCluster(train, NUM_WORKERS, is_recoverable=False).run()

@@ -58,15 +58,16 @@ def test_plain_values_are_told_apart_by_type_and_bits() -> None:
     assert len({(value.form, value.digest) for value in found}) == len(found)
 
 
-def test_generators_that_nobody_used_are_equal_in_all_processes() -> None:
+def test_it_is_noted_whether_somebody_has_used_a_generator() -> None:
     generators = Generators()
-    found = {value.name: value.digest for value in generators.values()}
-    assert found["random"] == found["numpy"] == UNTOUCHED
-    assert found["torch"] == digest_of(torch.default_generator.get_state())
+    found = {value.name: value for value in generators.values()}
+    assert found["random"].form == found["numpy"].form == UNTOUCHED
+    assert found["torch"].digest == digest_of(torch.default_generator.get_state())
     random.random()
     np.random.rand()
-    found = {value.name: value.digest for value in generators.values()}
-    assert UNTOUCHED not in found.values()
+    used = {value.name: value for value in generators.values()}
+    assert all(value.form != UNTOUCHED for value in used.values())
+    assert found["random"].digest != used["random"].digest
 
 
 class Noted:
@@ -126,7 +127,7 @@ def test_the_script_is_left_after_the_last_step_that_was_asked_for(
 def test_the_operations_of_one_step_are_noted_with_module_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted = Noted(tmp_path, monkeypatch, NoteRequest(2, operations_of=2))
+    noted = Noted(tmp_path, monkeypatch, NoteRequest(2, operations_of=("STEP", 2)))
     with pytest.raises(EnoughSteps):
         noted.train(3)
     lines = operations_file(noted.file).read_text().splitlines(keepends=True)
@@ -140,7 +141,7 @@ def test_watching_operations_changes_no_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for number, operations_of in enumerate((0, 2)):
+    for number, operations_of in enumerate((("", 0), ("STEP", 2))):
         folder = tmp_path / str(number)
         folder.mkdir()
         noted = Noted(folder, monkeypatch, NoteRequest(3, operations_of=operations_of))
@@ -148,6 +149,27 @@ def test_watching_operations_changes_no_bits(
             noted.train(3)
         found.append(noted.records())
     assert compare(found[0], [found[1]]).difference is None
+
+
+def test_what_is_added_up_is_noted_apart_from_the_step_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = NoteRequest(2, operations_of=("BATCH", 2))
+    noted = Noted(tmp_path, monkeypatch, request)
+    network = nn.Linear(4, 2)
+    model = gs.Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters(), lr=0.1))
+    with pytest.raises(EnoughSteps):
+        for _ in range(3):
+            model.zero_grad()
+            for _ in range(2):
+                model.forward_backward(torch.ones(3, 4), torch.ones(3, 2))
+            model.step()
+    batch, step = What.BATCH, What.STEP
+    expected = [What.START, batch, batch, step, batch, batch, step]
+    assert [record.what for record in noted.records()] == expected
+    lines = operations_file(noted.file).read_text().splitlines(keepends=True)
+    names = [op.name for op in read_lines(Operation, lines)]
+    assert names.count("aten.addmm.default") == 1
 
 
 def test_nothing_is_noted_where_nobody_asks(tmp_path: Path) -> None:

@@ -29,7 +29,13 @@ from graphsplit.torch_ext.private import HigherOrderOperator, OperatorBase, acti
 
 
 class NotLiftedError(CaptureError):
-    """A number's value is needed, so that it cannot be an operand."""
+    """A number's value is needed, so that it cannot be an operand.
+
+    Attributes:
+        asked: The operation that makes it of a tensor's values, if there is one.
+    """
+
+    asked: Node | None = None
 
 
 class _Number(HigherOrderOperator):
@@ -150,5 +156,7 @@ def _of(node: Any) -> Any:
     if node.target is NUMBER:
         return Computed(None, (node.args[0],))
     if node.op != "call_function" or node.kwargs or isinstance(node.target, OperatorBase):
-        raise NotLiftedError(f"a number is made by {node.target}")
+        error = NotLiftedError(f"a number is made by {node.target}")
+        error.asked = node
+        raise error
     return Computed(node.target, tuple(_of(argument) for argument in node.args))  # type: ignore[arg-type]

@@ -3,9 +3,8 @@
 A captured graph computes values; it does not run the Python code again. So what forward leaves is
 found out when it is captured, and put back as it was::
 
-    self.last = h                 a tensor where none was: nobody will compute it, so forward must
-                                  not read it
-    self.h = h.detach()           a tensor where one was: it becomes a buffer
+    self.last = h                 a tensor where none was: it is kept (kept_tensors.py)
+    self.h = h.detach()           a tensor where one of its form was: that becomes a buffer
     self.length = x.shape[1]      a plain value: left again at every step, on every worker
     self.is_scaled = True         the same; and if forward reads it, the next step has another graph
     self.calls += 1               never settles: refused
@@ -23,9 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.errors import CaptureError
 from graphsplit.guards.values import MISSING, freeze, put_into
-from graphsplit.torch_ext.attributes import NOT_THE_USERS, storage_of
+from graphsplit.torch_ext.attributes import NOT_THE_USERS
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
@@ -34,26 +32,6 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_LEAVES = 1000
 
 Key = tuple[str, str]  # (path of a module, name of its attribute)
-
-
-def label_of(key: Key) -> str:
-    """An attribute's name as the user knows it: what is captured holds the network inside."""
-    path = key[0].partition(".")[2]
-    return f"{path}.{key[1]}" if path else key[1]
-
-
-def value_at(root: nn.Module, key: Key) -> Any:
-    """An attribute's present value."""
-    return vars(root.get_submodule(key[0])).get(key[1], MISSING)
-
-
-def set_value(root: nn.Module, key: Key, value: Any) -> None:
-    """Give an attribute a value."""
-    held = vars(root.get_submodule(key[0]))
-    if value is MISSING:
-        held.pop(key[1], None)
-    else:
-        held[key[1]] = copy.deepcopy(value)
 
 
 class Attributes:
@@ -95,72 +73,19 @@ class Attributes:
                 if module in self._whole or _holds_fake(new) or not was_made:
                     _restore(module, name, before)
 
-    def replaced_inside(self, constants: Collection[Any]) -> list[Key]:
-        """Attributes with containers in which forward puts another tensor in the place of one.
+    def replaced_tensors(self) -> list[Key]:
+        """Attributes with a tensor for which forward puts one of the same form there.
 
-        Args:
-            constants: Tensors that the graph reads and that are neither parameters nor buffers.
+        Where tensors of another form are left, or others than there were, see kept_tensors.py.
         """
-        read = _storages(constants)
-        return [
-            (self._paths[module], name)
-            for module, after in self._after.items()
-            if module not in self._whole
-            for name, new in after.items()
-            if _holds_fake(new)
-            and any(_is_among(leaf, read) for leaf in _leaves(self._before[module].get(name)))
-        ]
-
-    def replaced_tensors(self, constants: Collection[Any]) -> list[Key]:
-        """Attributes with a tensor to which forward assigns another one.
-
-        If the graph reads the old one; or that of another mode may read the new one, which then has
-        no history (a weight that a hook computes for this step has one).
-
-        Args:
-            constants: Tensors that the graph reads and that are neither parameters nor buffers.
-        """
-        read = _storages(constants)
         return [
             (self._paths[module], name)
             for module, after in self._after.items()
             if module not in self._whole
             for name, new in after.items()
             if isinstance(new, FakeTensor)
-            and isinstance(old := self._before[module].get(name), torch.Tensor)
-            and (_is_among(old, read) or (torch.is_grad_enabled() and _may_follow(old, new)))
+            and isinstance(self._before[module].get(name), torch.Tensor)
         ]
-
-    def left_tensors(self) -> dict[Key, Any]:
-        """Attributes in which forward leaves tensors where there were none before.
-
-        Each with tensors of zeros in their place: what the next forward would see, but for values.
-        """
-        return {
-            (self._paths[module], name): pytree.tree_map(_with_values, new)
-            for module, after in self._after.items()
-            if module not in self._whole
-            for name, new in after.items()
-            if _holds_fake(new) and _is_plain(self._before[module].get(name, MISSING))
-        }
-
-
-def _with_values(leaf: Any) -> Any:
-    if isinstance(leaf, FakeTensor):
-        sizes = [_with_values(size) for size in leaf.shape]
-        return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device)
-    return leaf.node.hint if isinstance(leaf, _SYMBOLIC) else leaf
-
-
-def kept_tensors(keys: Collection[Key]) -> CaptureError:
-    """The refusal of tensors that one forward leaves in attributes and the next one reads."""
-    return CaptureError(
-        f"forward keeps tensors in attributes of the network and reads them when it is called "
-        f"again: {', '.join(map(label_of, keys))}; the captured graph would not see them\n"
-        f"  Fix: register a buffer of that shape and change it in place, as in "
-        f"self.state.copy_(new); hand the tensor in and out of forward; or keep the module whole "
-        f"with gs.opaque."
-    )
 
 
 def plain_attributes(root: nn.Module) -> str:
@@ -181,20 +106,6 @@ def _is_plain(value: Any) -> bool:
         return False
     inside: Any = (*value.keys(), *value.values()) if isinstance(value, dict) else value
     return len(inside) <= _MAX_LEAVES and all(map(_is_plain, inside))
-
-
-def _storages(tensors: Collection[Any]) -> set[int]:
-    return {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
-
-
-def _may_follow(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether a tensor may be copied to where another one was."""
-    looks = [(tensor.dtype, tensor.shape, tensor.stride(), tensor.device) for tensor in (old, new)]
-    return looks[0] == looks[1] and not old.requires_grad and not new.requires_grad
-
-
-def _is_among(value: Any, storages: Collection[int]) -> bool:
-    return isinstance(value, torch.Tensor) and storage_of(value) in storages
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -17,7 +17,6 @@ eager mode a reference to it would keep the value of its step, and the buffer mo
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,18 +26,17 @@ import torch
 from torch import nn
 
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
-from graphsplit.capture.state.attributes import Key, label_of
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
-from graphsplit.guards.changes import put_all_back
+from graphsplit.guards.changes import Change, put_all_back
 from graphsplit.guards.meeting import Noted
-from graphsplit.guards.places import Place, entry
+from graphsplit.guards.places import Place
 from graphsplit.guards.values import Frozen, any_leaf, freeze, put_back, put_into, with_leaves
 from graphsplit.torch_ext.attributes import buffers_of, named_tensors, storage_of
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 
-_PREFIX = "kept "
+KEPT = "kept "
 # The places in which a network's code has left tensors, by identity: these are known beforehand.
 _places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Place]] = weakref.WeakKeyDictionary()
 
@@ -185,12 +183,8 @@ class KeptTensors:
         places = {
             identity: one
             for identity, one in noted.items()
-            if (
-                one.place.module is None  # else see attributes.py, which knows no deques
-                or identity in self._places
-                or isinstance(one.place.read(), deque)
-            )
-            and _holds_fakes(one.place.read())
+            if _holds_fakes(one.place.read())
+            and (identity in self._places or not may_be_a_buffer(one.first, one.place))
         }
         left = [item for one in places.values() for item in _left_in(one)]
         names = self._named(left)
@@ -208,9 +202,12 @@ class KeptTensors:
         final: dict[int, Any] = {}
         for item in left:
             name = names.get(id(item.value))
-            is_new = name is not None
-            own = self._stand_in(f"{self._prefix}{name}") if is_new else self.real_of(item.value)
-            final[id(item.value)] = own
+            if name is not None:
+                final[id(item.value)] = self._stand_in(f"{self._prefix}{name}")
+            elif _has_symbols(item.value):
+                final[id(item.value)] = self._without_buffer(item.label)
+            else:
+                final[id(item.value)] = self.real_of(item.value)
         known = _places.setdefault(self._network, {}) if places else {}
         for identity, one in places.items():
             known[identity] = one.place
@@ -240,6 +237,11 @@ class KeptTensors:
         """The tensor in places that hold a parameter or buffer, by its name below the root."""
         return self._stand_ins.get(name.removeprefix(self._prefix), self._state[name])
 
+    def _without_buffer(self, label: str) -> KeptValue:
+        """The stand-in of a tensor whose size differs from batch to batch: nobody may read it."""
+        known = stand_ins_of(self._network)
+        return known.setdefault(f"{KEPT}{label}", KeptValue.of(torch.empty(0), label))
+
     def _named(self, left: list[_Left]) -> dict[int, str]:
         """The buffer of each tensor that is left and is not itself state: one for each object."""
         own = {id(buffer): name for name, buffer in buffers_of(self._network).items()}
@@ -247,7 +249,8 @@ class KeptTensors:
         for item in left:
             number = id(item.value)
             held = own.get(number, "")
-            if number in names or (number in self._real and not held.startswith(_PREFIX)):
+            is_state = number in self._real and not held.startswith(KEPT)
+            if number in names or is_state or _has_symbols(item.value):
                 continue
             name = base = _name_of(item.label, item.value)
             count = 1
@@ -262,7 +265,7 @@ class KeptTensors:
         owners = {
             storage_of(now): name
             for name, now in named_tensors(self._root).items()
-            if not name.startswith(f"{self._prefix}{_PREFIX}")
+            if not name.startswith(f"{self._prefix}{KEPT}")
         }
         first: dict[int, int] = {}
         for item in left:
@@ -286,17 +289,34 @@ class KeptTensors:
             name = names.get(id(item.value))
             if name is None or name in found:
                 continue
-            is_users = isinstance(item.old, torch.Tensor) and id(item.old) not in self._held
+            is_kept = isinstance(item.old, KeptValue) or id(item.old) in self._held
+            is_users = isinstance(item.old, torch.Tensor) and not is_kept
             old = item.old if is_users and _look(item.old) == _look(item.value) else None
             if old is not None or buffers_of(self._network).get(name) is None:
                 found[name] = _Wanted(item.value, item.place, item.label, old)
         return found
 
 
+def stand_ins_of(network: nn.Module) -> dict[str, KeptValue]:
+    """The tensors that stand in Python places for a network's buffers, by their names."""
+    return _stand_ins.setdefault(network, {})
+
+
+def register(network: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    """Register a buffer for what is kept; in an order that does not depend on when that was.
+
+    A worker that comes back later is to record the same graphs.
+    """
+    network.register_buffer(name, buffer, persistent=False)
+    buffers = buffers_of(network)
+    for kept in sorted(name for name in buffers if name.startswith(KEPT)):
+        buffers[kept] = buffers.pop(kept)
+
+
 def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     """Give the network the buffers that are wanted, with the values that they must have."""
     network: nn.Module = getattr(root, "network", root)
-    places, stand_ins = _places.setdefault(network, {}), _stand_ins.setdefault(network, {})
+    places, stand_ins = _places.setdefault(network, {}), stand_ins_of(network)
     places.update({place.identity: place for place in found.places})
     for module, name in found.shared:
         own_buffer(module, name)
@@ -305,7 +325,7 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
         buffer = buffers_of(network).get(name)
         if buffer is None:
             buffer = one.old if one.is_itself and one.old is not None else _like(one.like)
-            network.register_buffer(name, buffer, persistent=False)
+            register(network, name, buffer)
             if not one.is_itself:
                 stand_ins[name] = KeptValue.of(buffer, one.label)
         if one.old is None or buffer is one.old:
@@ -319,15 +339,6 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
                 freeze(one.place.read()), partial(_instead, one.old, stand_ins.get(name, buffer))
             ),
         )
-
-
-def keep_attributes(root: nn.Module, keys: Iterable[Key]) -> None:
-    """Count attributes of modules, in which tensors are left and then read, among the places."""
-    places = _places.setdefault(getattr(root, "network", root), {})
-    for path, name in keys:
-        held = vars(root.get_submodule(path))
-        place = entry(held, name, label_of((path, name)), module=path)
-        places[place.identity] = place
 
 
 def own_buffer(module: nn.Module, name: str) -> None:
@@ -352,8 +363,26 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
     return {_name_of(label, leaf): _Wanted(leaf, place, label, leaf, is_itself=True)}
 
 
+def keeps_tensors(changes: Iterable[Change]) -> bool:
+    """Whether something among what a step leaves stands for a network's buffers."""
+    return any(any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue)) for one in changes)
+
+
 def _instead(old: Any, new: Any, leaf: Any) -> Any:
     return new if leaf is old else leaf
+
+
+def may_be_a_buffer(old: Any, place: Place) -> bool:
+    """Whether an attribute of a module, with its tensor, is to become a buffer of that name."""
+    new = place.read()
+    return (
+        place.module is not None
+        and isinstance(old, torch.Tensor)
+        and isinstance(new, torch.Tensor)
+        and _look(old) == _look(new)
+        and not old.requires_grad
+        and not new.requires_grad
+    )
 
 
 def _holds_fakes(value: Any) -> bool:
@@ -377,13 +406,17 @@ def _leaves(frozen: Any, label: str) -> Iterator[tuple[Any, str]]:
         yield from _leaves(item, f"{label}[{key!r}]")
 
 
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
 def _look(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {list(tensor.stride())} {tensor.device}"
 
 
 def _name_of(label: str, tensor: torch.Tensor) -> str:
     """The name of a buffer: the place, and the form, which may change from step to step."""
-    return f"{_PREFIX}{label} {_look(tensor)}".replace(".", "·")
+    return f"{KEPT}{label} {_look(tensor)}".replace(".", "·")
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,11 @@ _LAUNCHER, _SPINNER = "graphsplit", "|/-\\"
 TURN_S = 0.1  # how often a spinner turns
 # They last until a worker says something else.
 _LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) .*)")
+# What follows from the job's end. The launcher's last line names its cause, once for all of them.
+_ECHO = re.compile(
+    rb"\[graphsplit\] (worker \d+ ended because (?!of an error).*|the same error as .*"
+    rb"|(worker \d+|this process) was interrupted: ended by SIG(INT|TERM).*)"
+)
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -38,7 +43,8 @@ class Console:
     """Prefixes each line with its process.
 
     A terminal has one status line at the bottom, for the progress bar of the process that first
-    draws one; lines scroll above it. Elsewhere a progress bar becomes a line now and then.
+    draws one; lines scroll above it. It leaves out what only echoes the launcher's last line.
+    Elsewhere a progress bar becomes a line now and then, and nothing is left out.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class Console:
     def show(self, name: str, channel: str, piece: LinePart) -> None:
         """Show what process ``name`` wrote to ``channel``, ``"stdout"`` or ``"stderr"``."""
         sink = self._sinks[channel]
+        if self._sinks["stderr"].is_terminal and _ECHO.fullmatch(piece.text):
+            return
         if self._sinks["stderr"].is_terminal and (lasts := _LASTS.fullmatch(piece.text)):
             self.turn(lasts[1].decode(errors="replace"))
             return

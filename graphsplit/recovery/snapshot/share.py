@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphsplit.capture.state.kept_names import is_kept_name, register_again
 from graphsplit.checkpoint.by_worker import RESUMPTION
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
@@ -106,6 +107,7 @@ class ModelSnapshot:
         self._whole = WholeModules(task.network, task.loss_fn)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
+        self._num_owners = 0
         self._known: tuple[NetworkState, Ownership] | None = None
         engine.on_first_settled = self._keep_start
 
@@ -159,7 +161,11 @@ class ModelSnapshot:
             )
 
     def _follow(self) -> None:
-        """The script may have given it another loss: nothing that is known of the tensors holds."""
+        """Another loss, or a tensor that code keeps now: what is known of the tensors is old."""
+        num_owners = len(self.engine.planner.owners)
+        if num_owners != self._num_owners:
+            self._num_owners = num_owners
+            self._known, self._owned = None, []
         if self._loss_fn is not self.task.loss_fn:
             task = self.task
             self._loss_fn = task.loss_fn
@@ -258,6 +264,7 @@ class ModelSnapshot:
             raise CheckpointError(f"snapshot {part.number} does not hold Model {self.index}")
         self._follow()
         contents = contents_of(part, node)
+        register_again(self.task.network, contents.sections["attributes"])
         with torch.no_grad():
             self._put_network(contents)
             self._put_gradients(contents)
@@ -303,8 +310,10 @@ class ModelSnapshot:
             if ownership.saver(tensor) == self._rank:
                 _copy(tensor, contents.weights.get(key), key)
         for name, tensor in state.others.items():
-            if ownership.saver(tensor) == self._rank:
-                _copy(tensor, contents.tensors.get(f"{OTHERS}{name}"), name)
+            value = contents.tensors.get(f"{OTHERS}{name}")
+            is_later = value is None and is_kept_name(name)  # nothing stands for it then
+            if ownership.saver(tensor) == self._rank and not is_later:
+                _copy(tensor, value, name)
 
     def _put_gradients(self, contents: CheckpointContents) -> None:
         ownership = self._ownership()

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from graphsplit.capture.graph import NodeKind
 from graphsplit.capture.operations.opaque_call import unchanged
 from graphsplit.optimizers.parameter_hooks import HookState, hooks_leave
 from graphsplit.optimizers.update import Updater
@@ -173,6 +174,10 @@ class BackwardBinder:
 
     def _bind_accumulate(self, value: int, microbatch: int) -> Action:
         terms = self._plan.gradient_sums[value]
+        if self._plan.placed.graph.nodes[value].kind is NodeKind.INPUT:
+            return lambda state: state.of_inputs.update(
+                {value: gradient_sum(_terms(state, microbatch, terms))}
+            )
         own = [index for index, term in enumerate(terms) if term.contribution is not None]
         parameter = self._state[value]
 

@@ -32,7 +32,7 @@ def refused(ranks: list[int]) -> Iterator[str]:
     forms: tuple[Callable[[], Any], ...] = (
         lambda: first.backward(),
         lambda: net(x).sum().backward(create_graph=True),
-        lambda: copy.deepcopy(net),
+        lambda: copy.copy(net),
         lambda: optimizer.step(lambda: net(x).sum()),
         lambda: net.compile(),
     )

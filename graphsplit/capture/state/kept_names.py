@@ -1,0 +1,79 @@
+"""Tensors that are kept in Python, in saves and snapshots: by the names of their buffers.
+
+The value of such a tensor is saved with the other buffers. What is in its place is written as the
+name of its buffer, and a process that reads it puts there what stands for that buffer.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.capture.state.kept_tensors import KEPT, register, stand_ins_of
+from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.guards.values import with_leaves
+from graphsplit.torch_ext.attributes import buffers_of
+
+_MARK = "\0kept tensor: "
+# As kept_tensors.py makes it: the place, and the form unless that differs from batch to batch.
+_NAME = re.compile(rf"{KEPT}(?P<label>.*?)(?: torch·(?P<dtype>\w+) (?P<form>\[.*\]) cpu( \d+)?)?")
+
+
+def with_names(frozen: Any, network: nn.Module) -> Any:
+    """A snapshot of a place, with the name of its buffer for each tensor that is kept in it."""
+    names = {id(stand_in): name for name, stand_in in stand_ins_of(network).items()}
+    return with_leaves(
+        frozen,
+        lambda leaf: f"{_MARK}{names[id(leaf)]}" if id(leaf) in names else leaf,
+    )
+
+
+def with_stand_ins(frozen: Any, network: nn.Module) -> Any:
+    """The snapshot that ``with_names`` was given; missing buffers are registered, of zeros."""
+    return with_leaves(
+        frozen,
+        lambda leaf: _stand_in(network, leaf.removeprefix(_MARK)) if any(names_in(leaf)) else leaf,
+    )
+
+
+def names_in(written: Any) -> Iterator[str]:
+    """The names of buffers in what was written."""
+    if isinstance(written, str) and written.startswith(_MARK):
+        yield written.removeprefix(_MARK)
+    elif isinstance(written, dict):
+        for value in written.values():
+            yield from names_in(value)
+    elif isinstance(written, (list, tuple)):
+        for value in written:
+            yield from names_in(value)
+
+
+def register_again(network: nn.Module, written: Any) -> None:
+    """Register the buffers, of zeros, that are named in what was written and are not there."""
+    for name in names_in(written):
+        _stand_in(network, name)
+
+
+def is_kept_name(name: str) -> bool:
+    """Whether this is the name of a buffer that holds what is kept in Python."""
+    return name.startswith(KEPT)
+
+
+def _stand_in(network: nn.Module, name: str) -> KeptValue:
+    known = stand_ins_of(network)
+    if name not in known:
+        found = _NAME.fullmatch(name)
+        label = name if found is None else found["label"].replace("·", ".")
+        buffer = torch.empty(0)
+        if found is not None and found["form"]:
+            shape, strides = ast.literal_eval(found["form"].replace("] [", "], ["))
+            buffer = torch.empty_strided(shape, strides, dtype=getattr(torch, found["dtype"]))
+            if buffers_of(network).get(name) is None:
+                register(network, name, buffer.zero_())
+        known[name] = KeptValue.of(buffer, label)
+    return known[name]

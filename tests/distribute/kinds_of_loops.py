@@ -1,0 +1,88 @@
+"""Loops of kinds that were found to stumble: what they do besides training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from loop_helpers import Distribute, Loop, placed
+from several_networks import layers
+from torch import nn
+from torch.nn import functional
+
+
+class Recurrent(nn.Module):
+    """A network whose state the loop carries on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cell = nn.Embedding(10, 8), nn.GRU(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 10)
+
+    def forward(
+        self, words: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores, and the state afterwards."""
+        h, state = self.cell(self.embed(words), state)
+        return self.out(h), state
+
+
+def carried(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Truncated backward through time: None first, then the state of the step before."""
+    net = Recurrent()
+    net = distribute(placed(net, [net.embed, net.cell, net.out], ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    state = None
+    for _ in range(3):
+        words = torch.randint(0, 10, (2, 5))
+        scores, state = net(words, state)
+        loss = functional.cross_entropy(scores.flatten(0, 1), words.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        yield nn.utils.clip_grad_norm_(net.parameters(), 0.25).item(), loss.item()
+        optimizer.step()
+        state = state.detach()
+    yield net.state_dict(), state
+
+
+def measured(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Counts by class, hooks on values, two losses weighed by a parameter of the script."""
+    net = distribute(layers(8, 16, 4, ranks=ranks))
+    weights = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.RMSprop([*net.parameters(), weights], lr=0.01)
+    counts, seen = torch.zeros(4, 4, dtype=torch.long), []
+    for _ in range(3):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        outputs = net(x)
+        outputs.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        losses = [functional.cross_entropy(outputs, y), functional.l1_loss(outputs, x[:, :4])]
+        loss = (torch.exp(-weights) * torch.stack(losses) + weights).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for right, guess in zip(y, outputs.argmax(1), strict=True):
+            counts[right, guess] += 1
+        seen.append(outputs.softmax(-1).detach())
+        yield loss.item(), weights.grad
+    yield counts, torch.cat(seen), net.state_dict()
+
+
+def swapped(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A head of another size after a while; evaluation in inference mode."""
+    net = distribute(layers(8, 16, 4, ranks=ranks))
+    for size in (4, 3):
+        net[2] = nn.Linear(16, size)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = net(torch.randn(6, 8)).square().mean()
+            loss.backward()
+            yield loss.item(), [p.grad for p in net.parameters()]
+            optimizer.step()
+        with torch.inference_mode():
+            yield net(torch.ones(2, 8)).tolist()
+    yield net.state_dict(), optimizer.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (carried, measured, swapped)

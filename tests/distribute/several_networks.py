@@ -1,0 +1,109 @@
+"""Loops of scripts' own with several networks, and with gradients into inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from loop_helpers import Distribute, Loop, placed
+from torch import nn
+from torch.nn import functional
+
+
+def layers(*sizes: int, ranks: list[int], end: nn.Module | None = None) -> nn.Sequential:
+    """Linear layers, each placed."""
+    linear: list[nn.Module] = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    between = [module for one in linear for module in (one, nn.LeakyReLU(0.2))][:-1]
+    net = nn.Sequential(*between, *([] if end is None else [end]))
+    made: nn.Sequential = placed(net, linear, ranks)
+    return made
+
+
+def adversaries(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A generator and a discriminator, each distributed (a GAN)."""
+    generator = layers(4, 16, 8, ranks=ranks, end=nn.Tanh())
+    judge = layers(8, 16, 16, 1, ranks=ranks[::-1])
+    its, own = (torch.optim.Adam(net.parameters(), lr=0.01) for net in (generator, judge))
+    generator, judge = distribute(generator), distribute(judge)
+    for _ in range(3):
+        real, fake = torch.randn(6, 8), generator(torch.randn(6, 4))
+        own.zero_grad()
+        scores = judge(real), judge(fake.detach())
+        targets = torch.ones(6, 1), torch.zeros(6, 1)
+        losses = [
+            functional.binary_cross_entropy_with_logits(s, t)
+            for s, t in zip(scores, targets, strict=True)
+        ]
+        (losses[0] + losses[1]).backward()
+        own.step()
+        its.zero_grad()
+        loss = functional.binary_cross_entropy_with_logits(judge(fake), targets[0])
+        loss.backward()
+        yield [p.grad for p in generator.parameters()], [p.grad for p in judge.parameters()]
+        its.step()
+        yield loss.item(), losses[0].item(), losses[1].item(), fake.detach().mean().item()
+    yield generator.state_dict(), judge.state_dict()
+
+
+def perturbed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Adversarial training: the gradient of an input; a saliency map by autograd.grad."""
+    net = distribute(layers(8, 16, 16, 4, ranks=ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+        x.requires_grad_()
+        functional.cross_entropy(net(x), y).backward()
+        assert x.grad is not None
+        yield x.grad
+        optimizer.zero_grad()
+        x = (x + 0.1 * x.grad.sign()).detach()
+        loss = functional.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+    x = torch.randn(6, 8, requires_grad=True)
+    scaled = x * 2
+    (found,) = torch.autograd.grad(net(scaled).square().sum() + scaled.sum(), x)
+    yield found
+    yield net.state_dict()
+
+
+class Twice(nn.Module):
+    """Uses its input several times, on several workers; one output is an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores, and the input."""
+        h = self.second(x) * x + torch.sigmoid(self.first(x) * mask) * x
+        return self.last(h + x), x
+
+
+def chained(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A backbone and a head that uses its input several times; hidden state carried on."""
+    backbone, head = layers(8, 8, ranks=ranks[1:]), Twice()
+    placed(head, [head.first, head.second, head.last], ranks)
+    backbone, head = distribute(backbone), distribute(head)
+    both = [*backbone.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(both, lr=0.01)
+    hidden = torch.zeros(6, 8)
+    for step in range(3):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for _ in range(2):
+            hidden = torch.tanh(backbone(torch.randn(6, 8) + hidden))
+            scores, same = head(hidden.clone(), torch.ones(8))
+            total = total + scores.square().mean() + same.detach().abs().mean() * step
+        total.backward()
+        yield torch.nn.utils.clip_grad_norm_(both, 1.0).item(), total.item()
+        optimizer.step()
+        hidden = hidden.detach()
+    yield backbone.state_dict(), head.state_dict(), hidden
+
+
+LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained)

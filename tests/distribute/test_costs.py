@@ -1,0 +1,158 @@
+"""The cost of an own loop: what moves between workers, where code runs, what takes memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from loop_helpers import placed, ranks_for
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.nn import functional
+
+import graphsplit as gs
+from graphsplit.job import joined
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.transport import memory
+
+assert threads_as_workers
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
+
+NUM_WORKERS = 3
+VOCABULARY = 500
+_ran: list[tuple[str, int]] = []
+_lock = threading.Lock()
+
+
+def _note(what: str) -> None:
+    with _lock:
+        _ran.append((what, joined.get_rank()))
+
+
+@torch.library.custom_op("own_loop_costs::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """Notes which worker runs it."""
+    _note("forward")
+    return x.clone()
+
+
+@counted.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    _note("backward")
+    return gradient.clone()
+
+
+counted.register_autograd(_backward)
+
+
+class Counted(nn.Module):
+    """An operation that notes where it runs, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output."""
+        y: torch.Tensor = counted(self.layer(x))
+        return y
+
+
+def language() -> nn.Sequential:
+    """Logits of many words on the last worker, where they are made."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, VOCABULARY)
+    parts = [nn.Embedding(VOCABULARY, 16), nn.TransformerEncoderLayer(16, 2, 32, 0.1), Counted()]
+    net: nn.Sequential = placed(nn.Sequential(*parts, head), parts, ranks_for(NUM_WORKERS))
+    head.place("MS_WORKER", NUM_WORKERS - 1)  # type: ignore[operator]
+    return net
+
+
+def criterion(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The loss of next words."""
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def by_train_step(num_steps: int) -> list[float]:
+    """Losses of a Model."""
+    net = language()
+    model = gs.Model(net, criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    words = torch.arange(24).view(4, 6)
+    return [model.train_step(words, words).item() for _ in range(num_steps)]
+
+
+def by_own_loop(num_steps: int) -> list[float]:
+    """Losses of an own loop with the criterion outside."""
+    net = language()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = gs.distribute(net)
+    words, losses = torch.arange(24).view(4, 6), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = criterion(net(words), words)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(script: Callable[[], Any]) -> list[Any]:
+    return ThreadCluster(lambda rank: script(), NUM_WORKERS, is_recoverable=False).run()
+
+
+def test_a_step_moves_no_more_than_train_step_and_a_kilobyte(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sender: Any = vars(memory)["_MemorySender"]
+    original, sent = sender.send, []
+
+    def send(self: Any, value: torch.Tensor | None, **options: Any) -> None:
+        sent.append(64 + (0 if value is None else value.nbytes))
+        original(self, value, **options)
+
+    def of_one_step(script: Callable[[int], list[float]]) -> int:
+        totals = []
+        for num_steps in (3, 4):
+            sent.clear()
+            run(lambda num_steps=num_steps: script(num_steps))  # type: ignore[misc]
+            totals.append(sum(sent))
+        return totals[1] - totals[0]
+
+    monkeypatch.setattr(sender, "send", send)
+    whole, own = of_one_step(by_train_step), of_one_step(by_own_loop)
+    assert 0 < own <= whole + 1024
+    assert own < 24 * VOCABULARY * 4  # the logits alone
+
+
+def test_forward_and_backward_run_where_a_module_is_placed() -> None:
+    _ran.clear()
+    found = run(lambda: by_own_loop(2))
+    assert found == [found[0]] * NUM_WORKERS
+    home = ranks_for(NUM_WORKERS)[2]
+    assert _ran == [("forward", home), ("backward", home)] * 2
+
+
+def test_the_parameters_of_others_take_no_memory() -> None:
+    whole = sum(p.nbytes for p in language().parameters())
+
+    def held() -> int:
+        net = gs.distribute(language())
+        optimizer = torch.optim.Adam(net.parameters())
+        criterion(net(torch.arange(24).view(4, 6)), torch.arange(24)).backward()
+        optimizer.step()
+        with DisableTorchFunctionSubclass():
+            kept = [t for state in optimizer.state.values() for t in state.values()]
+            gradients = [p.grad for p in net.parameters() if p.grad is not None]
+            tensors = [*net.parameters(), *kept, *gradients]
+            return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    of_each = run(held)
+    assert max(of_each) < 4 * whole
+    assert 4 * whole <= sum(of_each) < 4 * whole + 1024
