@@ -11,11 +11,16 @@ from loop_helpers import Distribute, raised
 from recovery_helpers import threads_as_workers
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import graphsplit as gs
 from graphsplit.integrations.workers import distributed
 from graphsplit.job import joined
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
+
+
+def test_what_trainers_import_leaves_the_function_its_name() -> None:
+    assert callable(gs.distribute)
 
 
 def test_generating_is_refused_by_name() -> None:

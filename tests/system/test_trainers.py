@@ -56,8 +56,12 @@ def on_workers(example: str, folder: Path, *arguments: str) -> Finished:
 
 
 def end(folder: Path, name: str = "end.pt") -> Any:
-    """What a run ends with."""
-    return torch.load(folder / name, weights_only=False)
+    """What a run ends with; entries of an optimizer's state in the order of parameters."""
+    found = torch.load(folder / name, weights_only=False)
+    for part in found:
+        if isinstance(part, dict) and "param_groups" in part:
+            part["state"] = dict(sorted(part["state"].items()))
+    return found
 
 
 def files(folder: Path) -> list[str]:
