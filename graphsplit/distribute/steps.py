@@ -20,11 +20,11 @@ from torch.optim.optimizer import (
 
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import in_loop
-from graphsplit.distribute.states import drop_others, give_whole_state
+from graphsplit.distribute.states import drop_others, give_whole_state, state_of
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
-from graphsplit.optimizers.ownership import Residence
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
@@ -73,7 +73,9 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if optimizer not in _owned:
         owned = _owned[optimizer] = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
-        drop_others(optimizer)
+        # Later on all have their own entries: nothing was loaded where there are no others.
+        if state_of(optimizer) is None or any(map(is_elsewhere, optimizer.state)):
+            drop_others(optimizer)
         give_whole_state(optimizer, partial(_owners, loop), loop.job)
     stack = ExitStack()
     stack.enter_context(_owned[optimizer].stepping())
