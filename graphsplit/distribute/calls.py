@@ -31,6 +31,7 @@ class NetworkCalls(ClusterEngine):
         """Run forward; with gradients, where the script records them."""
         mode = Mode.CALL if torch.is_grad_enabled() else Mode.LOOK
         division = Division(arguments, (arguments,))
+        self._job.member.position.calls.pass_milestone()  # all are in the same one, or never meet
         planned = self._leading.given(mode, division, self._step)
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphsplit.batches.batch import Arguments
+from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
 from graphsplit.distribute.calls import NetworkCalls
@@ -143,7 +144,7 @@ class Distributed:
 
     def call(self, arguments: Arguments) -> Any:
         """Run the network once."""
-        name = f"a call of {type(self._task.network).__name__}"
+        name = f"{CALL_OF}{type(self._task.network).__name__}"
         if self._loop.is_in_backward:
             raise ConfigurationError(
                 f"{name} was made by a backward, as torch.utils.checkpoint does\n"

@@ -86,6 +86,14 @@ def test_the_workers_calls_and_the_way_out_are_told():
     assert f"worker 0 is at {END_OF_SCRIPT}" in text and "call save() on every worker" in text
 
 
+def test_in_a_loop_of_the_scripts_own_the_call_of_a_network_is_where_all_should_be():
+    calls_of = {0: history("state_dict"), 1: history("a call of Net")}
+    for calls in calls_of.values():
+        assert calls.within is not None
+        text = describe_divergence(calls.within, calls_of)
+        assert "call state_dict() on every worker" in text
+
+
 def test_the_call_inside_another_is_the_one_that_is_wrong():
     calls_of = {0: history("train"), 1: history("train", "barrier"), 2: history("train")}
     for calls in calls_of.values():

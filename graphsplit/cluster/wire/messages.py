@@ -177,6 +177,8 @@ class CallMade:
 
 END_OF_SCRIPT = "the end of the script"
 """The name of the last call of every worker."""
+CALL_OF = "a call of "
+"""How the name begins of a network's call in a loop of the script's own; its class follows."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from graphsplit.cluster.text import join_numbers
-from graphsplit.cluster.wire.messages import END_OF_SCRIPT, CallMade, CallsMade
+from graphsplit.cluster.wire.messages import CALL_OF, END_OF_SCRIPT, CallMade, CallsMade
 
 _MOST_GROUPS = 8
 
@@ -71,11 +71,10 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
         ranks_at.setdefault(_place(calls), []).append(rank)
     places = sorted(ranks_at.items(), key=lambda place: len(place[1]))[:_MOST_GROUPS]
     told = "; ".join(_group(place, ranks) for place, ranks in places)
-    for usual in (END_OF_SCRIPT, "train"):  # where all should be, sooner or later
-        if call.name == usual:  # whoever is not there is in a call of its own
-            found = (calls.within for calls in calls_of.values() if calls.within is not None)
-            others = (one for one in found if one.name not in (usual, END_OF_SCRIPT))
-            call = next(others, call)
+    if _is_usual(call.name):  # whoever is not there is in a call of its own
+        within = [calls.within for calls in calls_of.values() if calls.within is not None]
+        others = [one for one in within if not _is_usual(one.name)]
+        call = next(iter(others or [o for o in within if o.name != END_OF_SCRIPT]), call)
     if call.name == END_OF_SCRIPT:
         fix = "let every worker come to the end of the script alike"
     else:
@@ -84,6 +83,11 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
         f"the workers have made different calls, and wait for each other: {told}\n"
         f"  Fix: every worker makes the same calls in the same order: {fix}"
     )
+
+
+def _is_usual(name: str) -> bool:
+    """Whether all should be there, sooner or later: in training, or a call of a network."""
+    return name in (END_OF_SCRIPT, "train") or name.startswith(CALL_OF)
 
 
 def _place(calls: CallsMade) -> str:
