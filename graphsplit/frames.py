@@ -25,6 +25,12 @@ def is_own(file: str) -> bool:
     return file.startswith(OWN)
 
 
+def is_own_or_torchs(file: str) -> bool:
+    """Whether a file is one of graphsplit's, or of torch's."""
+    torch = sys.modules.get("torch")
+    return file.startswith(_own_and_torchs(getattr(torch, "__file__", None)))
+
+
 def is_users(file: str) -> bool:
     """Whether a file is not Python's own, nor torch's, nor graphsplit's, nor generated code."""
     # Not imported: the scheduler's tests do without torch, and its frames are none then.
@@ -32,10 +38,14 @@ def is_users(file: str) -> bool:
     return _is_users(file, getattr(torch, "__file__", None))
 
 
+@functools.cache
+def _own_and_torchs(torch_file: str | None) -> tuple[str, ...]:
+    return (OWN,) if torch_file is None else (OWN, f"{Path(torch_file).parent}/")
+
+
 @functools.lru_cache(maxsize=4096)  # stacks are walked for each value that a capture notes
 def _is_users(file: str, torch_file: str | None) -> bool:
-    not_the_users = (OWN,) if torch_file is None else (OWN, f"{Path(torch_file).parent}/")
-    if file.startswith(("<", *not_the_users)):
+    if file.startswith(("<", *_own_and_torchs(torch_file))):
         return False
     return not file.startswith(_PYTHON) or "site-packages" in file
 

@@ -19,6 +19,7 @@ FORMS = {
     "a loss": ("barrier", "loss_fn", "train"),
     "after training": ("predict", "main", "train"),
     "one state_dict more": ("state_dict", "main", "train"),
+    "an own loop": ("state_dict", "own_loop", "backward"),
 }
 ENDS = {
     "before the end": rf"worker 0 is at the end .*; worker 1 is in save\(\) at {LINE} main",
@@ -45,7 +46,7 @@ def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
     status, output = end_of(what)
     assert status == 1
     mine = rf"worker 1 is in {call}\(\) at {LINE} {function}"
-    others = rf"{other}\(\) at {LINE} main"
+    others = rf"{other}\(\) at {LINE} (main|own_loop)"
     for process in ("[scheduler] the job", "[worker 1]", "graphsplit:"):
         told = "\n".join(line for line in output.splitlines() if line.startswith(process))
         assert re.search(mine, told), output

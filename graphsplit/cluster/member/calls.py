@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from graphsplit.cluster.text import cut_end, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
-from graphsplit.frames import OWN, line_at
+from graphsplit.frames import is_own_or_torchs, line_at
 
 _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]
@@ -41,7 +41,7 @@ class CallHistory:
         return cast(T, _Noted(self, calls))
 
     def begin(self, name: str) -> None:
-        """A call begins, made by the nearest frame that is not graphsplit's."""
+        """A call begins, made by the nearest frame that is not graphsplit's or torch's."""
         num, milestones, latest, within = self._state
         call = (name, milestones, _caller(sys._getframe(1)))
         latest = (*latest[1 - limits.MAX_CALLS :], call)
@@ -88,7 +88,7 @@ class _Noted:
 
 
 def _caller(frame: FrameType | None) -> _Where:
-    while frame is not None and frame.f_code.co_filename.startswith(OWN):
+    while frame is not None and is_own_or_torchs(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lineno)
 
