@@ -25,10 +25,9 @@ def is_own(file: str) -> bool:
     return file.startswith(OWN)
 
 
-def is_own_or_torchs(file: str) -> bool:
-    """Whether a file is one of graphsplit's, or of torch's."""
-    torch = sys.modules.get("torch")
-    return file.startswith(_own_and_torchs(getattr(torch, "__file__", None)))
+def own_and_torchs() -> tuple[str, ...]:
+    """What the files of graphsplit and of torch begin with."""
+    return _own_and_torchs(getattr(sys.modules.get("torch"), "__file__", None))
 
 
 def is_users(file: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from graphsplit.cluster.text import cut_end, encodable
 from graphsplit.cluster.wire import limits
 from graphsplit.cluster.wire.messages import CallMade, CallsMade
-from graphsplit.frames import is_own_or_torchs, line_at
+from graphsplit.frames import line_at, own_and_torchs
 
 _Where = tuple[CodeType, int] | None
 _Call = tuple[str, int, _Where]
@@ -33,6 +33,7 @@ class CallHistory:
 
     def __init__(self) -> None:
         self.is_kept = True
+        self._skipped = own_and_torchs()
         # Number of calls, milestones, latest calls, open calls: replaced as a whole.
         self._state: tuple[int, int, tuple[_Call, ...], tuple[_Call, ...]] = (0, 0, (), ())
 
@@ -43,7 +44,7 @@ class CallHistory:
     def begin(self, name: str) -> None:
         """A call begins, made by the nearest frame that is not graphsplit's or torch's."""
         num, milestones, latest, within = self._state
-        call = (name, milestones, _caller(sys._getframe(1)))
+        call = (name, milestones, _caller(sys._getframe(1), self._skipped))
         latest = (*latest[1 - limits.MAX_CALLS :], call)
         self._state = (num + 1, milestones, latest, (*within, call))
 
@@ -87,8 +88,8 @@ class _Noted:
         return noted
 
 
-def _caller(frame: FrameType | None) -> _Where:
-    while frame is not None and is_own_or_torchs(frame.f_code.co_filename):
+def _caller(frame: FrameType | None, skipped: tuple[str, ...]) -> _Where:
+    while frame is not None and frame.f_code.co_filename.startswith(skipped):
         frame = frame.f_back
     return None if frame is None else (frame.f_code, frame.f_lineno)
 
