@@ -26,7 +26,7 @@ def is_own(file: str) -> bool:
 
 
 def own_and_torchs() -> tuple[str, ...]:
-    """What the files of graphsplit and of torch begin with."""
+    """The folders of graphsplit and of torch, with which their files begin."""
     return _own_and_torchs(getattr(sys.modules.get("torch"), "__file__", None))
 
 
