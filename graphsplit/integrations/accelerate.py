@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import accelerate
-from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DynamoBackend
 from torch import nn
 
@@ -31,6 +30,7 @@ from graphsplit.integrations.workers import (
 )
 from graphsplit.job import joined
 from graphsplit.job.job import Job
+from graphsplit.torch_ext.private import accelerate_states
 
 T = TypeVar("T")
 _INDICES = ("process_index", "local_process_index")
@@ -137,7 +137,7 @@ def have_one_main(job: Job) -> None:
 
     Its state is one dictionary for all instances, in which what is set comes before methods.
     """
-    for state in _states():
+    for state in accelerate_states():
         state.update(dict.fromkeys(_INDICES, job.rank), **_METHODS)
 
 
@@ -153,14 +153,10 @@ def save_on_main(
     return on_main(job, save if job is None else alone, networks, optimizers)
 
 
-def _states() -> list[dict[str, Any]]:
-    return [s._shared_state for s in (PartialState, AcceleratorState) if s._shared_state]
-
-
 @contextmanager
 def _as_if_alone() -> Iterator[None]:
     """Inside, this process is the main one, and waits for nobody."""
-    before = [(state, dict(state)) for state in _states()]
+    before = [(state, dict(state)) for state in accelerate_states()]
     for state, _ in before:
         state.update(dict.fromkeys(_INDICES, 0))
         for name in _METHODS:

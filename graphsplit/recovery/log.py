@@ -24,7 +24,7 @@ from graphsplit.recovery.snapshot.share import (
 )
 from graphsplit.tensor_meta import span_elements
 from graphsplit.torch_ext.private import pytree
-from graphsplit.train.epochs import load_callbacks
+from graphsplit.train.epochs import put_callbacks_back
 from graphsplit.train.outputs import predicted_loader
 
 _TAKES_TENSORS = frozenset(
@@ -164,7 +164,7 @@ class Entry:
             before.put_back()
         if self.call.name == "train":
             _, loader, callbacks, *_ = self.call.arguments
-            load_callbacks(callbacks, _copied(self.callbacks))
+            put_callbacks_back(callbacks, _copied(self.callbacks))
             put_loader(loader, _copied(self.loader))
         elif (loader := _loader_of(self.call)) is not None:
             put_loader(loader, _copied(self.loader))

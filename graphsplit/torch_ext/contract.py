@@ -1,4 +1,4 @@
-"""Undocumented names of torch (and transformers) that graphsplit relies on, and why.
+"""Undocumented names of torch, transformers and accelerate that graphsplit relies on, and why.
 
 Each entry is looked up by ``tests/torch_contract`` under the torch that is installed: a release
 that moves one fails the test of its name. ``docs/how-to/port-to-a-new-torch.md`` says what to do
@@ -293,5 +293,11 @@ CONTRACT: tuple[PrivateName, ...] = (
         "transformers.utils.import_utils",
         "leaves a mask out where it can look into it: fake tensors with known values say so",
         "is_fake_tensor",
+    ),
+    # accelerate, if it is there: src/accelerate/state.py.
+    *_of(
+        "accelerate.state",
+        "which process accelerate takes this one for: it is told the worker's rank",
+        *("PartialState._shared_state", "AcceleratorState._shared_state"),
     ),
 )

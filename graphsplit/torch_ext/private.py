@@ -11,6 +11,7 @@ ATen's operators (``torch.ops.aten``) are no part of this: they are the words of
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
@@ -188,3 +189,10 @@ def nccl_group(store: Any, rank: int, timeout: timedelta) -> Any:
     options = make.Options()
     options._timeout = timeout
     return make(store, rank, 2, options)
+
+
+def accelerate_states() -> list[dict[str, Any]]:
+    """What accelerate knows of the processes: the dictionaries of its states that are there."""
+    module: Any = sys.modules.get("accelerate.state")
+    states = () if module is None else (module.PartialState, module.AcceleratorState)
+    return [state._shared_state for state in states if state._shared_state]

@@ -124,11 +124,8 @@ class Epochs:
             start = FROM_THE_START
 
     def _go_on(self, resumption: Resumption) -> EpochStart:
-        left = load_callbacks(self.callbacks, resumption.callbacks)
-        if resumption.is_rollback:
-            for callback in left:
-                if callback.state_dict():  # what it has learned since is of a past undone
-                    callback.load_state_dict({})
+        load = put_callbacks_back if resumption.is_rollback else load_callbacks
+        load(self.callbacks, resumption.callbacks)
         start = resumption.start
         if start.step == 0 and start.now is not None:
             # Between two epochs: what callbacks draw now belongs to the epoch that begins.
@@ -160,6 +157,13 @@ class Epochs:
                 event="no_batch",
                 level="warning",
             )
+
+
+def put_callbacks_back(callbacks: Sequence[Callback], saved: Sequence[Any]) -> None:
+    """Give callbacks the states of an earlier moment; to those that had none then, an empty one."""
+    for callback in load_callbacks(callbacks, saved):
+        if callback.state_dict():  # what it has learned since is of a past undone
+            callback.load_state_dict({})
 
 
 def load_callbacks(callbacks: Sequence[Callback], saved: Sequence[Any]) -> list[Callback]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from recovery_features.calls import Late
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 
@@ -22,6 +23,7 @@ from graphsplit.errors import (
 )
 from graphsplit.failure import AbortSignal
 from graphsplit.job.group import read_record
+from graphsplit.job.script import ModelCall
 from graphsplit.job.stream import (
     CHUNK_BYTES,
     SNAPSHOTS,
@@ -32,7 +34,7 @@ from graphsplit.job.stream import (
     send,
 )
 from graphsplit.recovery.agreement import START, Offer, choose
-from graphsplit.recovery.log import kept
+from graphsplit.recovery.log import Entry, kept
 from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.snapshot import replicator
 from graphsplit.recovery.snapshot.disk import parse, text_of
@@ -234,6 +236,14 @@ def test_a_loader_that_ends_is_refused_before_training_begins():
 
     with pytest.raises(ConfigurationError, match="train was given a list_iterator"):
         ThreadCluster(script, 1).run()
+
+
+def test_a_call_that_runs_again_from_its_beginning_has_its_callbacks_as_they_were():
+    late = Late()
+    entry = Entry.of(0, ModelCall("train", lambda *_: None, (1, [], [late])), [])
+    late.load_state_dict({"count": 1})
+    entry.put_back()
+    assert late.state_dict() == {}
 
 
 class Clock:
