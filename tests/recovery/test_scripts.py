@@ -163,14 +163,19 @@ def test_what_is_kept_for_recovery_does_not_grow_with_training(tmp_path: Path):
 KILLED = 1
 
 
+def runners_there() -> list[ProgramRunner]:
+    return [one for one in gc.get_objects() if type(one) is ProgramRunner]
+
+
 class Runners(gs.callbacks.Callback):
     """Counts what is there of plans, of all generations and of workers that are not killed."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.before = {id(one): one for one in runners_there()}  # of other tests
 
     def on_rollback(self, context: gs.callbacks.RunContext) -> None:
-        runners = [o for o in gc.get_objects() if type(o) is ProgramRunner]
+        runners = [one for one in runners_there() if id(one) not in self.before]
         self.counts.append(sum(runner._parts.program.worker != KILLED for runner in runners))
 
 
