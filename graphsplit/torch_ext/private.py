@@ -192,7 +192,7 @@ def nccl_group(store: Any, rank: int, timeout: timedelta) -> Any:
 
 
 def accelerate_states() -> list[dict[str, Any]]:
-    """What accelerate knows of the processes: the dictionaries of its states that are there."""
+    """The dictionaries in which accelerate keeps what it knows of the processes, if it does."""
     module: Any = sys.modules.get("accelerate.state")
     states = () if module is None else (module.PartialState, module.AcceleratorState)
     return [state._shared_state for state in states if state._shared_state]
