@@ -227,12 +227,17 @@ class Verdicts:
         for name in names:
             is_silenced = name == self._fault.victim and self._fault.how != "exception"
             said = "\n".join(self._lines_of(name))
-            # A process that has not come to ``gs.init()`` is ended before it could say anything.
-            has_not_begun = self._case.phase == "registering" and not said
-            if not (is_silenced or has_not_begun) and not re.search(pattern, said):
+            if not (is_silenced or self._is_early(name)) and not re.search(pattern, said):
                 self.wrong.append(f"{name} does not say {pattern!r}")
         if not re.search(pattern, self._last_line()):
             self.wrong.append(f"the last line does not say {pattern!r}: {self._last_line()}")
+
+    def _is_early(self, name: str) -> bool:
+        """Whether a worker had not joined: the launcher ends it, and may do so before it speaks."""
+        if self._case.phase != "registering" or not name.startswith("worker"):
+            return False
+        joined = rf"worker '{name[-1]}' \(.*\) registered"
+        return not re.search(joined, "\n".join(self._lines_of("scheduler")))
 
     def _root_cause(self) -> str:
         victim = self._fault.victim
