@@ -183,7 +183,18 @@ def _gradient(func: Any, args: tuple[Any, ...], is_zeroed: bool) -> Any:
 
 
 class _Answers(torch.Tensor):
-    """Methods of a tensor in a loop that are no functions of torch: they ask for its value."""
+    """The answers of every tensor in a loop: to functions of torch, and to other methods."""
+
+    as_loop_value = _value_of
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self._everywhere())
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _answer(func, types, args, kwargs or {})
 
     def _everywhere(self) -> torch.Tensor:
         value = _value_of(self).everywhere().clone()
@@ -202,58 +213,17 @@ class _Answers(torch.Tensor):
 class _InLoop(_Answers, WatchedTensor, nn.Parameter):
     """A parameter that lives here, of a network that the script's own loop trains."""
 
-    as_loop_value = _value_of
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return repr(self._everywhere())
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _answer(func, types, args, kwargs or {})
-
-
-class _InLoopElsewhere(_Answers, ElsewhereParameter):
+class _InLoopElsewhere(_Answers, ElsewhereParameter):  # type: ignore[misc]
     """A parameter that lives on another worker, of a network that the own loop trains."""
-
-    as_loop_value = _value_of
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return repr(self._everywhere())
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _answer(func, types, args, kwargs or {})
 
 
 class _BufferInLoop(_Answers, WatchedTensor):
     """A buffer that lives here, of such a network."""
 
-    as_loop_value = _value_of
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _answer(func, types, args, kwargs or {})
-
-
-class _BufferInLoopElsewhere(_Answers, Elsewhere):
+class _BufferInLoopElsewhere(_Answers, Elsewhere):  # type: ignore[misc]
     """A buffer that lives on another worker, of such a network."""
-
-    as_loop_value = _value_of
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return repr(self._everywhere())
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return _answer(func, types, args, kwargs or {})
 
 
 # By whether it is a parameter, and whether it lives elsewhere.
