@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from graphsplit.capture.state.attributes import plain_attributes
+from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.cluster.member.calls import CallHistory
 from graphsplit.cluster.member.identity import failure_of
 from graphsplit.errors import GraphsplitError, PlanMismatchError
@@ -401,7 +402,8 @@ class _Captures:
         parameters = tuple((n, p.requires_grad) for n, p in task.network.named_parameters())
         modes = tuple(m.training for m in task.network.modules())
         marks = [str(vars(m).get("_graphsplit_placement")) for m in task.network.modules()]
-        options = (modes, *marks, task.autocast, task.with_loss, str(task.dynamic_dims))
+        forms = [(name, b.dtype, b.shape) for name, b in task.network.named_buffers()]
+        options = (modes, *marks, *forms, task.autocast, task.with_loss, str(task.dynamic_dims))
         look = (str(task.network), plain_attributes(task.network), str(task.loss_fn))
         key = (look, options, parameters, mode, signature.text)
         is_marked = any("_graphsplit_opaque" in vars(m) for m in task.network.modules())
@@ -410,7 +412,7 @@ class _Captures:
             if moved.state.guards.hold():
                 return moved
         graph = _capture_graph(task, mode, signature, lift=lift)
-        if not lift:
+        if not lift and not keeps_tensors(graph.state.changes):  # of its network alone
             self._graphs[key] = graph
         return graph
 

@@ -114,7 +114,7 @@ class _Step(nn.Module):
         inputs = zip(flatten_inputs(args, kwargs), self._is_ones, strict=True)
         answering = answers_known_values([value for value, is_ones in inputs if is_ones])
         with (
-            AssignedBuffers() as buffers,
+            AssignedBuffers(self) as buffers,
             as_in_eager_mode(),
             blocks,
             DataIsDetached(),

@@ -19,6 +19,7 @@ from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
 from graphsplit.torch_ext.attributes import EXTRA_STATE, STATE_VERSIONS
+from graphsplit.torch_ext.buffer_forms import is_waiting
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"
@@ -72,7 +73,8 @@ class NetworkState:
             )
         others = {}
         for name, tensor in named.items():
-            if first.setdefault(id(tensor), name) == name and name not in tensors:
+            is_first = first.setdefault(id(tensor), name) == name
+            if is_first and name not in tensors and not is_waiting(name):
                 others[name] = tensor
         return cls(tensors, aliases, values, others)
 

@@ -23,6 +23,7 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
+from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.own_state_code import own_code_of, own_loading
 from graphsplit.encoding.values import decode, tensor_names
 from graphsplit.errors import CheckpointError
@@ -56,22 +57,24 @@ class NetworkLoader:
     Args:
         task: What is trained.
         source: The save.
+        holder: Lets the network's own code load a state dictionary, where it has such code: it may
+            rename keys, change values, or look at what was loaded.
         with_others: Whether the save holds what a state dictionary leaves out, too.
-        load_whole: Lets the network's own code load a state dictionary, where it has such code: it
-            may rename keys, change values, or look at what was loaded.
     """
 
     def __init__(
         self,
         task: Task,
         source: Source,
+        holder: StateHolder,
         *,
         with_others: bool,
-        load_whole: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._task = task
         self._source = source
-        self._load_whole = load_whole if own_loading(task.network, with_extra=False) else None
+        self._load_whole: Callable[[Mapping[str, Any]], None] | None = None
+        if own_loading(task.network, with_extra=False):
+            self._load_whole = holder.load_state_dict
         values = source.values.get("network")
         self._values: dict[str, Any] = dict(values) if isinstance(values, dict) else {}
         self._metadata = self._values.pop(STATE_VERSIONS, None)

@@ -19,6 +19,7 @@ from graphsplit.checkpoint.contents import (
     optimizers_of,
 )
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
+from graphsplit.checkpoint.forms import forms_put, kept_forms
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
@@ -190,8 +191,7 @@ class States:
     def load_weights(self, path: PathLike) -> None:
         """Load a file of weights, ours or another's. Collective."""
         source = Source.open_file(Path(path), self._holder.group(), holds="weights")
-        load = self._holder.load_state_dict
-        network = NetworkLoader(self._task, source, with_others=False, load_whole=load)
+        network = NetworkLoader(self._task, source, self._holder, with_others=False)
         self._agree_none(network.problems, path, "the network")
         source.verify(self._requests(network, []))
         self._load_network(network)
@@ -246,6 +246,7 @@ class States:
                 for section, value in self._sections(extra).items():
                     contents.add_section(section, value)
                 contents.add_section("python", self.python.saved())
+                contents.add_section("forms", kept_forms(self._task))
             contents.add_section(by_worker.name_of(CALLBACKS, group.rank), self._callbacks())
             return contents
 
@@ -293,35 +294,35 @@ class States:
 
     def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
         """As ``load``; returns every section that was saved for all, and for this worker."""
-        group, ownership = self._holder.group(), self._ownership()
-        source = Source.open_folder(Path(folder), group)
-        load = self._holder.load_state_dict
-        network = NetworkLoader(self._task, source, with_others=True, load_whole=load)
-        problems = list(network.problems)
-        optimizers = optimizer_loaders(
-            self._task, source, ownership, holds="training", problems=problems
-        )
-        for kind, own in (("extra", extra), ("more", self.more)):
-            saved = source.values.get(kind)
-            saved = saved if isinstance(saved, dict) else {}
-            problems += [f"missing: {kind} entry {name!r}" for name in own if name not in saved]
-        self._agree_none(problems, folder, "this Model")
-        sections = self._shared_requests(source)
-        source.verify([*self._requests(network, optimizers), *sections])
-        values = self._read_sections(source, sections)
-        found = _Training.read(values)
-        self._load_network(network)
-        self._load_optimizers(optimizers)
-        saved = values.get("extra") or {}
-        for name, value in extra.items():
-            if isinstance(value, Stateful):
-                value.load_state_dict(saved[name])
-        for name, value in self.more.items():
-            value.load_state_dict(values["more"][name])
-        if isinstance(values.get("python"), dict):  # not in those of earlier versions
-            self._holder.note_put(self.python.put(values["python"]))
-        self._take_over(found, values)
-        return values
+        source = Source.open_folder(Path(folder), self._holder.group())
+        with forms_put(self._task, source.values.get("forms", []), self._holder):
+            ownership = self._ownership()
+            network = NetworkLoader(self._task, source, self._holder, with_others=True)
+            problems = list(network.problems)
+            optimizers = optimizer_loaders(
+                self._task, source, ownership, holds="training", problems=problems
+            )
+            for kind, own in (("extra", extra), ("more", self.more)):
+                saved = source.values.get(kind)
+                saved = saved if isinstance(saved, dict) else {}
+                problems += [f"missing: {kind} entry {name!r}" for name in own if name not in saved]
+            self._agree_none(problems, folder, "this Model")
+            sections = self._shared_requests(source)
+            source.verify([*self._requests(network, optimizers), *sections])
+            values = self._read_sections(source, sections)
+            found = _Training.read(values)
+            self._load_network(network)
+            self._load_optimizers(optimizers)
+            saved = values.get("extra") or {}
+            for name, value in extra.items():
+                if isinstance(value, Stateful):
+                    value.load_state_dict(saved[name])
+            for name, value in self.more.items():
+                value.load_state_dict(values["more"][name])
+            if isinstance(values.get("python"), dict):  # not in those of earlier versions
+                self._holder.note_put(self.python.put(values["python"]))
+            self._take_over(found, values)
+            return values
 
     def _shared_requests(self, source: Source) -> list[TensorRequest]:
         """The values that every worker needs beside the network and the optimizers."""

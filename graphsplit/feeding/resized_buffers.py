@@ -34,7 +34,9 @@ def share_sizes(
     """
     has_changed = False
     for node, owner in _resizable(plan):
-        tensor = tensors[node.target]
+        tensor = tensors.get(node.target)
+        if tensor is None:  # a buffer that has another form by now
+            continue
         mine, what = list(tensor.shape), f"the size of {node.target}"
         shape = control.share_value(mine, source=owner, what=what)
         if shape != list(tensor.shape) and is_elsewhere(tensor):

@@ -38,6 +38,7 @@ from graphsplit.guards.values import (
     shown,
     thaw,
 )
+from graphsplit.torch_ext.buffer_forms import BufferForm
 from graphsplit.torch_ext.private import FakeTensor
 
 
@@ -94,7 +95,7 @@ class Change:
     def told(self) -> str:
         """The place and what is left there, as every worker would say it."""
         new = self.new
-        if isinstance(new, Computed):
+        if isinstance(new, (Computed, BufferForm)):
             return f"{self.place.label}: {new}"
         if isinstance(new, torch.Tensor):  # of another class where its value is on another worker
             return f"{self.place.label}: Tensor"

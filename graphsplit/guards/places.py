@@ -11,6 +11,7 @@ from typing import Any
 
 from graphsplit.guards.values import MISSING, holder_of
 from graphsplit.torch_ext.attributes import PARAMETERS
+from graphsplit.torch_ext.buffer_forms import form_in, put_form
 
 
 class PlaceKind(Enum):
@@ -24,6 +25,7 @@ class PlaceKind(Enum):
     ITSELF = "itself"  # a container that is reached by no name: behind a view, in a C object
     CONTEXT = "context"  # a context variable
     MARK = "mark"  # of a parameter: whether it is trained
+    BUFFER = "buffer"  # what is in a buffer's place, and whether it is saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class Place:
         holder: The dictionary, list, object, class, cell or function; held, so that its identity
             stays its own.
         key: Its key, index or name there. A mark is held by the dictionary of a module's
-            attributes, and its key is the parameter's name.
+            attributes, and its key is the parameter's name; a buffer likewise.
         label: What it is, for people: ``net.beta``, ``train.py: CONFIG['beta']``.
         source: Where it was first read: ``file:line``.
         module: The path of the module whose attribute it is, below what is captured, or None: such
@@ -64,6 +66,8 @@ class Place:
                 return self.holder.get(MISSING)
             if self.kind is PlaceKind.MARK:
                 return self.holder[PARAMETERS][self.key].requires_grad
+            if self.kind is PlaceKind.BUFFER:
+                return form_in(self.holder, self.key, MISSING)
             if isinstance(self.holder, dict):  # a dictionary of defaults must not make one
                 return dict.get(self.holder, self.key, MISSING)
             if self.kind is PlaceKind.ENTRY:
@@ -84,6 +88,8 @@ class Place:
             self.holder.set(value)
         elif self.kind is PlaceKind.MARK:
             self.holder[PARAMETERS][self.key].requires_grad_(value)
+        elif self.kind is PlaceKind.BUFFER:
+            put_form(self.holder, self.key, value, MISSING)
         elif isinstance(self.holder, dict):
             dict.__setitem__(self.holder, self.key, value)
         elif self.kind is PlaceKind.ENTRY:

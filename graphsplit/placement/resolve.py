@@ -30,6 +30,7 @@ from graphsplit.marks.annotations import WORKER_ROLE, Annotation, faults_found
 from graphsplit.marks.rules import OperationRule
 from graphsplit.placement.match import Matched, match_rules
 from graphsplit.placement.whole import branches_placed_apart, modules_inside, nearest, torn_apart
+from graphsplit.torch_ext.buffer_forms import buffer_of_form
 
 UnplacedRule = Literal["affinity", "worker0"]
 EVERYWHERE = -1
@@ -265,17 +266,24 @@ class _Resolver:
         node = self.nodes[position]
         if not node.is_state:
             return self.workers[position]
-        if node.target in self.rules.owners:
-            return self.rules.owners[node.target]
+        owned = self._owned_as(node.target)
+        if owned is not None:
+            return owned
         owner = self._owner_by_rule(position)
         if owner is not None:
             return owner.rank
         placed = self._nearest(node)
         return placed[1].rank if placed is not None else EVERYWHERE
 
+    def _owned_as(self, name: str) -> int | None:
+        """The owner that an earlier plan has fixed; all forms of a buffer have one."""
+        owners = self.rules.owners
+        return owners.get(name, owners.get(buffer_of_form(name)))
+
     def _owner_by_rule(self, position: int) -> Annotation | None:
         """The answer of a rule for parameters, by whichever of a tied parameter's names."""
         names = self.state_names.get(position, (self.nodes[position].target,))
+        names = (*names, *map(buffer_of_form, names))
         found = (self.rules.parameters[n] for n in names if n in self.rules.parameters)
         return next(found, None)
 
@@ -293,14 +301,22 @@ class _Resolver:
                 self._set(user, self.workers[position], f"element of {self.nodes[position].name}")
 
     def place_state(self) -> None:
+        by_name: dict[str, int] = {}
         for position, node in enumerate(self.nodes):
             if not node.is_state:
                 continue
+            # A form that waits for a buffer's place comes after it.
+            buffer = by_name.get(buffer_of_form(node.target))
+            if buffer is not None:
+                self._set(position, self.workers[buffer], self.reasons[buffer])
+                continue
+            by_name[node.target] = position
             users = [self.workers[u] for u in self.users[position]]
             placed = self._nearest(node)
             owner = self._owner_by_rule(position)
-            if node.target in self.rules.owners:
-                self._set(position, self.rules.owners[node.target], "an earlier plan put it there")
+            owned = self._owned_as(node.target)
+            if owned is not None:
+                self._set(position, owned, "an earlier plan put it there")
             elif owner is not None:
                 self._set(position, owner.rank, f"rule at {owner.source}")
             elif placed is not None and (not users or placed[1].rank in users):

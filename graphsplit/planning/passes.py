@@ -45,6 +45,7 @@ from graphsplit.rewrite.known_results import with_known_results
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.orders import checked
 from graphsplit.schedule.policies import policy_of
+from graphsplit.torch_ext.buffer_forms import buffer_of_form
 from graphsplit.torch_ext.stand_ins import as_ordinary
 
 
@@ -156,8 +157,12 @@ def all_owners(
     for position, its_names in placed.graph.state_names.items():
         for name in its_names:
             found.setdefault(name, placed.workers[position])
+    for name in list(found):  # a step may leave a buffer where there is none now
+        found.setdefault(buffer_of_form(name), found[name])
     for name in names:
-        found.setdefault(name, _owner_of_unused(name, modules))
+        buffer = buffer_of_form(name)
+        found.setdefault(buffer, _owner_of_unused(buffer, modules))
+        found.setdefault(name, found[buffer])
     return found
 
 

@@ -58,6 +58,7 @@ from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
+from graphsplit.torch_ext.buffer_forms import buffer_of_form
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_PLANS = 64
@@ -464,7 +465,8 @@ class Planner:
                 materialize(module, self._owned_names(module))
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
-                free(tensor, name=name, owner=self.owners[name], strides=strides[name])
+                named = buffer_of_form(name)
+                free(tensor, name=named, owner=self.owners[name], strides=strides[name])
         self.updater.settle(
             Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
         )

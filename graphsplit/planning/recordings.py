@@ -384,7 +384,8 @@ class Recordings:
             for place in state.guards.lifted:
                 yield place, place.read(), loss_fn
             for change in state.changes:
-                if change.place.kind is not PlaceKind.MARK:  # snapshots keep all parameters' marks
+                # Snapshots keep the marks of all parameters, and the forms of all buffers.
+                if change.place.kind not in (PlaceKind.MARK, PlaceKind.BUFFER):
                     yield change.place, change.old, loss_fn
 
 

@@ -73,7 +73,7 @@ class Captures:
         """The graph of a task's step; one that was captured before, if it holds for this task."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
         modes = tuple(m.training for m in task.network.modules())
-        buffers = tuple(name for name, _ in task.network.named_buffers())
+        buffers = tuple((n, b.dtype, b.shape) for n, b in task.network.named_buffers())
         look = (plain_attributes(task.network), modes, buffers)
         key = (mode, signature.text, trained, task.autocast, *look)
         known = None if lift else self._graphs.get(key)

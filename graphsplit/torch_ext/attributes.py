@@ -30,7 +30,8 @@ GLOBAL_HOOKS: tuple[dict[Any, Any], ...] = (
     *GLOBAL_BACKWARD_HOOKS,
 )
 CALL = "_call_impl"  # what calling a module runs
-NOT_THE_USERS = frozenset((*TABLES, "_non_persistent_buffers_set", "training", CALL))
+NOT_SAVED = "_non_persistent_buffers_set"  # the names of buffers that no state dictionary holds
+NOT_THE_USERS = frozenset((*TABLES, NOT_SAVED, "training", CALL))
 FLAT_WEIGHTS = "_flat_weight"  # how the attributes begin in which a recurrent layer keeps weights
 
 # Saving and loading a module's state: methods that users override, and hooks.

@@ -33,6 +33,7 @@ NUM_WORKERS = 3
 ON_DISK = (
     "accumulated_uneven_microbatches",
     "attributes_left_by_forward",
+    "buffers_of_other_forms",
     "built_later",
     "callback_that_keeps_what_lives_here",
     "generators_of_loaders",

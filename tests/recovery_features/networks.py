@@ -221,3 +221,28 @@ def extra_state_and_loss_with_buffers(place: bool = True) -> Any:
             net[1].seen += 1  # type: ignore[operator]
 
     return trained(gs.Model(net, Centred(), adam(net)), None, 3, Counts()), net[1].seen
+
+
+class OtherForms(nn.Module):
+    """A table that is registered when it is needed, and a queue that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("queue", torch.zeros(0, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(8).cos(), persistent=False)
+        self.queue = torch.cat([self.queue, hidden.detach()])[-3 * len(x) :]
+        hidden = torch.relu(self.second(hidden * self.table + self.queue.mean(0)))
+        found: torch.Tensor = self.third(hidden)
+        return found
+
+
+@feature
+def buffers_of_other_forms(place: bool = True) -> Any:
+    torch.manual_seed(0)
+    net = put(OtherForms(), "first", "second", "third", place=place)
+    return trained(gs.Model(net, nn.CrossEntropyLoss(), adam(net)))

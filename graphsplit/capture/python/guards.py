@@ -135,7 +135,9 @@ class StateWatch:
                 raise
             finally:
                 try:
-                    self._changes = (*changes_of(recorder.noted, computed), *marks.changes())
+                    left = changes_of(recorder.noted, computed)
+                    reforms = self._kept.changes(label_of_path)
+                    self._changes = (*left, *marks.changes(), *reforms)
                 finally:
                     self._kept.put_back()
         self._lifted = lifted

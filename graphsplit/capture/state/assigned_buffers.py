@@ -3,11 +3,19 @@
 ``torch.export`` drops the assignment. So while a network is captured the new tensor is what the
 rest of forward sees, as in eager mode, and at the end it is copied into the buffer. What forward
 read before stays as it was for backward (`graphsplit.capture.state.old_values`).
+
+Where the new tensor has another form, where there was none, or where forward registers the buffer
+itself, the copy goes into a tensor of that form, which is put in the buffer's place at each step
+(`graphsplit.torch_ext.buffer_forms`)::
+
+    if self.mask.size(0) < n:                     a step that reads the old table, and
+        self.mask = make_mask(n)                  leaves the new one
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +25,15 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from graphsplit.capture.state.old_values import noted_as_assignment
 from graphsplit.errors import CaptureError
-from graphsplit.torch_ext.attributes import buffers_of, storage_of
+from graphsplit.guards.values import MISSING
+from graphsplit.torch_ext.attributes import (
+    BUFFERS,
+    NOT_SAVED,
+    buffers_of,
+    parameters_of,
+    storage_of,
+)
+from graphsplit.torch_ext.buffer_forms import BufferForm, form_in, name_of_form
 from graphsplit.users_line import users_line_now
 
 
@@ -28,48 +44,135 @@ class _Assigned:
     Attributes:
         module: Whose buffer it is.
         name: Its name there.
-        original: The buffer.
+        original: The buffer; None or ``MISSING`` where there was none.
+        line: The user's line.
+        is_saved: Whether it belonged to the state dictionary.
+    """
+
+    module: nn.Module
+    name: str
+    original: Any
+    line: str
+    is_saved: bool = True
+
+
+@dataclass(frozen=True)
+class Reform:
+    """A buffer that has another form after forward.
+
+    Attributes:
+        module: Whose buffer it is.
+        name: Its name there.
+        new: What forward leaves there.
         line: The user's line.
     """
 
     module: nn.Module
     name: str
-    original: torch.Tensor
+    new: BufferForm
     line: str
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a tensor is left; else None, or no buffer at all."""
+        return isinstance(self.new.tensor, torch.Tensor)
+
+    @property
+    def waiting(self) -> str:
+        """The name of the buffer that a tensor is copied into."""
+        return name_of_form(self.name, self.new.tensor)
 
 
 class AssignedBuffers:
     """Watches assignments to buffers while a network runs.
 
-    ``with AssignedBuffers() as buffers:`` runs the network; ``buffers.copy_in`` ends it.
+    ``with AssignedBuffers(root) as buffers:`` runs it; ``buffers.copy_in`` ends it.
+
+    Args:
+        root: Holds the network and the loss.
     """
 
-    def __init__(self) -> None:
-        self._assigned: dict[tuple[int, str], _Assigned] = {}
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._lines: dict[tuple[int, str], str] = {}
         self._finals: list[tuple[_Assigned, Any]] = []
 
     def __enter__(self) -> AssignedBuffers:
+        self._before = {
+            module: (dict(buffers_of(module)), set(vars(module)[NOT_SAVED]))
+            for module in self._root.modules()
+            if isinstance(vars(module).get(BUFFERS), dict)  # a scripted one has others
+        }
         self._handle = register_module_buffer_registration_hook(self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._handle.remove()
-        for found in self._assigned.values():
-            self._finals.append((found, buffers_of(found.module)[found.name]))
-            buffers_of(found.module)[found.name] = found.original
+        try:
+            if exception[0] is None:
+                self._note_finals()
+        finally:
+            for module, (buffers, not_saved) in self._before.items():
+                if any(self._changes_of(module)):
+                    _let_hold(buffers_of(module), buffers)
+                    vars(module)[NOT_SAVED] = not_saved
+
+    def _changes_of(self, module: nn.Module) -> Iterator[_Assigned]:
+        """What is not as it was in a module's table."""
+        buffers, not_saved = self._before[module]
+        for name in {**buffers, **buffers_of(module)}:
+            was = BufferForm(buffers.get(name, MISSING), name not in not_saved)
+            now = form_in(vars(module), name, MISSING)
+            if now.tensor is not was.tensor or now.is_saved != was.is_saved:
+                line = self._lines.get((id(module), name), "")
+                yield _Assigned(module, name, was.tensor, line, was.is_saved)
+
+    def _assigned(self) -> list[_Assigned]:
+        return [one for module in self._before for one in self._changes_of(module)]
+
+    def _note_finals(self) -> None:
+        finals: list[tuple[_Assigned, Any]] = []
+        reforms = {(id(one.module), one.name): one for one in self.reforms()}
+        for found in self._assigned():
+            one = reforms.get((id(found.module), found.name))
+            value = buffers_of(found.module).get(found.name)
+            if one is None:
+                finals.append((found, value))
+            elif one.is_tensor:
+                waiting = buffers_of(found.module)[one.waiting]
+                finals.append((replace(found, original=waiting), value))
+        self._check_apart(finals)
+        self._finals = [*finals, *self._finals]
+
+    def _check_apart(self, finals: Sequence[tuple[_Assigned, Any]]) -> None:
+        """Refuse to copy what would be one memory in eager mode: a change of one changes both."""
+        others = [
+            (f"{path}.{name}" if path else name, module, name, tensor)
+            for path, module in self._root.named_modules()
+            if module in self._before
+            for table in (parameters_of(module), buffers_of(module))
+            for name, tensor in table.items()
+            if tensor is not None and tensor.layout is torch.strided
+        ]
+        for found, value in finals:
+            for label, module, name, other in others:
+                if (module, name) != (found.module, found.name) and _overlap(value, other):
+                    raise CaptureError(
+                        f"{type(found.module).__name__} puts into its buffer {found.name!r} the "
+                        f"memory of {label.removeprefix('network.')}: each would change with the "
+                        f"other\n  {found.line}\n  Fix: assign a copy (clone)."
+                    )
 
     def _note(self, module: nn.Module, name: str, value: Any) -> None:
-        current = buffers_of(module).get(name)
-        if value is current:  # self.buffer += 1 puts back what is there
-            return
         # What torch builds while it records; what is kept whole, and looks after itself.
         if isinstance(module, torch.fx.GraphModule) or get_proxy_mode() is None:
             return
-        line = users_line_now()
-        if not isinstance(current, torch.Tensor) or not isinstance(value, torch.Tensor):
-            raise _refusal(module, name, f"{_look(current)} by {_look(value)}", line)
-        key = (id(module), name)
-        self._assigned.setdefault(key, _Assigned(module, name, current, line))
+        current = buffers_of(module).get(name, MISSING)
+        if module not in self._before and value is not current:
+            change = f"{_look(current)} by {_look(value)}"
+            raise _refusal(module, name, change, users_line_now())
+        if value is not current:
+            self._lines.setdefault((id(module), name), users_line_now())
 
     def assign(self, module: nn.Module, name: str, value: torch.Tensor, line: str) -> None:
         """Have a tensor copied into a buffer at the end, as if it had been assigned to it."""
@@ -78,8 +181,28 @@ class AssignedBuffers:
         self._finals.append((_Assigned(module, name, original, line), value))
 
     def assigned(self) -> list[tuple[nn.Module, str]]:
-        """The buffers to which something was assigned, by module and name."""
-        return [(found.module, found.name) for found in self._assigned.values()]
+        """The buffers to which another tensor of their form was assigned, by module and name."""
+        reforms = {(id(one.module), one.name) for one in self.reforms()}
+        return [
+            (found.module, found.name)
+            for found in self._assigned()
+            if (id(found.module), found.name) not in reforms
+        ]
+
+    def reforms(self) -> list[Reform]:
+        """The buffers that have another form by now.
+
+        Raises:
+            CaptureError: One has a form that no later step could go on from.
+        """
+        found = []
+        for one in self._assigned():
+            new = form_in(vars(one.module), one.name, MISSING)
+            if new.is_saved == one.is_saved and _look(new.tensor) == _look(one.original):
+                continue
+            _check_form(one, new.tensor)
+            found.append(Reform(one.module, one.name, new, one.line))
+        return found
 
     def copy_in(self, outputs: list[Any]) -> list[Any]:
         """Copy into each buffer what was assigned to it last.
@@ -124,9 +247,50 @@ def _look(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)} with strides {list(value.stride())}"
 
 
+def _let_hold(table: dict[str, Any], before: dict[str, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
+def _overlap(one: Any, other: torch.Tensor) -> bool:
+    """Whether two tensors may have memory in common."""
+    if not isinstance(one, torch.Tensor) or _memory(one) != _memory(other):
+        return False
+    (start, end), (its_start, its_end) = _extent(one), _extent(other)
+    return start < its_end and its_start < end
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first element of a tensor in its memory, and the one after the last."""
+    start = int(tensor.storage_offset())
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((int(size) - 1) * int(stride) for size, stride in sizes)
+    return start, start + (last + 1 if tensor.numel() else 0)
+
+
+def _check_form(found: _Assigned, new: Any) -> None:
+    """Refuse what a later step could not go on from."""
+    change = f"{_look(found.original)} by {_look(new)}"
+    if not isinstance(new, torch.Tensor):
+        return
+    sizes: list[tuple[Any, Any]] = []
+    if new.layout is torch.strided:
+        sizes = list(zip(new.shape, new.stride(), strict=True))
+    if new.layout is not torch.strided or any(
+        isinstance(size, torch.SymInt) or (size > 1 and stride == 0) for size, stride in sizes
+    ):
+        raise _refusal(found.module, found.name, change, found.line)
+    if new.requires_grad:
+        raise CaptureError(
+            f"forward assigns a tensor with a gradient to the buffer {found.name!r}, in another "
+            f"form: a later step that reads it would go through backward of this one\n"
+            f"  {found.line}\n  Fix: assign it without its history, with .detach()."
+        )
+
+
 def _refusal(module: nn.Module, name: str, change: str, line: str) -> CaptureError:
     return CaptureError(
-        f"{type(module).__name__} replaces its buffer {name!r} in forward: {change}; a buffer that "
-        f"changes its form would need another graph at every step\n  {line}\n"
-        f"  Fix: register the buffer with its final dtype, shape and strides, and keep to them."
+        f"{type(module).__name__} replaces its buffer {name!r} in forward: {change}; this form "
+        f"cannot be followed from step to step\n  {line}\n"
+        f"  Fix: assign a dense tensor of a known size (contiguous), in a module of the network."
     )

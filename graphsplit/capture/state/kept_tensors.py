@@ -17,7 +17,7 @@ eager mode a reference to it would keep the value of its step, and the buffer mo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,14 +25,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.capture.state.assigned_buffers import AssignedBuffers
+from graphsplit.capture.state.assigned_buffers import AssignedBuffers, Reform
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
 from graphsplit.guards.meeting import Noted
-from graphsplit.guards.places import Place
-from graphsplit.guards.values import Frozen, any_leaf, freeze, put_back, put_into, with_leaves
+from graphsplit.guards.places import Place, PlaceKind
+from graphsplit.guards.values import (
+    MISSING,
+    Frozen,
+    any_leaf,
+    freeze,
+    put_back,
+    put_into,
+    with_leaves,
+)
 from graphsplit.torch_ext.attributes import buffers_of, named_tensors, storage_of
+from graphsplit.torch_ext.buffer_forms import BufferForm, add_form
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 
@@ -54,6 +63,7 @@ class KeepsTensorsError(CaptureError):
         places: Places that hold parameters or buffers and were not known to.
         shared: Buffers, by module and name, to which something is assigned, and of which the script
             may hold the present tensor: that must stay as it is.
+        forms: Buffers that get another form, for which no tensor waits.
     """
 
     def __init__(
@@ -61,22 +71,26 @@ class KeepsTensorsError(CaptureError):
         wanted: Mapping[str, _Wanted],
         places: Iterable[Place] = (),
         shared: Iterable[tuple[nn.Module, str]] = (),
+        forms: Iterable[Reform] = (),
     ) -> None:
         super().__init__("tensors are kept in Python")
         self.wanted = wanted
         self.places = tuple(places)
         self.shared = tuple(shared)
+        self.forms = tuple(forms)
 
     @property
     def subjects(self) -> frozenset[Any]:
         """All that it is about."""
         places = {place.identity for place in self.places}
-        return frozenset((*self.wanted, *places, *((id(m), name) for m, name in self.shared)))
+        buffers = [*self.shared, *((one.module, one.waiting) for one in self.forms)]
+        return frozenset((*self.wanted, *places, *((id(m), name) for m, name in buffers)))
 
     def refusal(self) -> CaptureError:
         """The error where buffers do not help."""
         places = [*(one.place for one in self.wanted.values()), *self.places]
-        labels = [place.label for place in places] or [name for _, name in self.shared]
+        buffers = [*(name for _, name in self.shared), *(one.name for one in self.forms)]
+        labels = [place.label for place in places] or buffers
         return CaptureError(
             f"network or loss keeps tensors in {', '.join(labels)}, which cannot be followed from "
             f"step to step\n  {places[0].source if places else ''}\n"
@@ -142,6 +156,7 @@ class KeptTensors:
         self._held = {id(t) for t in (*self._state.values(), *self._stand_ins.values())}
         self._before: list[tuple[Place, Any]] = []
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands for state
+        self._reforms: list[Reform] = []
 
     def bring_in(self) -> None:
         """Put what stands for parameters and buffers into the places that hold them."""
@@ -180,6 +195,7 @@ class KeptTensors:
                 into the places.
             CaptureError: Something is left that a buffer cannot stand for.
         """
+        reforms = assigned.reforms()
         places = {
             identity: one
             for identity, one in noted.items()
@@ -191,9 +207,11 @@ class KeptTensors:
         names = self._named([item for item in left if id(item.value) not in not_kept])
         wanted, unknown = self._wanted(left, names), self.unknown(noted)
         shared = [one for one in assigned.assigned() if not self._is_own(*one)]
-        if wanted or unknown or shared:
+        forms = [r for r in reforms if r.is_tensor and r.waiting not in buffers_of(r.module)]
+        if wanted or unknown or shared or forms:
             put_all_back(noted.values())
-            raise KeepsTensorsError(wanted, unknown, shared)
+            raise KeepsTensorsError(wanted, unknown, shared, forms)
+        self._reforms = reforms
         buffers = buffers_of(self._network)
         for item in left:
             name = names.get(id(item.value))
@@ -219,6 +237,21 @@ class KeptTensors:
         """Whether a buffer is a copy that nobody else holds."""
         real = next(b for m, n, b in self._buffers if m is module and n == name)
         return _own.get(id(real)) is real or isinstance(real, StandIn)
+
+    def changes(self, label_of: Callable[[str], str]) -> tuple[Change, ...]:
+        """The buffers that a step leaves in another form, once the recording is over."""
+        paths = {id(module): path for path, module in self._root.named_modules()}
+        real = {(id(module), name): buffer for module, name, buffer in self._buffers}
+        found = []
+        for one in self._reforms:
+            path, number = paths[id(one.module)], id(one.module)
+            label = f"{label_of(path)}.{one.name}"
+            place = Place(PlaceKind.BUFFER, vars(one.module), one.name, label, one.line, path)
+            new, old = one.new, real.get((number, one.name), MISSING)
+            if one.is_tensor:
+                new = BufferForm(real[number, one.waiting], new.is_saved)
+            found.append(Change(place, old, new, is_read=True))
+        return tuple(found)
 
     def unknown(self, noted: Mapping[Any, Noted]) -> list[Place]:
         """Places that hold parameters or buffers, and were not known to."""
@@ -326,6 +359,10 @@ def keep(root: nn.Module, found: KeepsTensorsError) -> None:
     places.update({place.identity: place for place in found.places})
     for module, name in found.shared:
         own_buffer(module, name)
+    for form in found.forms:
+        tensor = _like(form.new.tensor)
+        add_form(form.module, form.name, tensor)
+        _own[id(tensor)] = tensor
     for name, one in found.wanted.items():
         places[one.place.identity] = one.place
         buffer = buffers_of(network).get(name)
@@ -370,8 +407,12 @@ def kept_in(noted: Iterable[Noted], tensor: torch.Tensor) -> dict[str, _Wanted]:
 
 
 def keeps_tensors(changes: Iterable[Change]) -> bool:
-    """Whether something among what a step leaves stands for a network's buffers."""
-    return any(any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue)) for one in changes)
+    """Whether something among what a step leaves belongs to one network's buffers."""
+    return any(
+        one.place.kind is PlaceKind.BUFFER
+        or any_leaf(one.new, lambda leaf: isinstance(leaf, KeptValue))
+        for one in changes
+    )
 
 
 def _instead(old: Any, new: Any, leaf: Any) -> Any:

@@ -21,6 +21,7 @@ from graphsplit.checkpoint.contents import (
     optimizers_of,
     parameters_of,
 )
+from graphsplit.checkpoint.forms import forget_waiting_forms, kept_forms, put_forms
 from graphsplit.checkpoint.states import Resumption, States
 from graphsplit.encoding.packed import FlatTensors
 from graphsplit.encoding.values import Encoder, Fixed, decode
@@ -34,6 +35,7 @@ from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.torch_ext.attributes import writes_of
+from graphsplit.torch_ext.buffer_forms import is_waiting, num_changes
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
@@ -107,7 +109,7 @@ class ModelSnapshot:
         self._whole = WholeModules(task.network, task.loss_fn)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
-        self._num_owners = 0
+        self._num_known = 0, 0  # owners, and changes of a buffer's form
         self._known: tuple[NetworkState, Ownership] | None = None
         engine.on_first_settled = self._keep_start
 
@@ -162,9 +164,9 @@ class ModelSnapshot:
 
     def _follow(self) -> None:
         """Another loss, or a tensor that code keeps now: what is known of the tensors is old."""
-        num_owners = len(self.engine.planner.owners)
-        if num_owners != self._num_owners:
-            self._num_owners = num_owners
+        now = len(self.engine.planner.owners), num_changes()
+        if now != self._num_known:
+            self._num_known = now
             self._known, self._owned = None, []
         if self._loss_fn is not self.task.loss_fn:
             task = self.task
@@ -217,6 +219,7 @@ class ModelSnapshot:
         contents.add_section("settings", settings)
         contents.add_section("members", members)
         contents.add_section("requires_grad", list(self.engine.planner.requires_grad()))
+        contents.add_section("forms", kept_forms(task))
         contents.add_section("attributes", self.engine.planner.python_values.kept())
         contents.add_section(f"{WHOLE}{rank}", self._whole.kept())
         contents.add_section("modules", dict(state.values))
@@ -262,8 +265,11 @@ class ModelSnapshot:
         node = self.node_in(part)
         if node is None:
             raise CheckpointError(f"snapshot {part.number} does not hold Model {self.index}")
-        self._follow()
         contents = contents_of(part, node)
+        forms = decode(contents.sections["forms"], contents.tensors.__getitem__)
+        put_forms(self.task, forms, self.engine.owners(), self._rank)
+        forget_waiting_forms(self.task)
+        self._follow()
         register_again(self.task.network, contents.sections["attributes"])
         with torch.no_grad():
             self._put_network(contents)
@@ -285,6 +291,7 @@ class ModelSnapshot:
     def load(self, folder: Path, *, inside: bool) -> None:
         """As ``put_back``, from what all workers wrote to disk. Collective."""
         values = self.states.load_all(folder, extra={})
+        forget_waiting_forms(self.task)
         self.was_loaded = True
         self._put_what_is_trained(values)
         self.engine.set_counters(values["engine"])
@@ -361,8 +368,8 @@ class ModelSnapshot:
             return
         if not self._owned:
             named = named_state(self.task.network, self.task.loss_fn)
-            self._owned = [t for t in {id(t): t for t in named.values()}.values()
-                           if not is_elsewhere(t)]  # fmt: skip
+            tensors = {id(t): t for name, t in named.items() if not is_waiting(name)}
+            self._owned = [t for t in tensors.values() if not is_elsewhere(t)]
         self._versions = tuple([writes_of(tensor) for tensor in self._owned])
 
     def changed_by_script(self) -> dict[int, torch.Tensor]:
