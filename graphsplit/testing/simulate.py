@@ -29,6 +29,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.capture.state.owned_tensors import make_buffers
+from graphsplit.checkpoint.forms import kept_forms
 from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.guards.places import Place
@@ -73,8 +74,8 @@ class Captures:
         """The graph of a task's step; one that was captured before, if it holds for this task."""
         trained = tuple(p.requires_grad for p in task.network.parameters())
         modes = tuple(m.training for m in task.network.modules())
-        buffers = tuple((n, b.dtype, b.shape) for n, b in task.network.named_buffers())
-        look = (plain_attributes(task.network), modes, buffers)
+        buffers = tuple(name for name, _ in task.network.named_buffers())
+        look = (plain_attributes(task.network), modes, buffers, str(kept_forms(task)))
         key = (mode, signature.text, trained, task.autocast, *look)
         known = None if lift else self._graphs.get(key)
         if known is not None:
