@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphsplit.distribute.asking import numbers_behind, telling
 from graphsplit.distribute.calls import Call, steps_behind
 from graphsplit.distribute.forms import Following
 from graphsplit.distribute.loop import Loop
@@ -152,6 +153,7 @@ class _Wanted:
         with (
             loop.job.reporting(),
             loop.adding_up(totals),
+            telling(loop, numbers_behind(self.outputs)),
             Following(),
         ):
             held = [output.held for output in self.outputs]

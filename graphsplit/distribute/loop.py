@@ -35,6 +35,7 @@ class Loop:
         job: The job.
         num_changes: Grows whenever values were written to by more than operations of the script, as
             gradients are by a backward; on all workers alike.
+        singles: Parameters and buffers of one element that live here.
         residences: Where the tensors of each distributed network live, under a name of its own.
     """
 
@@ -42,6 +43,7 @@ class Loop:
         self.job = job
         self.num_changes = 0
         self.residences: dict[str, Residence] = {}
+        self.singles: list[torch.Tensor] = []
         self._totals: dict[int, torch.Tensor] | None = None
 
     @staticmethod
@@ -73,6 +75,11 @@ class Loop:
             raise ConfigurationError(_OUTSIDE)
         return self._totals
 
+    def is_own_memory(self, number: torch.Tensor) -> bool:
+        """Whether no parameter or buffer is in the memory of a tensor of one element."""
+        start, is_whole = number.data_ptr(), number.untyped_storage().nbytes() == number.nbytes
+        return is_whole and all(single.data_ptr() != start for single in self.singles)
+
     @property
     def rank(self) -> int:
         """This worker."""
@@ -90,7 +97,7 @@ class Loop:
             if self.rank == source:
                 self.group.send(tensor.detach(), to=self.group.others(source))
                 return tensor.detach()
-            return _laid_out(self.group.receive_tensor(meta, source=source), meta)
+            return laid_out(self.group.receive_tensor(meta, source=source), meta)
 
     def move(self, tensor: torch.Tensor, source: int, destination: int) -> torch.Tensor:
         """Move a value from one worker to another one; all others get its shape alone."""
@@ -99,7 +106,7 @@ class Loop:
             if self.rank == source:
                 self.group.send(tensor.detach(), to=(destination,))
             elif self.rank == destination:
-                return _laid_out(self.group.receive_tensor(meta, source=source), meta)
+                return laid_out(self.group.receive_tensor(meta, source=source), meta)
             return shape_of(tensor)
 
 
@@ -113,7 +120,8 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return empty_as(tensor, tensor.stride())
 
 
-def _laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A value that came from another worker, in the layout that it has there."""
     for dim, stride in enumerate(meta.strides):
         if stride == 0 and meta.shape[dim] > 1:  # an expanded tensor, as backward of a sum gives
             received = received.narrow(dim, 0, 1)

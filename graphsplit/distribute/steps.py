@@ -44,6 +44,9 @@ def install() -> None:
 def settle(loop: Loop, name: str, residence: Residence) -> None:
     """Take note of where the tensors of a network live, under a name of its own."""
     loop.residences[name] = residence
+    tensors = [t for one in loop.residences.values() for t in one.tensors.values()]
+    with DisableTorchFunctionSubclass():
+        loop.singles = [t for t in tensors if t.numel() == 1 and not is_elsewhere(t)]
     _owned.clear()
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from loop_helpers import Distribute, Loop, placed
+from loops import small
 from several_networks import layers
 from torch import nn
 from torch.nn import functional
+
+import graphsplit as gs
 
 
 class Recurrent(nn.Module):
@@ -85,4 +88,24 @@ def swapped(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict(), optimizer.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (carried, measured, swapped)
+def logged(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Losses that one worker alone asks for: whole, scaled, in parts, and added up."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen, running = [], torch.zeros(()) if ranks[1] else 0.0
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = net(torch.randn(6, 8))
+        parts = out.square().mean(), out.abs().mean()
+        loss = parts[0] + 0.1 * parts[1]
+        (loss / 4 * torch.tensor(2.0)).backward()
+        optimizer.step()
+        running += loss.detach()
+        numbers = (loss, *parts, running, loss.detach() * 3 - 1)
+        if gs.get_rank() == ranks[0]:
+            seen = [number.item() for number in numbers]
+        seen = [number.item() for number in numbers]
+        yield seen
+
+
+LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged)
