@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,15 @@ from graphsplit.train.outputs import unflatten_outputs
 
 class NetworkCalls(ClusterEngine):
     """Runs the calls of one network; every method is called by all workers in the same order."""
+
+    @property
+    def is_casting(self) -> bool:
+        """Whether calls run under autocast."""
+        return self._task.autocast is not None
+
+    def guard(self) -> AbstractContextManager[None]:
+        """See ``ClusterEngine``; autocast around a call is a part of its plan."""
+        return self._job.reporting()
 
     def forward(self, arguments: Arguments) -> Call:
         """Run forward; with gradients, where the script records them."""

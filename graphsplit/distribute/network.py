@@ -17,6 +17,7 @@ from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
 from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.distribute.casts import casting_dtype
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.steps import install, settle
@@ -125,6 +126,7 @@ class Distributed:
     def __init__(self, task: Task, job: Job) -> None:
         self._task, self._job = task, job
         self.calls = NetworkCalls(task, job)
+        self._casting: dict[torch.dtype | None, NetworkCalls] = {None: self.calls}
         self.kept: dict[str, Any] | None = None
         self._loop = Loop.of(job)
         self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
@@ -137,7 +139,7 @@ class Distributed:
         kind = type(network)
         network.__class__ = kind.__mro__[2]
         try:
-            with self.calls.guard():
+            with self.calls.guard(), torch.autocast("cpu", enabled=False):
                 yield
         finally:
             network.__class__ = kind
@@ -153,10 +155,15 @@ class Distributed:
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
+        dtype = casting_dtype()
         originals, together = taken_apart(*arguments)
         plain = [_plain(one) for one in originals]
         given = together(plain)
         with self._as_itself():
+            if dtype not in self._casting:
+                task = dataclasses.replace(self._task, autocast=dtype)
+                self._casting[dtype] = NetworkCalls(task, self._job)
+            self.calls = self._casting[dtype]
             call = self.calls.forward(given)
             self._settle(call.plan.runner)
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphsplit.distribute.asking import ask, follow
+from graphsplit.distribute.casts import casting_dtype, follow_casts, refuse_cached_cast
 from graphsplit.distribute.forms import Following
 from graphsplit.distribute.links import enter, move, share
 from graphsplit.distribute.loop import META, Loop
@@ -254,11 +255,6 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
         args, kwargs = together(shared)
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
-    if torch.is_autocast_enabled("cpu"):
-        raise ConfigurationError(
-            f"torch.autocast is on around {name}, whose operands live on one worker: shapes on the "
-            f"others would not be cast\n  Fix: use torch.autocast inside the network's forward."
-        )
     loop, home = values[0].loop, _home(name, args, kwargs, values)
     is_here = loop.rank == home
     inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
@@ -267,7 +263,12 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     following = Following()
     try:
         with DisableTorchFunctionSubclass(), following:
-            result = func(*its_args, **its_kwargs)
+            result = None
+            casts = casting_dtype() is not None and _written(name, args, kwargs) == [None]
+            if casts and not is_here:
+                result = follow_casts(func, inside, together)
+            if result is None:
+                result = func(*its_args, **its_kwargs)
     except NotImplementedError as error:
         if is_here:
             raise
@@ -395,6 +396,8 @@ def _operand(leaf: Any, home: int, loop: Loop, name: str) -> Any:
     is_here = loop.rank == home
     if isinstance(leaf, torch.Tensor):
         if torch.is_grad_enabled() and leaf.requires_grad:
+            if leaf.is_leaf:
+                refuse_cached_cast("a tensor with a gradient")
             return enter(loop, home, leaf)
         return leaf if is_here else leaf.to(META)
     if is_here:

@@ -279,7 +279,7 @@ def _refuse_autocast_around() -> None:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise ConfigurationError(
-                "torch.autocast is on around a call of the Model, or of a distributed network; it "
-                "would reach beyond network and loss\n"
+                "torch.autocast is on around a call of the Model; it would reach beyond network "
+                "and loss\n"
                 "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
             )
