@@ -20,7 +20,7 @@ FORMS = {
     "after training": ("predict", "main", "train"),
     "one state_dict more": ("state_dict", "main", "train"),
     "an own loop": ("state_dict", "own_loop", "backward"),
-    "an own loop that asks": ("a value's item", "own_loop", "a call of Sequential"),
+    "an own loop that asks": ("a value's item", "own_loop", "backward"),
 }
 ENDS = {
     "before the end": rf"worker 0 is at the end .*; worker 1 is in save\(\) at {LINE} main",
