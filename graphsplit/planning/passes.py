@@ -141,7 +141,14 @@ def lower_plan(
     if costs is not None:
         policy = partial(policy, costs=costs)
     policy = checked(policy)
-    programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
+    programs = lower(
+        plan,
+        policy,
+        num_microbatches=number,
+        first=part.first,
+        last=part.last,
+        adds_up=part.adds_up,
+    )
     verify_programs(plan, programs, depths=channel_depths(programs))
     return programs
 
