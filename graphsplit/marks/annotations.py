@@ -231,7 +231,7 @@ def mark_planned(network: nn.Module) -> None:
 
 
 class PlacedBlock(ContextDecorator):
-    """What ``gs.place`` returns: a ``with`` block, or a decorator of a function."""
+    """A ``with`` block of ``gs.place``, or a decorator of a function."""
 
     def __init__(self, annotation: Annotation) -> None:
         self._annotation = annotation
