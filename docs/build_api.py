@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 
@@ -20,16 +21,18 @@ PAGES = (
 )
 
 
-def main() -> None:
+def main(output: Path = OUTPUT) -> None:
     """Write one page per module of ``PAGES``, and an index."""
     for name in graphsplit.__all__:
         # The package hands its names on lazily; pdoc looks at what is there.
         setattr(graphsplit, name, getattr(graphsplit, name))
     warnings.simplefilter("error", UserWarning)
+    # Attributes that a class of torch declares, of a class that is on no page.
+    warnings.filterwarnings("ignore", r"Cannot determine where \S+\._\w+ is taken from")
     pdoc.render.configure(docformat="google", footer_text=f"graphsplit {graphsplit.__version__}")
-    pdoc.pdoc(*PAGES, output_directory=OUTPUT)
-    print(f"open {OUTPUT / 'index.html'}")
+    pdoc.pdoc(*PAGES, output_directory=output)
+    print(f"open {output / 'index.html'}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))
