@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         init,
         is_initialized,
     )
+    from graphsplit.launching.launch import launch, launcher
     from graphsplit.marks.annotations import op, place
     from graphsplit.marks.ignored import ignore
     from graphsplit.marks.rules import apply_placement
@@ -78,6 +79,8 @@ __all__ = [
     "init",
     "is_initialized",
     "latest_checkpoint",
+    "launch",
+    "launcher",
     "metrics",
     "microbatch_rng_state",
     "op",
@@ -113,6 +116,8 @@ _HOMES = {
     "init": "job.joined",
     "is_initialized": "job.joined",
     "latest_checkpoint": "checkpoint.disk.series",
+    "launch": "launching.launch",
+    "launcher": "launching.launch",
     "metrics": "train",
     "microbatch_rng_state": "runtime.random.randomness",
     "op": "marks.annotations",

@@ -103,18 +103,30 @@ class _LastCall(TorchCalls):
         """The function's error for tensors that have values: zeros."""
         if self._call is None or self._error is not error:
             return None
-        function, arguments = self._call
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        if sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
-            return None
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), arguments
-        )
-        try:
-            function(*args, **kwargs)
-        except Exception as eager:
-            return eager
+        function, (args, kwargs) = self._call
+        return error_of_zeros(function, args, kwargs)
+
+
+def error_of_zeros(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Exception | None:
+    """A function's error for tensors that have values: zeros. None: none, or they are too large."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+    if sum(t.numel() * t.element_size() for t in tensors) > _MOST_BYTES:
         return None
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros_like, (args, kwargs))
+    try:
+        function(*args, **kwargs)
+    except Exception as eager:
+        return eager
+    return None
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made.zero_()
 
 
 def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -46,6 +46,7 @@ from graphsplit.capture.unrecordable_effects import (
     unrecordable_effects_refused,
 )
 from graphsplit.errors import CaptureError, GraphsplitError
+from graphsplit.torch_ext.attributes import schema_of
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ def _record(
     finally:
         export.watch.put_back()  # first the containers themselves, then what they held
         attributes.put_back()
+    _remove_failed(program.graph_module)
     _check(program, root)
     put_in_place(program.graph_module, recorder.calls)
     refuse_reads_of_changed(recorder.calls, export.watch.noted())
@@ -218,6 +220,15 @@ def _record(
     return Recorded(
         program, export.watch.state(recorder.modules.values())
     ), attributes.left_tensors()
+
+
+def _remove_failed(graph_module: GraphModule) -> None:
+    """Remove operations that raised an error, which the code around them has caught."""
+    for node in reversed(list(graph_module.graph.nodes)):
+        has_failed = node.op == "call_function" and node.meta.get("val") is None
+        schema = schema_of(node.target) if has_failed else None
+        if schema is not None and schema.returns:
+            graph_module.graph.erase_node(node)
 
 
 def _exported(export: Export, network: nn.Module, signals: Signals) -> ExportedProgram:

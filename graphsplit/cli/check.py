@@ -37,7 +37,7 @@ from graphsplit.cli.job import (
 )
 from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.environment import lone_child
-from graphsplit.cli.launch.supervise import END_SIGNALS, supervise
+from graphsplit.cli.launch.supervise import END_SIGNALS, say, supervise
 
 _STEPS = "--steps"
 _INTERRUPTED = frozenset(128 + signum for signum in END_SIGNALS)
@@ -260,13 +260,14 @@ class _Check:
 
     def _run_plain(self, folder: Path, options: JobOptions, console: Console) -> int:
         variables = {**self._environ, VARIABLE: str(records_file(folder, PLAIN))}
-        status = supervise(
+        ended = supervise(
             [lone_child(variables, PLAIN)],
             script_command(options),
             console=console,
             log_dir=options.log_dir,
             limit_s=self._limit_s,
         )
+        status = say(console, ended)
         _leave_if_interrupted(status)
         return status
 

@@ -8,17 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from graphsplit.cli.launch.children import StartChild, start_child
+from graphsplit.cli.launch.children import StartChild
 from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.environment import find_free_port, job_children
-from graphsplit.cli.launch.supervise import Restarts, supervise
-from graphsplit.cli.launch.warm import WarmStart, may_fork
+from graphsplit.cli.launch.supervise import Restarts, say, supervise
+from graphsplit.cli.launch.verdict import JobVerdict
+from graphsplit.cli.launch.warm import WarmStart, can_fork, may_fork, start_worker
 from graphsplit.cli.tokens import kept_token
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
@@ -99,6 +100,9 @@ class JobOptions:
         restarts: How often to start again what was lost.
         as_module: Whether the script is the name of a module.
         fresh: Whether each process imports everything itself.
+        called: The module that each worker runs in place of the script, which is only looked at
+            for what it imports; empty if it is the script itself.
+        kept: Open files that every worker keeps.
     """
 
     num_workers: int
@@ -111,6 +115,8 @@ class JobOptions:
     restarts: int = 0
     as_module: bool = False
     fresh: bool = False
+    called: str = ""
+    kept: tuple[int, ...] = ()
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -160,6 +166,19 @@ def run_job(
     own: Callable[[str], Mapping[str, str]] = lambda name: {},
     limit_s: float = math.inf,
 ) -> int:
+    """As ``supervise_job``, and say how it ended; the job's exit status."""
+    console = console or terminal()
+    return say(console, supervise_job(options, environ, console=console, own=own, limit_s=limit_s))
+
+
+def supervise_job(
+    options: JobOptions,
+    environ: Mapping[str, str],
+    *,
+    console: Console | None = None,
+    own: Callable[[str], Mapping[str, str]] = lambda name: {},
+    limit_s: float = math.inf,
+) -> JobVerdict:
     """Start a scheduler and workers, and wait for their end.
 
     Args:
@@ -168,9 +187,6 @@ def run_job(
         console: Shows their output; None: on this terminal.
         own: Further variables of one process, by its name.
         limit_s: How long they may take.
-
-    Returns:
-        The job's exit status.
     """
     port = options.port
     if port is None:
@@ -213,10 +229,11 @@ def run_job(
 def _starting(options: JobOptions, console: Console) -> Iterator[StartChild]:
     """How processes are started: by fork where the script allows it."""
     script = options.script
-    if options.fresh or options.as_module or not may_fork(script):
-        yield start_child
+    is_plain = options.fresh or options.as_module
+    if not (can_fork() if options.called else not is_plain and may_fork(script)):
+        yield partial(start_worker, options.kept)
         return
-    warm = WarmStart(script, console.say, console.turn)
+    warm = WarmStart(script, console.say, console.turn, kept=options.kept)
     try:
         yield warm.start
     finally:
@@ -225,7 +242,8 @@ def _starting(options: JobOptions, console: Console) -> Iterator[StartChild]:
 
 def script_command(options: JobOptions) -> list[str]:
     """The command that every process runs."""
-    script = ["-m", str(options.script)] if options.as_module else [str(options.script)]
+    module = options.called or (str(options.script) if options.as_module else "")
+    script = ["-m", module] if module else [str(options.script)]
     return [sys.executable, *script, *options.arguments]
 
 

@@ -240,13 +240,6 @@ class Feed:
         finally:
             self._planner.catch_up = before
 
-    def _check_python(self, ticket: Ticket, shape: BatchDescription) -> None:
-        """Change here what the leader's data set has changed of the Python around the step."""
-        mine = self._planner.python_step(self._mode, shape.first)
-        if not mine.agrees_with(ticket.python):
-            self._draw_missed()
-        self._planner.check_python_step(self._mode, shape.first, ticket.python, self.leader)
-
     def _catch_up(self, text: str | None) -> bool:
         """Compare a new graph with the leader's; if it is another, read what was not read here.
 
@@ -292,12 +285,19 @@ class Feed:
 
     def _follow(self) -> Iterator[FeedItem]:
         while True:
+            # Here it delays nobody: all wait for the worker that is last, or for the leader.
+            ahead = self._planner.ahead(self._mode)
             ticket = self._tickets.receive(self.leader)
             self._compare_previous(ticket)
             if ticket.shape is None:
                 self._end(ticket)
                 return
-            self._check_python(ticket, ticket.shape)
+            self._planner.check_python_step(
+                *(self._mode, ticket.shape.first),
+                leaders=(ticket.python, self.leader),
+                ahead=ahead,
+                catch_up=self._draw_missed,  # the leader's data set may have changed a value
+            )
             planned = self._planned(ticket.shape)
             waiting = self._not_reading(planned)
             if self._job.rank in waiting:

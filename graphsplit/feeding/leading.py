@@ -131,6 +131,7 @@ class Leading:
             python = self._planner.python_step(mode, batch.first)
             self._tickets.send(batch, generator=None, checksum=checksum, python=python)
             return
+        ahead = self._planner.ahead(mode)
         ticket = self._tickets.receive(leader)
         if (ticket.shape, ticket.checksum) != (batch, checksum):
             raise LoaderMismatchError(
@@ -139,4 +140,4 @@ class Leading:
                 f"  Fix: pass the same tensors (and scale) on every worker, and let split and "
                 f"loss_weight depend on nothing else."
             )
-        self._planner.check_python_step(mode, batch.first, ticket.python, leader)
+        self._planner.check_python_step(mode, batch.first, (ticket.python, leader), ahead)

@@ -34,6 +34,7 @@ from graphsplit.version import __version__
 
 _job: Job | None = None
 _one_process = False
+_for_call = False
 _MOST_NAMED = 5
 
 
@@ -52,8 +53,8 @@ def init() -> None:
         JobFailedError: Not all workers came in time, or one failed.
     """
     global _job, _one_process
-    if _job is not None or _one_process:
-        if _one_process and not os.environ.get("MS_ROLE"):
+    if _job is not None or _one_process or _for_call:
+        if _for_call or (_one_process and not os.environ.get("MS_ROLE")):
             return
         raise ConfigurationError("gs.init() was called twice\n  Fix: call it once, at the start.")
     install_last_words()
@@ -77,6 +78,13 @@ def init() -> None:
     install_endings(_job, finalize)
     _serve_metrics(_job, settings)
     _share_generator(_job)
+
+
+def init_for_call() -> None:
+    """Join for a function, which may call ``init`` itself as scripts do: that does nothing then."""
+    global _for_call
+    init()
+    _for_call = True
 
 
 def _join(settings: ClusterSettings) -> Job:

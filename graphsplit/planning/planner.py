@@ -14,7 +14,7 @@ from torch import nn
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
 from graphsplit.deferred.construction import is_deferred, materialize
-from graphsplit.errors import InvariantError, StaleGraphError
+from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
@@ -38,7 +38,7 @@ from graphsplit.planning.passes import (
 )
 from graphsplit.planning.progress import say_begun, say_planned
 from graphsplit.planning.python_values import PythonValues
-from graphsplit.planning.recordings import Match, Recordings
+from graphsplit.planning.recordings import Match, Recording, Recordings
 from graphsplit.planning.task import (
     Task,
     check_trained,
@@ -118,7 +118,6 @@ class Planner:
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
-        self._num_found = 0
         self.catch_up: Callable[[str | None], bool] = lambda text: False
 
     def start_over(self) -> None:
@@ -141,9 +140,8 @@ class Planner:
 
         Of the whole network if this Model has a plan, or another worker has had one.
         """
-        if self.owners:
-            return {**self.owners, **self._job.owners.known(self._tensors())}
-        return {**self.expected_owners, **self._job.owners.known(self._tensors())}
+        owners = self.owners or self.expected_owners
+        return {**owners, **self._job.owners.known(self._tensors())}
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -154,36 +152,54 @@ class Planner:
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
-    def look(self, mode: Mode, signature: Signature) -> Match | None:
-        """The recording that holds for a step as Python's values are now; None if none does.
+    def ahead(self, mode: Mode) -> Recording | None:
+        """The latest recording, if it holds: for ``python_step``, if no script runs until then."""
+        is_begun = mode is not Mode.TRAIN or self._task.network.training
+        return self.recordings.latest_if_it_holds() if is_begun else None
 
-        What was found is used by the ``plan_for`` that follows.
+    def python_step(
+        self, mode: Mode, signature: Signature, ahead: Recording | None = None
+    ) -> PythonStep:
+        """The message to others on the Python values behind the next step.
+
+        What was found is used by the ``recording_for`` that follows.
         """
-        found = self.recordings.find(mode, signature, self._circumstances())
-        self._found = (mode, signature, found)
-        return found
-
-    def python_step(self, mode: Mode, signature: Signature) -> PythonStep:
-        """The message to others on the Python values behind the next step."""
         self.begin_step(mode)
-        found = self.look(mode, signature)
+        found = self.recordings.find(mode, signature, ahead)
+        self._found = (mode, signature, found)
         if found is None:
             return PythonStep.without(self.recordings.changed(mode, signature))
         return PythonStep(found.recording.number + 1, tuple(map(float, found.lifted)))
 
     def check_python_step(
-        self, mode: Mode, signature: Signature, leaders: PythonStep, leader: int
+        self,
+        mode: Mode,
+        signature: Signature,
+        leaders: tuple[PythonStep, int],
+        ahead: Recording | None,
+        catch_up: Callable[[], object] = lambda: None,
     ) -> None:
         """Compare this worker's Python values with the leader's.
+
+        Args:
+            mode: Train, eval or predict.
+            signature: Of the batch, or of its first microbatch.
+            leaders: What the leader has told, and its rank.
+            ahead: What ``ahead`` has found, while the leader's message was not here yet.
+            catch_up: Does what the leader has done, and this worker has not, if they differ.
 
         Raises:
             PlanMismatchError: They differ; names the places, with both values.
         """
+        theirs, leader = leaders
+        if self.python_step(mode, signature, ahead).agrees_with(theirs):
+            return
+        catch_up()
         mine = self.python_step(mode, signature)
         found = self._found[2] if self._found is not None else None
         compare(
             mine,
-            leaders,
+            theirs,
             ranks=(self._job.rank, leader),
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
@@ -199,7 +215,7 @@ class Planner:
         """
         looked, self._found = self._found, None
         if looked is None or looked[:2] != (mode, signature):
-            found = self.recordings.find(mode, signature, self._circumstances())
+            found = self.recordings.find(mode, signature)
         else:
             found = looked[2]
         if found is None:
@@ -216,7 +232,8 @@ class Planner:
             self._job.member.agree(topic, f"{note()}\n{text}{recording.graph.describe()}")
             if not is_new:
                 self._job.next_plan_number()  # no topic comes twice
-        self._check_again(found)
+        if self._job.recapture_every:
+            self.recordings.check_again(found, self._job.recapture_every)
         return found
 
     def _made(self, mode: Mode, signature: Signature) -> Match:
@@ -231,20 +248,6 @@ class Planner:
             return found
         self.recordings.drop(found)
         return self.recordings.make(mode, signature)
-
-    def _check_again(self, found: Match) -> None:
-        """Every so many steps, see whether a recording is still what it was."""
-        self._num_found += 1
-        every = self._job.recapture_every
-        if not every or self._num_found % every:
-            return
-        difference = self.recordings.record_again(found)
-        if difference is not None:
-            raise StaleGraphError(
-                f"GS_RECAPTURE_EVERY={every}: the step gives another graph than the one that runs, "
-                f"though nothing that its code was seen to read has changed:\n  {difference}\n"
-                f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
-            )
 
     def plan_for(self, found: Match, part: StepPart = WHOLE_STEP, *, note: Note = str) -> ReadyPlan:
         """The plan for a recorded step; made now if it is new.
@@ -300,10 +303,8 @@ class Planner:
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan of a mode that was used last, if there is any."""
-        for planned in reversed(self._plans.values()):
-            if planned.plan.placed.graph.mode is mode:
-                return planned
-        return None
+        plans = reversed(self._plans.values())
+        return next((p for p in plans if p.plan.placed.graph.mode is mode), None)
 
     def requires_grad(self) -> tuple[bool, ...]:
         """Of every parameter of network and loss, whether it is trained."""
@@ -432,7 +433,7 @@ class Planner:
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""
         with as_in(mode, self._task.network):
-            found = self.recordings.find(mode, signature, self._circumstances())
+            found = self.recordings.find(mode, signature)
             return self._record(mode, signature, ()) if found is None else found.recording.graph
 
     def _record(self, mode: Mode, signature: Signature, lift: tuple[Place, ...]) -> CapturedGraph:

@@ -26,7 +26,7 @@ from graphsplit.batches.batch import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
-from graphsplit.errors import CaptureError
+from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
 from graphsplit.guards.changes import Computed, value_of
 from graphsplit.guards.check import Failure
@@ -126,7 +126,7 @@ class Recordings:
         self._circumstances = circumstances
         self._tensors = tensors
         self._latest: list[Recording] = []  # the one that was used last comes first
-        self._num_made = 0
+        self._num_made = self._num_checked = 0
         self._num_lifts: Counter[str] = Counter()
         self._num_changes: Counter[tuple[Mode, str, str]] = Counter()
         self._counts_before = self._num_lifts, self._num_changes  # the recording made last
@@ -148,20 +148,28 @@ class Recordings:
         self._num_lifts.clear()  # a worker that is new has none either
         self._num_changes.clear()
 
-    def find(self, mode: Mode, signature: Signature, circumstances: Circumstances) -> Match | None:
+    def latest_if_it_holds(self) -> Recording | None:
+        """The recording that was used last, if it is one of Python's values as they are now."""
+        latest = next(iter(self._latest), None)
+        return latest if latest is not None and latest.graph.state.guards.hold() else None
+
+    def find(
+        self, mode: Mode, signature: Signature, known: Recording | None = None
+    ) -> Match | None:
         """The recording that holds now, if there is one.
 
         Args:
             mode: Train, eval or predict.
             signature: Of the batch, or of each microbatch.
-            circumstances: What else it must have been made for.
+            known: A recording whose Python values were compared, and not changed since.
         """
+        circumstances = self._circumstances()
         for index, recording in enumerate(self._latest):
             if recording.mode is not mode or not self._fits(recording, circumstances):
                 continue
             if recording.graph.sizes is None and recording.signature != signature:
                 continue
-            if not recording.graph.state.guards.hold():
+            if recording is not known and not recording.graph.state.guards.hold():
                 continue
             lifted = recording.lifted()
             numbers = recording.numbers(signature, lifted)
@@ -215,16 +223,29 @@ class Recordings:
         self._num_made -= 1
         self._num_lifts, self._num_changes = self._counts_before
 
-    def record_again(self, found: Match) -> str | None:
-        """Record a step once more; says where that gives another graph, which must not be."""
+    def check_again(self, found: Match, every: int) -> None:
+        """Every so many steps, record a step once more.
+
+        Raises:
+            StaleGraphError: That gives another graph, which must not be.
+        """
+        self._num_checked += 1
+        if self._num_checked % every:
+            return
         recording = found.recording
         again = self._record(recording.mode, recording.signature, ())
         old = canonical_text(recording.graph, found.lifted, recording.signature)
         new = canonical_text(again, ())
-        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
         if old == new:
-            return None
-        return next((f"{a!r} was {b!r} before" for b, a in pairs if a != b), "it has other lines")
+            return
+        pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+        told = (f"{a!r} was {b!r} before" for b, a in pairs if a != b)
+        raise StaleGraphError(
+            f"GS_RECAPTURE_EVERY={every}: the step gives another graph than the one that runs, "
+            f"though nothing that its code was seen to read has changed:\n"
+            f"  {next(told, 'it has other lines')}\n"
+            f"  Fix: keep the code that reads it whole with gs.opaque, and report this."
+        )
 
     # Making.
 

@@ -49,5 +49,9 @@ def test_the_bounds_are_those_of_the_code() -> None:
 
 
 def test_nothing_in_the_library_reads_what_could_run_code() -> None:
-    for file in LIBRARY.rglob("*.py"):
-        assert not re.search(r"(pickle|marshal)\.load|torch\.load\(", file.read_text()), file
+    reads = {
+        file.relative_to(LIBRARY).as_posix()
+        for file in LIBRARY.rglob("*.py")
+        if re.search(r"(pickle|marshal)\.load|torch\.load\(", file.read_text())
+    }
+    assert reads == {"launching/call.py"}  # what the caller has left in inherited memory

@@ -261,6 +261,42 @@ def test_a_loss_keeps_what_losses_were_as_numbers(
     same(Net, loss_fn=kind(), microbatches=microbatches)
 
 
+class Fitting(nn.Module):
+    """Catches torch's own errors: what raised them is no part of the step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = x.view(3, -1).sum() + x
+        except RuntimeError:
+            x = x * 0.5
+        with contextlib.suppress(IndexError):
+            return x.sum(7)
+        return x
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_an_operation_that_raised_an_error_is_no_part_of_the_step(microbatches: int) -> None:
+    same(lambda: Net(Fitting()), microbatches=microbatches)
+
+
+@torch.library.custom_op("tests::lenient", mutates_args=())
+def lenient(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@lenient.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("no such shape")
+
+
+def by_a_stricter_fake(x: torch.Tensor) -> torch.Tensor:
+    try:
+        made: torch.Tensor = lenient(x.detach())
+    except RuntimeError:
+        made = x * 7
+    return made + x
+
+
 def branching(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     loss = rows_against_target(outputs, target)
     return loss * 3 if loss > 1 else loss
@@ -347,7 +383,7 @@ class Itself(Net):
         return self.function(super().forward(x))
 
 
-@pytest.mark.parametrize("function", [by_exception, by_nothing, by_finally])
+@pytest.mark.parametrize("function", [by_exception, by_nothing, by_finally, by_a_stricter_fake])
 def test_a_module_that_catches_what_capture_raises_is_kept_whole(function: Loss) -> None:
     same(lambda: Net(Calls(function)))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from graphsplit.cli.launch.console import Console, Sink
 from graphsplit.cli.launch.environment import find_free_port, job_children
-from graphsplit.cli.launch.supervise import Restarts, supervise
+from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from matrix.faults import HIT, TOLD, Fault
 from matrix.forked import start_forked
 from matrix.table import Row
@@ -129,14 +129,15 @@ class Run:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             sink = Sink(output, is_terminal=False)  # type: ignore[arg-type]
+            console = Console(sink, sink, clock=time.monotonic)
             specs = job_children(
                 self._environ(), num_workers=NUM_WORKERS, host="127.0.0.1", port=self.port
             )
             has_restarts = self.case.policy != FAIL_FAST
-            return supervise(
+            ended = supervise(
                 specs,
                 [sys.executable, str(JOB), str(self.folder)],
-                console=Console(sink, sink, clock=time.monotonic),
+                console=console,
                 log_dir=None,
                 restarts=Restarts(
                     processes=RESTARTS if has_restarts else 0,
@@ -144,6 +145,7 @@ class Run:
                 ),
                 start=start_forked,
             )
+            return say(console, ended)
 
     def _start_real(self) -> int:
         restarts = 0 if self.case.policy == FAIL_FAST else RESTARTS

@@ -208,7 +208,8 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         keep_at_least=lambda number: None,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,
-        check_python_step=lambda *a: None,
+        ahead=lambda mode: None,
+        check_python_step=lambda *a, **k: None,
         recording_for=lambda *a, **k: SimpleNamespace(
             recording=SimpleNamespace(graph=SimpleNamespace(is_other_after=False))
         ),

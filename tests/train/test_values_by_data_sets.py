@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
+from graphsplit.guards.check import Guards
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.testing.compare import difference
 
@@ -152,6 +155,44 @@ def test_each_step_finds_the_network_in_train_mode_as_in_one_process() -> None:
     before.put_back()
     for found in ThreadCluster(lambda rank: train(), NUM_WORKERS).run():
         assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("by_calls", [False, True])
+def test_a_step_compares_once_and_by_identity_alone_where_nothing_has_changed(
+    by_calls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: dict[int, list[str]] = defaultdict(list)
+
+    def counted(name: str) -> Callable[[Guards], Any]:
+        compare = getattr(Guards, name)
+
+        def count(guards: Guards) -> Any:
+            compared[threading.get_ident()].append(name)
+            return compare(guards)
+
+        return count
+
+    for name in ("hold", "failures"):
+        monkeypatch.setattr(Guards, name, counted(name))
+
+    def train(rank: int) -> list[str]:
+        torch.manual_seed(0)
+        net = Scaled()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.01))
+        batch = torch.ones(4, 3), torch.ones(4, 2)
+        model.train_step(*batch)
+        mine = compared[threading.get_ident()]
+        mine.clear()
+        if by_calls:
+            for _ in range(6):
+                model.train_step(*batch)
+        else:
+            model.train(1, [batch] * 6)
+        return [*mine]
+
+    for found in ThreadCluster(train, NUM_WORKERS).run():
+        # Who follows compares while it waits, also for the news that the epoch is over.
+        assert found in (["hold"] * 6, ["hold"] * 7)
 
 
 def changed_by_the_script() -> Any:

@@ -9,7 +9,8 @@ There are no values while a network is recorded, so what asks for one gets an er
 
 In eager mode no error comes. So every such error is noted where it is raised. Its traceback ends
 in the frame that has caught it: where that is the user's, another branch was recorded than eager
-mode takes.
+mode takes. What torch's functions raise at the sight of shapes comes in eager mode too; a function
+whose error the user's code has caught is tried once on zeros, for fakes may be asked for more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -26,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphsplit.capture.failures import comes_of_capture
 from graphsplit.capture.opaque.record import OpaqueRecorder
+from graphsplit.capture.own_errors import error_of_zeros
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
 from graphsplit.torch_ext.attributes import is_module_call
@@ -45,17 +48,28 @@ _KINDS: tuple[Any, ...] = (
 )
 
 
+Again = Callable[[], Exception | None]
+
+
 @dataclass(frozen=True)
 class Swallowed:
-    """An error that the user's code has caught.
+    """An error that the user's code may have caught.
 
     Attributes:
         error: The error.
         module: The innermost module that ran.
+        again: What the same call raises in eager mode; None: nothing, it comes of capture.
     """
 
     error: Exception
     module: nn.Module | None
+    again: Again | None = None
+
+    def only_in_capture(self) -> bool:
+        """Whether the user's code has caught it, and would have nothing to catch in eager mode."""
+        return _was_caught(self.error) and not (
+            self.again is not None and type(self.again()) is type(self.error)
+        )
 
 
 class Signals(TorchCalls):
@@ -94,8 +108,8 @@ class Signals(TorchCalls):
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if comes_of_capture(error):
-                self._note(error)
+            again = partial(error_of_zeros, function, args, kwargs)
+            self._note(error, None if comes_of_capture(error) else again)
             raise
 
     def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -105,13 +119,13 @@ class Signals(TorchCalls):
 
         return init
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: Exception, again: Again | None = None) -> None:
         if self._recorder.is_recording:
-            self._noted.append(Swallowed(error, _module_now()))
+            self._noted.append(Swallowed(error, _module_now(), again))
 
     def swallowed(self) -> Swallowed | None:
-        """The first error that the user's code has caught, if any."""
-        return next((noted for noted in self._noted if _was_caught(noted.error)), None)
+        """The first error that the user's code has caught, and only capture raises, if any."""
+        return next((noted for noted in self._noted if noted.only_in_capture()), None)
 
 
 def _was_caught(error: Exception) -> bool:

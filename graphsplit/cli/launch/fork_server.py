@@ -46,6 +46,7 @@ _NEEDED = (
     "graphsplit.transport.grpc.transport",
     "grpc",
 )
+_NOT_OF_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>")
 # Importing them starts no thread, opens nothing, and looks at no variable of a job's.
 _STAND_A_FORK = frozenset(("numpy", "pandas", "scipy", "sklearn", "torch", "torchvision", "PIL"))
 
@@ -196,7 +197,7 @@ def _run(arguments: list[str]) -> int:
         status = _status_of(error)
     except BaseException as error:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_OF_THE_SCRIPT:
             trace = trace.tb_next
         _tell(error.with_traceback(trace))
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1

@@ -31,7 +31,7 @@ from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, describe
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.lines import LineCutter
 from graphsplit.cli.launch.scheduler_line import SchedulerLine
-from graphsplit.cli.launch.verdict import verdict
+from graphsplit.cli.launch.verdict import JobVerdict, verdict
 from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.launcher_line import Ended, GivenUp, Line, Over, cut
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -81,8 +81,8 @@ def supervise(
     restarts: Restarts = NO_RESTARTS,
     limit_s: float = math.inf,
     start: StartChild = start_child,
-) -> int:
-    """Start ``command`` once for each of ``specs`` and return the job's exit status.
+) -> JobVerdict:
+    """Start ``command`` once for each of ``specs`` and return how the job ended.
 
     A worker that ends without ``gs.init()`` has failed.
     """
@@ -96,11 +96,17 @@ def supervise(
             job.start()
             job.run(wakeup, received, limit_s)
             ended = verdict(job.ending, job.reports())
-        if ended.line:
-            console.say(ended.line)
         if not (job.ending.asks_for_another_try and tries_left):
             break
+        say(console, ended)
         console.say(f"graphsplit: starting the job again; {tries_left - 1} more tries after this")
+    return ended
+
+
+def say(console: Console, ended: JobVerdict) -> int:
+    """Say how a job ended, unless all is well; its exit status."""
+    if ended.line:
+        console.say(ended.line)
     return ended.status
 
 

@@ -15,11 +15,18 @@ class JobVerdict:
 
     Attributes:
         status: The exit status: of the process with the root cause, where that is known.
-        line: One line that names both; empty if all is well.
+        reason: The root cause, in one line; empty if all is well.
+        rank: The worker that is to blame; -1 if none is.
     """
 
     status: int
-    line: str
+    reason: str = ""
+    rank: int = -1
+
+    @property
+    def line(self) -> str:
+        """One line that names both; empty if all is well."""
+        return f"graphsplit: {self.reason}; exit status {self.status}" if self.status else ""
 
 
 def verdict(ending: JobEnding, reports: Mapping[str, EndReport]) -> JobVerdict:
@@ -30,19 +37,22 @@ def verdict(ending: JobEnding, reports: Mapping[str, EndReport]) -> JobVerdict:
         reports: The reports of processes, by name. The scheduler's is about the whole job.
     """
     if ending.status == 0:
-        return JobVerdict(0, "")
+        return JobVerdict(0)
     if ending.is_interrupted:
-        return _with_status(ending.status, ending.reason)
+        return JobVerdict(ending.status, ending.reason)
+    first = _rank(ending.first_failed)
     report = reports.get(SCHEDULER) or reports.get(ending.first_failed)
     if report is None:
-        return _with_status(ending.status, ending.reason)
+        return JobVerdict(ending.status, ending.reason, first)
     blamed = f"worker {report.rank}"
     returncode = ending.returncodes.get(blamed, 0)
     status = exit_status(returncode) if returncode else ending.status
     # The launcher knows better how its own child ended than those who only lost it.
     what = f"{blamed} {describe(returncode)}" if returncode < 0 else report.headline
-    return _with_status(status, what, report.where)
+    reason = "; ".join(filter(None, (what, report.where)))
+    return JobVerdict(status, reason, first if report.rank < 0 else report.rank)
 
 
-def _with_status(status: int, *parts: str) -> JobVerdict:
-    return JobVerdict(status, f"graphsplit: {'; '.join(filter(None, parts))}; exit status {status}")
+def _rank(name: str) -> int:
+    """The rank of a process by its name; -1 for the scheduler."""
+    return int(name.split()[-1]) if name.startswith("worker ") else -1

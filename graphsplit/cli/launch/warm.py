@@ -51,7 +51,12 @@ def may_fork(script: Path) -> bool:
     """
     text = _text_of(script)
     uses, speaks = _USES_GRAPHSPLIT.search(text), _SPEAKS_OF_ENVIRONMENT.search(text)
-    return sys.platform == "linux" and uses is not None and speaks is None
+    return can_fork() and uses is not None and speaks is None
+
+
+def can_fork() -> bool:
+    """Whether workers can be forked on this system."""
+    return sys.platform == "linux"
 
 
 def _text_of(script: Path) -> str:
@@ -61,6 +66,13 @@ def _text_of(script: Path) -> str:
         return ""
 
 
+def start_worker(
+    files: Sequence[int], spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """As ``start_child``; a worker keeps some more open files, which the scheduler does not."""
+    return start_child(spec, command, kept if spec.name == SCHEDULER else (*kept, *files))
+
+
 class WarmStart:
     """Starts the processes of one script: see ``start``. Close it when nothing is to start.
 
@@ -68,12 +80,19 @@ class WarmStart:
         script: The script.
         say: Takes a line for the person who watches: that nothing can be forked, and why.
         turn: Takes what is waited for, again and again while it lasts; nothing when it is over.
+        kept: Open files that every worker keeps.
     """
 
     def __init__(
-        self, script: Path, say: Callable[[str], None], turn: Callable[[str], None] = lambda _: None
+        self,
+        script: Path,
+        say: Callable[[str], None],
+        turn: Callable[[str], None] = lambda _: None,
+        *,
+        kept: Sequence[int] = (),
     ) -> None:
         self._script = script
+        self._kept = kept
         self._say = say
         self._turn = turn
         self._server: subprocess.Popen[bytes] | None = None
@@ -89,7 +108,7 @@ class WarmStart:
         if self._server is None:
             self._serve(spec)
         forked = self._fork(spec, command[1:]) if self._line is not None else None
-        return forked or start_child(spec, command, kept)
+        return forked or start_worker(self._kept, spec, command, kept)
 
     def _serve(self, spec: ChildSpec) -> None:
         # Whose parent in between has ended is the launcher's child then.
@@ -111,7 +130,7 @@ class WarmStart:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(number,),
+            pass_fds=(number, *self._kept),
             preexec_fn=make_setup(),
         )
 

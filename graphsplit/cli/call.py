@@ -1,0 +1,78 @@
+"""The launcher of ``gs.launch``: ``graphsplit run`` for a function instead of a script.
+
+A process of its own, whatever threads, devices and signal handlers the caller has: this one
+imports no torch and has one thread, and what it starts is forked from such processes alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from graphsplit.cli.job import JobOptions, supervise_job
+from graphsplit.cli.launch.ending import EX_TIMEOUT
+from graphsplit.cli.launch.request import CallAnswer, CallRequest
+from graphsplit.cli.launch.verdict import JobVerdict
+from graphsplit.encoding import records
+from graphsplit.root_cause import FailureCause
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve one request, which is the first argument."""
+    request = records.from_text(CallRequest, sys.argv[1], what="the request")
+    _end_with(request.caller)
+    try:
+        answer = CallAnswer(_cause(_supervised(request)))
+    except click.ClickException as error:
+        answer = CallAnswer(mistake=error.message)
+    with os.fdopen(request.answer, "w") as file:
+        file.write(records.to_text(answer))
+
+
+def _end_with(caller: int) -> None:
+    """Get the signal that ends the job when the caller has gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
+    if os.getppid() != caller:
+        raise SystemExit(1)
+
+
+def _supervised(request: CallRequest) -> JobVerdict:
+    files = (request.call, *request.results)
+    options = JobOptions(
+        num_workers=request.num_workers,
+        port=None,
+        host="127.0.0.1",
+        log_dir=None if request.log_dir is None else Path(request.log_dir),
+        certificates=None,
+        script=Path(request.script),
+        arguments=tuple(map(str, files)),
+        restarts=request.restarts,
+        called=request.worker,
+        kept=files,
+    )
+    limit_s = math.inf if request.limit_s is None else request.limit_s
+    return supervise_job(options, os.environ, limit_s=limit_s)
+
+
+def _cause(ended: JobVerdict) -> FailureCause | None:
+    if ended.status == 0:
+        return None
+    kind = "exception"
+    if ended.status == EX_TIMEOUT:
+        kind = "timeout"
+    elif ended.status > 128:
+        kind = "lost" if ended.rank >= 0 else "interrupted"
+    return FailureCause(kind, ended.reason, ended.rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Calls a function on workers of this machine: ``gs.launch``."""

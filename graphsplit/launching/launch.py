@@ -1,0 +1,199 @@
+"""``gs.launch`` and ``gs.launcher``: a function on workers of this machine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from graphsplit.cli.launch.request import CallAnswer, CallRequest
+from graphsplit.errors import ConfigurationError, JobFailedError
+from graphsplit.launching import call, files, outcome, process
+from graphsplit.launching.outcome import Raised, Returned
+from graphsplit.root_cause import FailureCause
+
+_WORKER = "graphsplit.launching.worker"
+_FEWEST = 2  # fewer cut nothing
+_Fn = Callable[..., Any]
+_Launched = Callable[..., list[Any]]
+
+
+def launch(
+    fn: Callable[..., Any],
+    workers: int | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float | None = None,
+    restarts: int = 0,
+    log_dir: str | Path | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on workers of this machine, and wait for their results.
+
+    Starts a scheduler and the workers as ``graphsplit run`` does, from a script, a notebook or a
+    prompt. Each worker has joined the job when ``fn`` begins (``gs.init()`` in it does nothing),
+    and begins with the caller's random generators. What workers print is shown, prefixed by
+    worker. Ctrl-C, or a notebook's interrupt, ends all.
+
+    Args:
+        fn: The function. It reaches the workers with all that it uses, by ``cloudpickle``; of what
+            it changes there the caller sees nothing.
+        workers: How many. None: ``MS_WORKER_NUM``, else one for each GPU of this machine, and 2
+            at least.
+        args: Its arguments, the same on every worker.
+        kwargs: Its arguments by name.
+        timeout_s: End the job after this time.
+        restarts: How often to start again what was lost, as ``graphsplit run --restarts``.
+        log_dir: A folder where each process's output is written as well.
+
+    Returns:
+        What ``fn`` returned on each worker, in the order of ranks: tensors, numbers, texts, bytes,
+        None, and lists, tuples, sets and mappings of them.
+
+    Raises:
+        ConfigurationError: An argument is wrong, ``fn`` cannot be sent, or its result be returned;
+            or this process is itself part of a job.
+        Exception: The root cause, where ``fn`` raised on a worker; its ``__cause__`` is a
+            ``JobFailedError`` with the worker's traceback.
+        JobFailedError: A worker was lost, it took too long, or its error is of a class that this
+            process does not know.
+    """
+    workers = _number_of(workers)
+    _check(fn, workers, timeout_s, restarts)
+    wanted = call.LaunchedCall(fn, tuple(args), dict(kwargs or {}))
+    body = bytearray(call.pickled(wanted))
+    with files.memory_files(2 + workers) as (first, answer_file, *results):
+        files.write(first, [torch.frombuffer(body, dtype=torch.uint8)])
+        request = CallRequest(
+            num_workers=workers,
+            caller=os.getpid(),
+            script=(sys.argv[0] if sys.argv else "") or "-c",
+            worker=_WORKER,
+            call=first,
+            results=tuple(results),
+            answer=answer_file,
+            restarts=restarts,
+            limit_s=timeout_s,
+            log_dir=None if log_dir is None else os.path.abspath(log_dir),
+        )
+        answer = process.run(request)
+        return _results(answer, [outcome.read(files.read(file)) for file in results], wanted)
+
+
+@overload
+def launcher(fn: _Fn, /) -> _Launched: ...
+@overload
+def launcher(
+    *,
+    workers: int | None = None,
+    timeout_s: float | None = None,
+    restarts: int = 0,
+    log_dir: str | Path | None = None,
+) -> Callable[[_Fn], _Launched]: ...
+def launcher(fn: Any = None, /, **options: Any) -> Any:
+    """Decorate a function: each call of it is a ``launch``, and returns the list of results.
+
+    ``@gs.launcher`` and ``@gs.launcher(workers=4)`` both work; options are those of ``launch``. The
+    function itself is ``fn.__wrapped__``.
+
+    Args:
+        fn: The function.
+        options: ``workers``, ``timeout_s``, ``restarts``, ``log_dir``.
+    """
+    return functools.partial(_launcher, **options) if fn is None else _launcher(fn, **options)
+
+
+def _launcher(
+    fn: Callable[..., Any],
+    *,
+    workers: int | None = None,
+    timeout_s: float | None = None,
+    restarts: int = 0,
+    log_dir: str | Path | None = None,
+) -> Callable[..., list[Any]]:
+    if not callable(fn):
+        raise _not_callable(fn)
+    options: dict[str, Any] = {"timeout_s": timeout_s, "restarts": restarts, "log_dir": log_dir}
+
+    @functools.wraps(fn)
+    def launched(*args: Any, **kwargs: Any) -> list[Any]:
+        return launch(fn, workers, args, kwargs, **options)
+
+    return launched
+
+
+def _number_of(workers: int | None) -> int:
+    if workers is not None:
+        return workers
+    wanted = os.environ.get("MS_WORKER_NUM", "").strip()
+    if wanted.isdecimal():
+        return int(wanted)
+    return max(_FEWEST, torch.cuda.device_count())
+
+
+def _check(fn: Any, workers: Any, timeout_s: Any, restarts: Any) -> None:
+    if not callable(fn):
+        raise _not_callable(fn)
+    for name, value, least in (("workers", workers, 1), ("restarts", restarts, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(
+                f"gs.launch(..., {name}={value!r}): expected a whole number, at least {least}\n"
+                f"  Fix: gs.launch(fn, {name}={max(least, _FEWEST)})"
+            )
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigurationError(
+            f"gs.launch(..., timeout_s={timeout_s!r}): expected more than 0 seconds, or None"
+        )
+    if os.environ.get("MS_ROLE", "").strip():
+        raise ConfigurationError(
+            f"gs.launch({call.name_of(fn)}) was called in a process of a job (MS_ROLE is "
+            f"{os.environ['MS_ROLE']}), which cannot start another\n"
+            f"  Fix: call the function itself here, or start the script by `python` instead of "
+            f"`graphsplit run`."
+        )
+
+
+def _not_callable(fn: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"gs.launch was given {fn!r:.80}, which is no function\n"
+        f"  Fix: pass the function, its arguments apart: gs.launch(train, workers=4, args=(10,))"
+    )
+
+
+def _results(
+    answer: CallAnswer, found: Sequence[Returned | Raised | None], wanted: call.LaunchedCall
+) -> list[Any]:
+    """The values that all have returned, in the order of ranks.
+
+    Raises:
+        Exception: The root cause, where the job has failed.
+    """
+    if answer.mistake:
+        raise ConfigurationError(answer.mistake)
+    if answer.cause is not None:
+        _raise(answer.cause, found)
+    missing = [rank for rank, one in enumerate(found) if not isinstance(one, Returned)]
+    if missing:
+        name = call.name_of(wanted.fn)
+        raise JobFailedError(
+            f"{name} left worker {missing[0]} without a result, by sys.exit()\n"
+            f"  Fix: return from {name}, None if there is nothing to tell."
+        )
+    return [one.value for one in found if isinstance(one, Returned)]
+
+
+def _raise(cause: FailureCause, found: Sequence[Returned | Raised | None]) -> None:
+    own = found[cause.rank] if 0 <= cause.rank < len(found) else None
+    if not isinstance(own, Raised) or cause.kind != "exception":
+        raise JobFailedError(cause.message, cause=cause)
+    told = FailureCause("exception", own.text, cause.rank, traceback=own.traceback)
+    text = f"{cause.message}\n\non worker {cause.rank}:\n{own.traceback.rstrip()}"
+    failed = JobFailedError(text, cause=told)
+    if own.error is None:
+        raise failed
+    raise own.error from failed
