@@ -14,7 +14,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
-from graphsplit.errors import LoaderMismatchError
+from graphsplit.errors import PlanMismatchError
 from graphsplit.planning.task import Task
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
@@ -348,5 +348,5 @@ def test_workers_with_another_number_of_microbatches_are_refused() -> None:
         return Task(network, rows_against_target, optimizer, "affinity", True, divider=divider)
 
     cluster = SimulatedCluster(make_task, 2)
-    with pytest.raises(LoaderMismatchError, match="microbatch"):
+    with pytest.raises(PlanMismatchError, match="microbatch"):
         cluster.train_step((batches_of(8, 6)[0], {}), batch=batches_of(8, 6)[0])
