@@ -119,6 +119,8 @@ class _Turn(threading.Thread, Generic[T]):
     def run(self) -> None:
         """Make the call, from the first turn on."""
         self._may_run.acquire()
+        if self._is_abandoned:  # before it has begun
+            return
         try:
             self.result = self._call(self.worker)
         except BaseException as error:  # raised again where the call was made
@@ -136,6 +138,8 @@ class _Turn(threading.Thread, Generic[T]):
 
     def pause(self, waits_for: str, can_go_on: Callable[[], bool]) -> None:
         """Let others run until this worker can go on. Called on its own thread."""
+        if self._is_abandoned:
+            raise _Abandoned
         self.waits_for, self.can_go_on = waits_for, can_go_on
         self._has_stopped.release()
         self._may_run.acquire()
