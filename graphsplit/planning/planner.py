@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -121,10 +121,6 @@ class Planner:
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self.catch_up: Callable[[str | None], bool] = lambda text: False
 
-    def keep_graphs(self) -> None:
-        """Keep captured graphs: a job that recovers makes its plans anew."""
-        self.recordings.keep_graphs()
-
     def start_over(self) -> None:
         """Forget all plans; owners stay. All workers do so at the same point."""
         self._plans.clear()
@@ -208,7 +204,7 @@ class Planner:
             ranks=(self._job.rank, leader),
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
-            changed=self.recordings.changed(mode, signature),
+            changed=partial(self.recordings.changed, mode, signature),
         )
 
     def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Match:
@@ -389,7 +385,7 @@ class Planner:
         self._settle_ownership(plan)
         if plan.placed.graph.mode is Mode.TRAIN:
             self.updater.check_optimizers()
-        runner = ProgramRunner(
+        runner = self._runner(
             RunnerParts(
                 plan=plan,
                 plan_number=number,
@@ -408,6 +404,9 @@ class Planner:
         return ReadyPlan(
             plan, programs, runner, consumers_of(plan), waiting, numbers, written_inputs=written
         )
+
+    def _runner(self, parts: RunnerParts) -> ProgramRunner:
+        return ProgramRunner(parts)
 
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
