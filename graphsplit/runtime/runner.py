@@ -189,21 +189,7 @@ class ProgramRunner:
             TransportError: A value could not be moved.
             JobFailedError: The job was aborted elsewhere.
         """
-        self._parts.position.text_source = self.where
-        self._parts.position.location_source = self.location
-        self.step, self.position = step, 0
-        state = StepState(
-            step,
-            inputs,
-            numbers,
-            microbatches,
-            values=[self._owned_outputs.copy() for _ in inputs],
-            leaves=[{} for _ in inputs],
-            roots=[{} for _ in inputs],
-            collected=[{} for _ in inputs],
-            received=[{} for _ in inputs],
-            pending=[{} for _ in inputs],
-        )
+        state = self._begin(step, inputs, numbers, microbatches)
         with torch.set_grad_enabled(self._grad_enabled):
             if meanwhile is not None:
                 self._run_until(self._first_wait, state)
@@ -218,7 +204,7 @@ class ProgramRunner:
         numbers: Mapping[str, Any] = NO_NUMBERS,
     ) -> StepState:
         """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
-        state = self.begin(step, inputs, numbers)
+        state = self._begin(step, inputs, numbers)
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(first_of_backward(self._plan, self._parts.program), state)
         return state
@@ -229,6 +215,29 @@ class ProgramRunner:
         self.position = first_of_backward(self._plan, self._parts.program)
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(len(self._actions), state)
+
+    def _begin(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        numbers: Mapping[str, Any],
+        microbatches: Microbatches | None = None,
+    ) -> StepState:
+        self._parts.position.text_source = self.where
+        self._parts.position.location_source = self.location
+        self.step, self.position = step, 0
+        return StepState(
+            step,
+            inputs,
+            numbers,
+            microbatches,
+            values=[self._owned_outputs.copy() for _ in inputs],
+            leaves=[{} for _ in inputs],
+            roots=[{} for _ in inputs],
+            collected=[{} for _ in inputs],
+            received=[{} for _ in inputs],
+            pending=[{} for _ in inputs],
+        )
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions

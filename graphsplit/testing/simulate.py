@@ -16,7 +16,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -35,12 +35,14 @@ from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.modes import evaluating
 from graphsplit.planning.passes import capture_graph
 from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.task import Task
 from graphsplit.program.lower import StepPart, WorkerProgram
+from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.random.randomness import process_generators, set_process_generators
-from graphsplit.runtime.runner import ProgramRunner, RunnerParts
+from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
 from graphsplit.settings import FAIL_FAST, recapture_every
 from graphsplit.train.cluster_engine import ClusterEngine
@@ -423,7 +425,7 @@ class SimulatedCluster:
             worker.engine.eval_epoch([copy.deepcopy(batch)], {"seen": seen})
             return seen
 
-        seen = self.run(evaluate)
+        seen = self._run_evaluating(evaluate)
         plan = self.latest(Mode.EVAL)
         assert plan is not None
         at_home = seen[plan.plan.home]
@@ -431,7 +433,14 @@ class SimulatedCluster:
 
     def predict(self, arguments: Arguments) -> list[Any]:
         """The network's outputs as each worker knows them."""
-        return self.run(lambda worker: worker.engine.predict(copy.deepcopy(arguments)))
+        return self._run_evaluating(lambda worker: worker.engine.predict(copy.deepcopy(arguments)))
+
+    def _run_evaluating(self, call: Callable[[SimulatedWorker], T]) -> list[T]:
+        """As ``run``; calls that are kept whole are of the network that was captured first."""
+        with ExitStack() as stack:
+            for worker in self.workers:
+                stack.enter_context(evaluating(worker.task.network))
+            return self.run(call)
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan that was used last in a mode, as worker 0 has it."""
