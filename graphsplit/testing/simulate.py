@@ -29,6 +29,7 @@ from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.cluster.member.identity import ReportedPosition
 from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.errors import GraphsplitError, PlanMismatchError
 from graphsplit.failure import AbortSignal
 from graphsplit.guards.places import Place
@@ -208,12 +209,12 @@ class _Member:
 
     recovery = FAIL_FAST
     generation = 1
-    stops_soon = False
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank
         self.num_workers = shared.num_workers
         self.position = ReportedPosition()
+        self.state = MemberState("simulated")
         self._texts = shared.texts
 
     def agree(self, topic: str, text: str) -> None:
