@@ -57,7 +57,7 @@ def compare(
     ranks: tuple[int, int],
     mode: Mode,
     labels: Sequence[str],
-    changed: Sequence[Failure],
+    changed: Callable[[], Sequence[Failure]],
     settings: Callable[..., list[str]],
 ) -> None:
     """Refuse a step before which the Python of two workers went different ways.
@@ -68,7 +68,8 @@ def compare(
         ranks: This worker, and the leader.
         mode: Train, eval or predict.
         labels: Names of the lifted numbers here.
-        changed: What has changed here since the recording that was used last.
+        changed: Gives what has changed here since the recording that was used last, which takes
+            longer than a step should.
         settings: Says which settings differ, by the numbers of both, and the ranks.
 
     Raises:
@@ -84,7 +85,7 @@ def compare(
                 lines.append(f"{label} is {here!r} on worker {rank}, {there!r} on worker {leader}")
     else:
         told = dict(leaders.changed)
-        for failure in changed:
+        for failure in changed():
             theirs = told.pop(failure.place.label, shown(failure.old))
             if theirs != shown(failure.new):
                 lines.append(

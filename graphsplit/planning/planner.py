@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -125,10 +125,6 @@ class Planner:
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self.catch_up: Callable[[str | None], bool] = lambda text: False
 
-    def keep_graphs(self) -> None:
-        """Keep captured graphs: a job that recovers makes its plans anew."""
-        self.recordings.keep_graphs()
-
     def start_over(self) -> None:
         """Forget all plans; owners stay. All workers do so at the same point."""
         self._plans.clear()
@@ -214,7 +210,7 @@ class Planner:
             ranks=(self._job.rank, leader),
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
-            changed=self.recordings.changed(mode, signature),
+            changed=partial(self.recordings.changed, mode, signature),
             settings=self.updater.settings.differing,
         )
 
@@ -397,7 +393,7 @@ class Planner:
         self._settle_ownership(plan)
         if plan.placed.graph.mode is Mode.TRAIN:
             self.updater.check_optimizers()
-        runner = ProgramRunner(
+        runner = self._runner(
             RunnerParts(
                 plan=plan,
                 plan_number=number,
@@ -414,6 +410,9 @@ class Planner:
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
         writes, left = written_inputs(plan), left_by_calls(plan)
         return ReadyPlan(plan, programs, runner, consumers_of(plan), waiting, numbers, writes, left)
+
+    def _runner(self, parts: RunnerParts) -> ProgramRunner:
+        return ProgramRunner(parts)
 
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
