@@ -56,6 +56,7 @@ from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, descri
 from graphsplit.runtime.channels import first_received
 from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -111,6 +112,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
+        self._pairs = PairwiseSums() if task.gradient_order == "pairs" else None
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
         self._modified: set[str] = set()  # by any graph so far
@@ -147,6 +149,11 @@ class Planner:
         """
         owners = self.owners or self.expected_owners
         return {**owners, **self._job.owners.known(self._tensors())}
+
+    @property
+    def adds_pairs(self) -> bool:
+        """Whether gradients of microbatches are added in pairs."""
+        return self._pairs is not None
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -405,6 +412,7 @@ class Planner:
                 position=self._job.member.position,
                 compiler=self._task.compiler,
                 hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
+                pairs=self._pairs,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)

@@ -88,7 +88,10 @@ class ProgramRunner:
             depths=parts.depths,
         )
         self._senders, self._receivers = ends.senders, ends.receivers
-        self._backward = BackwardBinder(parts.plan, parts.state, parts.updater, parts.hook_state)
+        pairs = parts.pairs if self._is_microbatched else None
+        self._backward = BackwardBinder(
+            parts.plan, parts.state, parts.updater, parts.hook_state, pairs
+        )
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
@@ -226,6 +229,8 @@ class ProgramRunner:
         self._parts.position.text_source = self.where
         self._parts.position.location_source = self.location
         self.step, self.position = step, 0
+        if self._parts.pairs is not None and microbatches is not None and not microbatches.start:
+            self._parts.pairs.begin_batch()
         return StepState(
             step,
             inputs,
@@ -279,7 +284,7 @@ class ProgramRunner:
         opcode, operand = instruction.opcode, instruction.operand
         if opcode is Opcode.FORWARD:
             return self._bind_forward(instruction)
-        if opcode in _BACKWARD or opcode is Opcode.ACCUMULATE:
+        if opcode in _BACKWARD or opcode in (Opcode.ACCUMULATE, Opcode.ADD_UP):
             return self._backward.bind(instruction)
         if opcode is Opcode.SEND:
             return self._bind_send(self._plan.edges[operand], instruction.microbatch)
