@@ -27,9 +27,9 @@ from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.planning.announced import Note, PythonStep, compare
+from graphsplit.planning.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.many_sizes import SizesSeen
-from graphsplit.planning.modes import as_in
+from graphsplit.planning.modes import as_in, check_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
     all_owners,
@@ -120,6 +120,7 @@ class Planner:
         self._max_plans = _MAX_PLANS
         self.recordings = Recordings(self._record, self._circumstances, self._tensors)
         self.python_values = PythonValues(self.recordings, task)
+        self._swaps = Swaps(task)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
@@ -134,6 +135,7 @@ class Planner:
         self._plans.clear()
         self._numbers.clear()
         self._due.clear()
+        self._swaps.settle()  # the channels are gone
         # Somebody may be new, and know nothing of what was seen before.
         self.python_values.note()
         self.recordings.start_over()
@@ -158,6 +160,7 @@ class Planner:
 
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
+        check_around(mode)
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
@@ -177,10 +180,11 @@ class Planner:
         found = self.recordings.find(mode, signature, ahead)
         self._found = (mode, signature, found)
         rates = self.updater.settings.numbers() if mode is Mode.TRAIN else ()
+        swapped = self._swaps.changed()
         if found is None:
-            return PythonStep.without(self.recordings.changed(mode, signature), rates)
+            return PythonStep.of([*swapped, *self.recordings.changed(mode, signature)], rates)
         lifted = tuple(map(float, found.lifted))
-        return PythonStep(found.recording.number + 1, lifted, settings=rates)
+        return PythonStep.of(swapped, rates, found.recording.number + 1, lifted)
 
     def check_python_step(
         self,
@@ -207,6 +211,7 @@ class Planner:
             return
         catch_up()
         mine = self.python_step(mode, signature)
+        changed = self.recordings.changed(mode, signature, theirs.recording - 1)
         found = self._found[2] if self._found is not None else None
         compare(
             mine,
@@ -214,7 +219,10 @@ class Planner:
             ranks=(self._job.rank, leader),
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
-            changed=self.recordings.changed(mode, signature),
+            changed=self._swaps.changed() + changed,
+            here=lambda label: (
+                self._swaps.given(label) or self.recordings.value_at(label, mode, signature)
+            ),
             settings=self.updater.settings.differing,
         )
 
@@ -225,6 +233,8 @@ class Planner:
             CaptureError: The network cannot be captured.
             PlanMismatchError: Workers recorded different graphs.
         """
+        for number in self._swaps.settle():
+            self._job.transport.close_plan(number)
         looked, self._found = self._found, None
         if looked is None or looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
@@ -298,8 +308,7 @@ class Planner:
         check_trained(self._task)
         self.python_values.note_loss()
         self._renew(force=True)
-        for number in self._numbers.values():
-            self._job.transport.close_plan(number)
+        self._swaps.note(self._numbers.values())
         self._plans.clear()
         self._numbers.clear()
         self._due.clear()
