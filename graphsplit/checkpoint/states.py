@@ -17,12 +17,19 @@ from graphsplit.checkpoint.contents import (
     NetworkState,
     Ownership,
     optimizers_of,
+    say_other_order,
 )
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import EpochStart, NoRun, Position, TrainingRun
+from graphsplit.checkpoint.position import (
+    EpochStart,
+    NoRun,
+    Position,
+    TrainingRun,
+    generator_state,
+)
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -107,8 +114,8 @@ class Resumption:
             position,
             EpochStart(
                 step=position.step,
-                generator=_generator_state(start.get("generator"), "epoch_generator"),
-                now=_generator_state(start.get("now"), "generator"),
+                generator=generator_state(start.get("generator"), "epoch_generator"),
+                now=generator_state(start.get("now"), "generator"),
                 loader=start.get("loader"),
             ),
             values.get("loss"),
@@ -263,6 +270,7 @@ class States:
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
             "adds_up": self._holder.progress.adds_up,
+            "gradient_order": self._task.gradient_order,
             "generator": torch.default_generator.get_state(),
             "loss": self.run.loss,
             "more": {name: value.state_dict() for name, value in self.more.items()},
@@ -310,6 +318,7 @@ class States:
         source.verify([*self._requests(network, optimizers), *sections])
         values = self._read_sections(source, sections)
         found = _Training.read(values)
+        say_other_order(self._task, values.get("gradient_order", "left"), group.rank)
         self._load_network(network)
         self._load_optimizers(optimizers)
         saved = values.get("extra") or {}
@@ -479,8 +488,8 @@ class _Training:
         loader = values.get("loader") or {}
         start = EpochStart(
             step=position.step,
-            generator=_generator_state(loader.get("epoch_generator"), "epoch_generator"),
-            now=_generator_state(values.get("generator"), "generator"),
+            generator=generator_state(loader.get("epoch_generator"), "epoch_generator"),
+            now=generator_state(values.get("generator"), "generator"),
             loader=loader.get("state"),
         )
         return cls(position, seed, start)
@@ -488,12 +497,3 @@ class _Training:
 
 def _is_deferred(module: Any) -> bool:
     return isinstance(module, torch.nn.Module) and is_deferred(module)
-
-
-def _generator_state(value: Any, name: str) -> torch.Tensor | None:
-    if value is None:
-        return None
-    size = torch.default_generator.get_state().numel()
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.numel() != size:
-        raise CheckpointError(f"the save's {name} is no state of a generator")
-    return value

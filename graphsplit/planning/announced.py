@@ -74,7 +74,7 @@ def compare(
     ranks: tuple[int, int],
     mode: Mode,
     labels: Sequence[str],
-    changed: Sequence[Failure],
+    changed: Callable[[], Sequence[Failure]],
     here: Callable[[str], Any],
     settings: Callable[..., list[str]],
 ) -> None:
@@ -86,7 +86,8 @@ def compare(
         ranks: This worker, and the leader.
         mode: Train, eval or predict.
         labels: Names of the lifted numbers here.
-        changed: What has changed here since the recording that was used last.
+        changed: Gives what has changed here since the leader's recording, or the one used last; it
+            takes longer than a step should.
         here: Gives the value of a place with a name that has not changed; ``MISSING`` if unknown.
         settings: Says which settings differ, by the numbers of both, and the ranks.
 
@@ -101,7 +102,7 @@ def compare(
         for label, own, there in zip(labels, mine.lifted, leaders.lifted, strict=False):
             if not _same_numbers((own,), (there,)):
                 lines.append(f"{label} is {own!r} on worker {rank}, {there!r} on worker {leader}")
-    lines += _differing(leaders, ranks, changed, here)
+    lines += _differing(leaders, ranks, changed(), here)
     lines += settings(mine.settings, leaders.settings, ranks)
     # In the first line, which all workers and the scheduler tell.
     differing = "; ".join(lines) or "they have seen other states before"

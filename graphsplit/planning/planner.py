@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
-from graphsplit.marks.annotations import Annotation, mark_planned
+from graphsplit.marks.annotations import mark_planned
 from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
@@ -56,6 +56,7 @@ from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, descri
 from graphsplit.runtime.channels import first_received
 from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -111,6 +112,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
+        self._pairs = PairwiseSums() if task.gradient_order == "pairs" else None
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
         self._modified: set[str] = set()  # by any graph so far
@@ -118,17 +120,13 @@ class Planner:
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = lambda: None
         self._max_plans = _MAX_PLANS
-        self.recordings = Recordings(self._record, self._circumstances, self._tensors)
+        self._swaps = swaps = Swaps(task)
+        self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
         self.python_values = PythonValues(self.recordings, task)
-        self._swaps = Swaps(task)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self.catch_up: Callable[[str | None], bool] = lambda text: False
-
-    def keep_graphs(self) -> None:
-        """Keep captured graphs: a job that recovers makes its plans anew."""
-        self.recordings.keep_graphs()
 
     def start_over(self) -> None:
         """Forget all plans; owners stay. All workers do so at the same point."""
@@ -153,6 +151,11 @@ class Planner:
         """
         owners = self.owners or self.expected_owners
         return {**owners, **self._job.owners.known(self._tensors())}
+
+    @property
+    def adds_pairs(self) -> bool:
+        """Whether gradients of microbatches are added in pairs."""
+        return self._pairs is not None
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -180,11 +183,10 @@ class Planner:
         found = self.recordings.find(mode, signature, ahead)
         self._found = (mode, signature, found)
         rates = self.updater.settings.numbers() if mode is Mode.TRAIN else ()
-        swapped = self._swaps.changed()
         if found is None:
-            return PythonStep.of([*swapped, *self.recordings.changed(mode, signature)], rates)
+            return PythonStep.of(self.recordings.changed(mode, signature), rates)
         lifted = tuple(map(float, found.lifted))
-        return PythonStep.of(swapped, rates, found.recording.number + 1, lifted)
+        return PythonStep.of(self._swaps.changed(), rates, found.recording.number + 1, lifted)
 
     def check_python_step(
         self,
@@ -211,7 +213,6 @@ class Planner:
             return
         catch_up()
         mine = self.python_step(mode, signature)
-        changed = self.recordings.changed(mode, signature, theirs.recording - 1)
         found = self._found[2] if self._found is not None else None
         compare(
             mine,
@@ -219,10 +220,8 @@ class Planner:
             ranks=(self._job.rank, leader),
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
-            changed=self._swaps.changed() + changed,
-            here=lambda label: (
-                self._swaps.given(label) or self.recordings.value_at(label, mode, signature)
-            ),
+            changed=partial(self.recordings.changed, mode, signature, theirs.recording - 1),
+            here=partial(self.recordings.value_at, mode, signature),
             settings=self.updater.settings.differing,
         )
 
@@ -317,9 +316,8 @@ class Planner:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
         self.trainable = trainable_of(self._task)
-        is_same = list(map(id, parameters)) == list(map(id, self.parameters))  # which are held
-        if is_same and not force:
-            return
+        if not force and list(map(id, parameters)) == list(map(id, self.parameters)):
+            return  # they are held, so that identities stay their own
         self.parameters = parameters
         self.updater.renew(self._task.update_rules, parameters)
 
@@ -406,7 +404,7 @@ class Planner:
         self._settle_ownership(plan)
         if plan.placed.graph.mode is Mode.TRAIN:
             self.updater.check_optimizers()
-        runner = ProgramRunner(
+        runner = self._runner(
             RunnerParts(
                 plan=plan,
                 plan_number=number,
@@ -418,11 +416,15 @@ class Planner:
                 position=self._job.member.position,
                 compiler=self._task.compiler,
                 hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
+                pairs=self._pairs,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
         writes, left = written_inputs(plan), left_by_calls(plan)
         return ReadyPlan(plan, programs, runner, consumers_of(plan), waiting, numbers, writes, left)
+
+    def _runner(self, parts: RunnerParts) -> ProgramRunner:
+        return ProgramRunner(parts)
 
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
@@ -446,7 +448,8 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        owners = all_owners(plan.placed, self.known_owners(), tensors, self._modules())
+        annotations = module_annotations(self._task.network, self._task.loss_fn)
+        owners = all_owners(plan.placed, self.known_owners(), tensors, annotations)
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
         for position in plan.placed.graph.state_names:
@@ -489,9 +492,6 @@ class Planner:
             and name.startswith(prefix)
             and name.startswith(LOSS_PATH) == bool(prefix)
         ]
-
-    def _modules(self) -> dict[str, Annotation]:
-        return module_annotations(self._task.network, self._task.loss_fn)
 
     def _state_of(self, plan: PartitionPlan) -> dict[int, torch.Tensor]:
         tensors = self._tensors()

@@ -33,6 +33,7 @@ from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, shown
+from graphsplit.planning.announced import Swaps
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
@@ -117,6 +118,7 @@ class Recordings:
         record: Records a step with some places lifted.
         circumstances: Gives, for every parameter, whether it is trained; and the loss.
         tensors: Gives all parameters and buffers by name.
+        swaps: The loss and the optimizer that the Model was given since the last step.
     """
 
     def __init__(
@@ -124,10 +126,12 @@ class Recordings:
         record: Record,
         circumstances: Callable[[], Circumstances],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
+        swaps: Swaps,
     ) -> None:
         self._record = record
         self._circumstances = circumstances
         self._tensors = tensors
+        self._swaps = swaps
         self._latest: list[Recording] = []  # the one that was used last comes first
         self._num_made = 0
         self._num_lifts: Counter[str] = Counter()
@@ -183,18 +187,26 @@ class Recordings:
         return None
 
     def changed(self, mode: Mode, signature: Signature, number: int | None = None) -> list[Failure]:
-        """The change since the recording of such a step that was used last, or a numbered one."""
+        """The change since the recording of such a step that was used last, or a numbered one.
+
+        With what the Model was given since the last step.
+        """
         numbered = (r for r in self._latest if r.number == number)
         before = next(numbered, None) or self._before(mode, signature)
         before = before or self._of_step(mode, signature)
+        swapped = self._swaps.changed()
         if before is None:
-            return []
+            return swapped
         was, now = self._marks(before.trained), self._marks(self._circumstances()[0])
         marks = (named_failure(name, was[name], now[name]) for name in now if name in was)
-        return [*before.graph.state.guards.failures(), *(m for m in marks if m.old != m.new)]
+        changed = before.graph.state.guards.failures()
+        return [*swapped, *changed, *(mark for mark in marks if mark.old != mark.new)]
 
-    def value_at(self, label: str, mode: Mode, signature: Signature) -> Any:
+    def value_at(self, mode: Mode, signature: Signature, label: str) -> Any:
         """The value at a place with a name, as it was for that recording; else ``MISSING``."""
+        given = self._swaps.given(label)
+        if given is not None:
+            return given
         before = self._before(mode, signature) or self._of_step(mode, signature)
         if before is None:
             return MISSING

@@ -102,7 +102,8 @@ class StepPhase:
 
     def microbatches(self, progress: TrainingProgress) -> Microbatches:
         """The microbatches' weights, and the random state in which each begins."""
-        return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
+        start = self.start
+        return Microbatches(self.weights, lambda m: progress.rng_state(start + m), start)
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def plan_step(
             first=opens and not plans,
             last=closes and not later,
             is_microbatched=True,
+            adds_up=planner.adds_pairs and not later,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)

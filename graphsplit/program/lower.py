@@ -31,12 +31,14 @@ class StepPart:
         first: Whether they begin the step: gradients are set to None.
         last: Whether they end it: the optimizer steps.
         is_microbatched: Whether the batch was split, if only into one.
+        adds_up: Whether they end a batch whose parts of gradients were kept apart.
     """
 
     num_microbatches: int = 1
     first: bool = True
     last: bool = True
     is_microbatched: bool = False
+    adds_up: bool = False
 
 
 WHOLE_STEP = StepPart()
@@ -68,6 +70,7 @@ def lower(
     num_microbatches: int = 1,
     first: bool = True,
     last: bool = True,
+    adds_up: bool = False,
 ) -> tuple[WorkerProgram, ...]:
     """Lower a plan to one program per worker.
 
@@ -77,15 +80,10 @@ def lower(
         num_microbatches: How many microbatches the programs run.
         first: Whether they begin the step: gradients are set to None.
         last: Whether they end it: the optimizer steps.
+        adds_up: Whether they end a batch whose parts of gradients were kept apart.
     """
-    common = _Common(
-        plan,
-        PlanTraffic(plan),
-        late_edges(plan),
-        num_microbatches,
-        first,
-        last,
-    )
+    part = StepPart(num_microbatches, first, last, adds_up=adds_up)
+    common = _Common(plan, PlanTraffic(plan), late_edges(plan), part)
     return tuple(
         WorkerProgram(worker, num_microbatches, tuple(_Lowering(common, worker).run(compute)))
         for worker, compute in enumerate(policy(plan, num_microbatches))
@@ -99,9 +97,7 @@ class _Common:
     plan: PartitionPlan
     traffic: PlanTraffic
     late: frozenset[int]
-    num_microbatches: int
-    first: bool
-    last: bool
+    part: StepPart
 
 
 class _Lowering:
@@ -112,7 +108,7 @@ class _Lowering:
         self.plan = plan = common.plan
         self.traffic = traffic = common.traffic
         self.worker = worker
-        self.microbatches = range(common.num_microbatches)
+        self.microbatches = range(common.part.num_microbatches)
         self.out: list[Instruction] = []
         # By message: edge * microbatches + microbatch. Integers: there may be millions.
         self.done: set[int] = set()  # received or sent
@@ -123,7 +119,7 @@ class _Lowering:
         self.is_training = plan.placed.graph.mode is Mode.TRAIN
 
     def run(self, compute: Sequence[Instruction]) -> list[Instruction]:
-        if self.is_training and self.common.first:
+        if self.is_training and self.common.part.first:
             self.out.append(Instruction(Opcode.ZERO_GRADIENTS))
         self._send_state()
         is_call = self.plan.placed.graph.mode.keeps_outputs_home
@@ -211,7 +207,9 @@ class _Lowering:
             for edge in self.outgoing:
                 if edge.kind is not EdgeKind.REDUCTION:
                     self._move(edge, microbatch, Opcode.SEND)
-        if self.is_training and self.common.last:
+        if self.is_training and self.common.part.adds_up:
+            self.out.append(Instruction(Opcode.ADD_UP))
+        if self.is_training and self.common.part.last:
             self._share_reduction()
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:

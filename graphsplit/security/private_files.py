@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from graphsplit.errors import ConfigurationError
 
@@ -65,6 +66,27 @@ def write_new_file(path: Path, content: bytes, *, mode: int) -> None:
     Raises:
         FileExistsError: It is there.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with open(descriptor, "wb") as file:
+    with open_new_file(path, mode=mode) as file:
         file.write(content)
+
+
+def open_new_file(path: Path, *, mode: int = 0o600) -> BinaryIO:
+    """Make a file that was not there, and open it for writing.
+
+    Raises:
+        FileExistsError: It is there, or a link is.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return open(os.open(path, flags, mode), "wb")
+
+
+def open_instead(path: Path) -> BinaryIO:
+    """Open a new file in the place of what an earlier writer left, a planted link included.
+
+    In a folder that others write into, a link may stand there again at once: that is an error.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    return open_new_file(path)

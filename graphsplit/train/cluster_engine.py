@@ -24,6 +24,7 @@ from graphsplit.feeding.resized_buffers import share_sizes
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import evaluating
+from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
 from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
@@ -37,10 +38,16 @@ Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leav
 
 
 class ClusterEngine(ClusterState):
-    """Runs this worker's programs; every method is called by all workers in the same order."""
+    """Runs this worker's programs; every method is called by all workers in the same order.
 
-    def __init__(self, task: Task, job: Job) -> None:
-        super().__init__(task, job)
+    Args:
+        task: What is trained.
+        job: The job.
+        planner: Makes the plans; by default one that makes each by itself.
+    """
+
+    def __init__(self, task: Task, job: Job, planner: Planner | None = None) -> None:
+        super().__init__(task, job, planner)
         self._step = 0
         self.progress = TrainingProgress(accumulate=task.accumulate)
         self._leading = Leading(task, job, self.planner, self.progress)

@@ -14,7 +14,7 @@ from documents import ROOT, Block, blocks, table
 
 import graphsplit
 from graphsplit import errors
-from graphsplit.cli.main import main
+from graphsplit.cli.commands import main
 from graphsplit.settings import ClusterSettings
 from graphsplit.train import callbacks, metrics
 
