@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from graphsplit.batches.batch import Signature, leaves
+from graphsplit.capture.canonical import canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
-from graphsplit.capture.numbers.canonical import canonical_lines
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
@@ -300,8 +300,8 @@ class Recordings:
         if recording.num_checked % every:
             return
         again = self._record(recording.mode, recording.signature, ())
-        old = canonical_lines(recording.graph, found.lifted, recording.signature)
-        new = canonical_lines(again, ())
+        batch = leaves(recording.signature.example("meta"))
+        old, new = canonical_lines(recording.graph, found.lifted, batch), canonical_lines(again)
         if old == new:
             return
         pairs = list(zip_longest(old, new, fillvalue=("nothing", "nothing")))
@@ -453,11 +453,11 @@ def _gives(
     signature: Signature,
 ) -> bool:
     """Whether a lifted graph is another one, for some values of the lifted numbers."""
-    sizes = lifted.sizes
-    if sizes is None or sizes.bind(leaves(signature.example("meta")), values) is None:
+    sizes, batch = lifted.sizes, leaves(signature.example("meta"))
+    if sizes is None or sizes.bind(batch, values) is None:
         return False
-    one = canonical_lines(lifted, values, signature)
-    other = canonical_lines(graph, its_values, signature)
+    one = canonical_lines(lifted, values, batch)
+    other = canonical_lines(graph, its_values, batch)
     return [line for line, _ in one] == [line for line, _ in other]
 
 

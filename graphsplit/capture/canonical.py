@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphsplit.batches.batch import Signature, leaves
 from graphsplit.capture.graph import CapturedGraph, NodeKind
 from graphsplit.frames import short_path
 from graphsplit.guards.changes import Computed, value_of
@@ -14,19 +13,18 @@ from graphsplit.guards.values import Frozen, thaw
 
 
 def canonical_lines(
-    graph: CapturedGraph, lifted: Sequence[Any], signature: Signature | None = None
+    graph: CapturedGraph, lifted: Sequence[Any] = (), batch: Sequence[Any] = ()
 ) -> list[tuple[str, str]]:
     """The lines of the text, each with what is told of it to a person.
 
     Args:
         graph: The graph.
         lifted: The values of its lifted numbers.
-        signature: Of the batch, where values are lifted.
+        batch: The leaves of an example of the batch, where values are lifted.
     """
     numbers: Mapping[str, Any] = {}
     if graph.sizes is not None and lifted:
-        known = leaves(signature.example("meta")) if signature is not None else []
-        symbols = graph.sizes.bind(known, lifted) if signature is not None else None
+        symbols = graph.sizes.bind(batch, lifted)
         numbers = graph.sizes.compute(symbols) if symbols is not None else {}
     shown_as: dict[int, str] = {}
     lines: list[tuple[str, str]] = []
