@@ -165,7 +165,7 @@ class Swaps:
         self._plans += plans
 
     def changed(self) -> list[Failure]:
-        """What other workers must have been given too; nothing if there were no plans."""
+        """The swaps that other workers must have made too; none if there were no plans."""
         if not self._plans:
             return []
         now, then = self._now(), self._then
@@ -177,7 +177,7 @@ class Swaps:
         return found or [named_failure(_AGAIN, _Text("as before"), _Text("assigned again"))]
 
     def given(self, label: str) -> str | None:
-        """What the Model has now, in words, for one of the labels."""
+        """The present loss or optimizers in words, for their label; None for others."""
         now = self._now()
         return _text(now[label]) if label in now else None
 
