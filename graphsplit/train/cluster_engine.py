@@ -18,7 +18,6 @@ from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.left_by_calls import note_left, share_left
 from graphsplit.feeding.resized_buffers import share_sizes
@@ -68,7 +67,6 @@ class ClusterEngine(ClusterState):
 
     def guard(self) -> AbstractContextManager[None]:
         """Report errors raised inside, so that all workers end."""
-        _refuse_autocast_around()
         return self._job.reporting()
 
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
@@ -279,14 +277,3 @@ def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
     """The outputs of a step without microbatches, in the network's own structure."""
     plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)
-
-
-def _refuse_autocast_around() -> None:
-    """Around a whole step it would reach backward and the optimizer, on some operations only."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            raise ConfigurationError(
-                "torch.autocast is on around a call of the Model, or of a distributed network; it "
-                "would reach beyond network and loss\n"
-                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
-            )
