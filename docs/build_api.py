@@ -13,6 +13,8 @@ import graphsplit
 OUTPUT = Path(__file__).parent / "_build"
 PAGES = (
     "graphsplit",
+    "!graphsplit[.]distribute",  # the function of this name is public, not its package
+    "graphsplit.train.steps",
     "graphsplit.train.callbacks",
     "graphsplit.train.metrics",
     "graphsplit.optimizers.clip",
@@ -27,8 +29,6 @@ def main(output: Path = OUTPUT) -> None:
         # The package hands its names on lazily; pdoc looks at what is there.
         setattr(graphsplit, name, getattr(graphsplit, name))
     warnings.simplefilter("error", UserWarning)
-    # Attributes that a class of torch declares, of a class that is on no page.
-    warnings.filterwarnings("ignore", r"Cannot determine where \S+\._\w+ is taken from")
     pdoc.render.configure(docformat="google", footer_text=f"graphsplit {graphsplit.__version__}")
     pdoc.pdoc(*PAGES, output_directory=output)
     print(f"open {output / 'index.html'}")
