@@ -11,8 +11,7 @@ import torch
 
 from graphsplit.distribute.asking import numbers_behind, telling
 from graphsplit.distribute.calls import Call, steps_behind
-from graphsplit.distribute.casts import casting_dtype
-from graphsplit.distribute.forms import Following
+from graphsplit.distribute.forms import Following, casting_dtype
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value

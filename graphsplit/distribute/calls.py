@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +31,6 @@ class NetworkCalls(ClusterEngine):
     def is_casting(self) -> bool:
         """Whether calls run under autocast."""
         return self._task.autocast is not None
-
-    def guard(self) -> AbstractContextManager[None]:
-        """See ``ClusterEngine``; autocast around a call is a part of its plan."""
-        return self._job.reporting()
 
     def forward(self, arguments: Arguments) -> Call:
         """Run forward; with gradients, where the script records them."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from graphsplit.distribute.casts import refuse_cached_cast
+from graphsplit.distribute.forms import refuse_cached_cast
 from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError

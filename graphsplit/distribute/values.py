@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphsplit.distribute.asking import ask, follow
-from graphsplit.distribute.casts import casting_dtype, follow_casts, refuse_cached_cast
-from graphsplit.distribute.forms import Following
+from graphsplit.distribute.forms import Following, casting_dtype, follow_casts, refuse_cached_cast
 from graphsplit.distribute.links import enter, move, share
 from graphsplit.distribute.loop import META, Loop
 from graphsplit.errors import ConfigurationError
