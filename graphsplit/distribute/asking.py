@@ -103,7 +103,7 @@ def _told(group: WorkerGroup, values: Sequence[Any], home: int) -> list[tuple[bo
 def follow(
     func: Callable[..., Any], name: str, operands: Sequence[Any]
 ) -> Callable[[], Any] | None:
-    """What finds the result of an operation on numbers that all workers know; None: not all do.
+    """A function that finds a result of numbers that all workers know; None: not all do.
 
     Args:
         func: The operation.

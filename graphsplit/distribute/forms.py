@@ -172,7 +172,7 @@ def casting_dtype() -> torch.dtype | None:
 def follow_casts(
     func: Callable[..., Any], leaves: Sequence[Any], together: Callable[[Sequence[Any]], Any]
 ) -> Any:
-    """What an operation under autocast makes of shapes; None where nothing can be cast.
+    """Shapes that an operation under autocast makes of shapes; None where nothing can be cast.
 
     Args:
         func: The operation.
