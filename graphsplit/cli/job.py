@@ -174,7 +174,7 @@ def _with_options(
 
 
 def _part_of(parts: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What the options of a job on several hosts change; they are taken out of ``given``."""
+    """Changes by the options of a job on several hosts, which are taken out of ``given``."""
     part = read_part(
         parts["num_workers"],
         given.pop("workers", None),
