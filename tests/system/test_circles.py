@@ -64,4 +64,4 @@ def test_a_worker_that_leaves_ends_the_job_at_once(what: str):
 
 
 def test_a_child_that_a_callback_forks_ends_as_any_other_process():
-    assert end_of("a fork")[0] == 0
+    assert run_job("circles.py", "a fork", workers=2).status == 0
