@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from graphsplit.batches.batch import Arguments
 from graphsplit.cluster.wire.messages import CALL_OF
@@ -32,7 +34,7 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, are_transforms_active
 from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -271,6 +273,9 @@ class _Calls(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise ConfigurationError(_COMPILED)
+        is_functional = sys._getframe(1).f_code.co_filename == stateless.__file__
+        if is_functional or are_transforms_active():
+            raise ConfigurationError(_TRANSFORMED)
         return self._graphsplit_behind.call((args, kwargs))
 
     def state_dict(
@@ -313,6 +318,12 @@ def _under(prefix: str, state: Mapping[str, Any], destination: Any) -> Any:
     return destination
 
 
+_TRANSFORMED = (
+    "torch.func (functional_call, grad, vmap) around a call of a distributed network: each worker "
+    "has other parameters\n"
+    "  Fix: use torch.autograd.grad for gradients, change parameters under torch.no_grad(), "
+    "or use torch.func inside the network's forward."
+)
 _COMPILED = (
     "torch.compile around a distributed network would compile on each worker another part\n"
     "  Fix: leave torch.compile out, or use gs.Model(..., compile=True)."
