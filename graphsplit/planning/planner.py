@@ -26,6 +26,7 @@ from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.placement.replicas import is_replicated
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import Note, PythonStep, compare
 from graphsplit.planning.many_sizes import SizesSeen
@@ -112,7 +113,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
-        self._pairs = PairwiseSums() if task.gradient_order == "pairs" else None
+        self.pairs = PairwiseSums() if task.gradient_order == "pairs" else None
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
         self._modified: set[str] = set()  # by any graph so far
@@ -155,9 +156,9 @@ class Planner:
         return {**owners, **self._job.owners.known(self._tensors())}
 
     @property
-    def adds_pairs(self) -> bool:
-        """Whether gradients of microbatches are added in pairs."""
-        return self._pairs is not None
+    def has_replicas(self) -> bool:
+        """Whether the plans of a batch's microbatches depend on their numbers."""
+        return is_replicated(self._modules())
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -416,7 +417,7 @@ class Planner:
                 position=self._job.member.position,
                 compiler=self._task.compiler,
                 hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
-                pairs=self._pairs,
+                pairs=self.pairs,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)

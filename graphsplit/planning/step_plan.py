@@ -211,7 +211,7 @@ def plan_step(
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[bool, ...]] = []
-    waiting = [*shape.parts]
+    waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     while waiting:
         (signature, count), *later = waiting
         found = planner.recording_for(mode, signature, note=note)
@@ -222,7 +222,9 @@ def plan_step(
             first=opens and not plans,
             last=closes and not later,
             is_microbatched=True,
-            adds_up=planner.adds_pairs and not later,
+            adds_up=planner.pairs is not None and not later,
+            start=sum(sizes) if planner.has_replicas else 0,
+            num_parts=num_parts if planner.has_replicas else 0,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)
