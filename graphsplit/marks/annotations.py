@@ -72,6 +72,10 @@ class Annotation:
     by_rule: bool = False
     replicas: tuple[int, ...] = ()
 
+    def is_just(self, rank: int) -> bool:
+        """Whether it names one worker, and that."""
+        return self.rank == rank and not self.replicas
+
     @property
     def highest(self) -> int:
         """The highest rank that it names."""

@@ -24,9 +24,9 @@ from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
+from graphsplit.partition.checks.replicated import refuse_in_recovery
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.placement.replicas import is_replicated
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import Note, PythonStep, compare
 from graphsplit.planning.many_sizes import SizesSeen
@@ -154,11 +154,6 @@ class Planner:
         """
         owners = self.owners or self.expected_owners
         return {**owners, **self._job.owners.known(self._tensors())}
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether the plans of a batch's microbatches depend on their numbers."""
-        return is_replicated(self._modules())
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -428,6 +423,7 @@ class Planner:
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
+        refuse_in_recovery(self.modules(), self._job.recovery_policy)
         owners, num_workers = self.known_owners(), self._job.num_workers
         return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
 
@@ -446,7 +442,7 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        owners = all_owners(plan.placed, self.known_owners(), tensors, self._modules())
+        owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
         for position in plan.placed.graph.state_names:
@@ -490,7 +486,8 @@ class Planner:
             and name.startswith(LOSS_PATH) == bool(prefix)
         ]
 
-    def _modules(self) -> dict[str, Annotation]:
+    def modules(self) -> dict[str, Annotation]:
+        """The placement written on each module of network and loss, by path."""
         return module_annotations(self._task.network, self._task.loss_fn)
 
     def _state_of(self, plan: PartitionPlan) -> dict[int, torch.Tensor]:

@@ -50,7 +50,7 @@ from graphsplit.runtime.random.randomness import (
 )
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
-from graphsplit.settings import recapture_every
+from graphsplit.settings import FAIL_FAST, recapture_every
 from graphsplit.train.outputs import unflatten_outputs
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
@@ -141,6 +141,8 @@ class _Member:
 
 class _Job:
     """A job as a planner sees it."""
+
+    recovery_policy = FAIL_FAST
 
     def __init__(self, rank: int, num_workers: int, shared: _Shared) -> None:
         self.rank = rank

@@ -8,6 +8,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import PlacementError
 from graphsplit.marks.annotations import Annotation
+from graphsplit.settings import FAIL_FAST
 
 
 def refuse_unreplicable(
@@ -28,6 +29,12 @@ def refuse_unreplicable(
     Raises:
         PlacementError: It cannot; names each reason, and the lines that place replicas.
     """
+    if graph.mode is not Mode.TRAIN:
+        raise PlacementError(
+            f"replicas share the microbatches of a Model's training step; a network under the "
+            f"script's own loop (gs.distribute) has none\n  {_sources(modules)}\n"
+            f"  Fix: train it by gs.Model, or place each module on one worker."
+        )
     replicated = {path: a for path, a in modules.items() if a.replicas}
     problems = [
         f"{f'module {path!r}' if path else 'the network'} is placed on {len(a.replicas)} workers, "
@@ -41,18 +48,32 @@ def refuse_unreplicable(
     problems += _problems_of(graph)
     if problems:
         lines = "\n  ".join(problems)
-        where = "\n    ".join(dict.fromkeys(a.source for a in replicated.values()))
         raise PlacementError(
             f"replicas cannot run this network:\n  {lines}\n  Fix: raise microbatches, or place on "
-            f"one worker each what is placed on several at\n    {where}"
+            f"one worker each what is placed on several at\n  {_sources(modules)}"
         )
+
+
+def refuse_in_recovery(modules: Mapping[str, Annotation], policy: str) -> None:
+    """Refuse replicas in a job that goes on without a lost worker.
+
+    Raises:
+        PlacementError: There are some.
+    """
+    if policy != FAIL_FAST and any(a.replicas for a in modules.values()):
+        raise PlacementError(
+            f"replicas are not tried in a job that runs with {policy}\n  {_sources(modules)}\n"
+            f"  Fix: start the job with GS_RECOVERY=fail_fast, or place each module on one worker."
+        )
+
+
+def _sources(modules: Mapping[str, Annotation]) -> str:
+    """The lines that place replicas."""
+    return "\n  ".join(dict.fromkeys(a.source for a in modules.values() if a.replicas))
 
 
 def _problems_of(graph: CapturedGraph) -> Iterator[str]:
     """What would have to pass from one microbatch to the next, from replica to replica."""
-    if graph.mode is not Mode.TRAIN:
-        yield "the network runs under the script's own loop (gs.distribute), without microbatches"
-        return
     for position in sorted(graph.modified):
         node = graph.nodes[position]
         kind = "an input" if not node.is_state else f"{node.kind.value} {node.target}"
