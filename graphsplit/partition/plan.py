@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -199,6 +199,11 @@ class PartitionPlan:
     def is_in(self, microbatch: int, value: int) -> bool:
         """Whether a microbatch runs the lane of a value."""
         return not self.lanes or microbatch in self.lanes[self.lane_of(value)]
+
+    def counted(self) -> Iterator[int]:
+        """All nodes; parameters and buffers, which lanes have in common, once."""
+        nodes = self.placed.graph.nodes
+        return (p for p, n in enumerate(nodes) if not n.is_state or self.lane_of(p) == 0)
 
     def slot(self, value: int) -> int:
         """The number under which a microbatch keeps a value: outputs have one for all lanes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import graphsplit as gs
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError
+from graphsplit.marks.annotations import annotations_of
 from graphsplit.partition import splitting
+from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.schedule.costs import Costs
@@ -275,6 +278,27 @@ def test_what_cannot_run_in_replicas_is_refused_by_name(
 ) -> None:
     with pytest.raises(PlacementError, match=why):
         planned(place, make, microbatches)
+
+
+def test_jobs_and_loops_without_replicas_say_so() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    net.body.place("MS_WORKER", [0, 1])
+    modules = annotations_of(net)
+    graph = planned(whole(0, 1)).plan.placed.graph
+    with pytest.raises(PlacementError, match=r"runs with wait_rejoin\n  .*test_replicas.py"):
+        refuse_in_recovery(modules, "wait_rejoin")
+    with pytest.raises(PlacementError, match=r"gs.distribute\) has none"):
+        refuse_unreplicable(replace(graph, mode=Mode.CALL), modules, 4)
+    with pytest.raises(PlacementError, match="replicas cannot be compiled"):
+        refuse_unreplicable(graph, modules, 4, is_compiled=True)
+    model = gs.Model(net, rows_against_target, adam(net), microbatches=4)
+    (batch,) = batches_of(8, 6, 6, num=1)
+    with pytest.raises(PlacementError, match="rules name one worker each"):
+        model.placement(*batch)
+    told = model.explain(*batch)
+    assert "per microbatch, 2 lanes together" in told
+    assert " 112 " in told.partition("body.0")[2].partition("\n")[0]  # each parameter once
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, -1], [0, "1"]])
