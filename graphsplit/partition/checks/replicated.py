@@ -1,4 +1,4 @@
-"""What cannot run in replicas, by name."""
+"""Refusals, by name, of networks that cannot run in replicas."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _sources(modules: Mapping[str, Annotation]) -> str:
 
 
 def _problems_of(graph: CapturedGraph) -> Iterator[str]:
-    """What would have to pass from one microbatch to the next, from replica to replica."""
+    """All that would have to pass from one microbatch to the next, so from replica to replica."""
     for position in sorted(graph.modified):
         node = graph.nodes[position]
         kind = "an input" if not node.is_state else f"{node.kind.value} {node.target}"
