@@ -17,11 +17,12 @@ import click
 
 from graphsplit.cli.launch.children import StartChild
 from graphsplit.cli.launch.console import Console, Sink
-from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.environment import job_children
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.launch.warm import WarmStart, can_fork, may_fork, start_worker
 from graphsplit.cli.tokens import kept_token
+from graphsplit.launchers.ports import find_free_port
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
 # What follows the script belongs to the script, options included.

@@ -11,39 +11,17 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.security.private_files import read_private_file
+from graphsplit.security.private_files import is_private, own_folder, read_private_file
 
 _TRIES = 100
 
 
-def _folder() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
-    return base / f"graphsplit-{os.getuid()}"
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and nobody else can look into it.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    found = folder.lstat()
-    return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.getuid()
-        and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    )
-
-
 def _path(host: str, port: int) -> Path:
-    return _folder() / f"{re.sub(r'[^A-Za-z0-9.]', '_', host)}_{port}.token"
+    return own_folder() / f"{re.sub(r'[^A-Za-z0-9.]', '_', host)}_{port}.token"
 
 
 @contextlib.contextmanager
@@ -80,7 +58,7 @@ def _write(path: Path, token: str) -> int | None:
 
 def _try_to_write(path: Path, token: str) -> int | None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(path.parent):
+    if not is_private(path.parent):
         return None
     _clean(path.parent)
     path.unlink(missing_ok=True)  # another job's, which had this port before
@@ -134,7 +112,7 @@ def find_token(host: str, port: int) -> str:
     """The token of a job that this user's launcher runs at this address; empty if there is none."""
     path = _path(host, port)
     try:
-        if not _is_private(path.parent):
+        if not is_private(path.parent):
             return ""
         _clean(path.parent)
         if not _is_held(path):
@@ -148,8 +126,8 @@ def local_jobs() -> list[tuple[str, int]]:
     """Host and port of the schedulers of this user's jobs on this machine."""
     found = []
     with contextlib.suppress(OSError):
-        folder = _folder()
-        if not _is_private(folder):
+        folder = own_folder()
+        if not is_private(folder):
             return []
         _clean(folder)
         for path in sorted(folder.glob("*.token")):

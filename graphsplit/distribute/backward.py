@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphsplit.distribute.calls import Call, steps_behind
+from graphsplit.distribute.forms import Following
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
@@ -151,6 +152,7 @@ class _Wanted:
         with (
             loop.job.reporting(),
             loop.adding_up(totals),
+            Following(),
         ):
             held = [output.held for output in self.outputs]
             if self.inputs is None:

@@ -20,7 +20,7 @@ from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.steps import install, settle
-from graphsplit.distribute.values import LoopValue, as_value
+from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
@@ -31,7 +31,7 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -153,11 +153,14 @@ class Distributed:
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
-        given = pytree.tree_map(_plain, arguments)
+        originals, together = taken_apart(*arguments)
+        plain = [_plain(one) for one in originals]
+        given = together(plain)
         with self._as_itself():
             call = self.calls.forward(given)
             self._settle(call.plan.runner)
-            return call.outputs(pytree.tree_map(_original, arguments, given), self._loop)
+            inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
+            return call.outputs(together(inputs), self._loop)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""

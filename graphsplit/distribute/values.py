@@ -7,19 +7,19 @@ it; the others run it on shapes, with the same autograd graph. Who asks for numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from graphsplit.distribute.forms import Following
 from graphsplit.distribute.links import enter, move, share
 from graphsplit.distribute.loop import META, Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
-    TorchDispatchMode,
     make_wrapper,
     pytree,
 )
@@ -73,20 +73,6 @@ _OPERATORS = (
     "xor",
 )
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
-
-
-class _Draws(TorchDispatchMode):
-    """Notes whether an operation may draw from the generator."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 class LoopValue(torch.Tensor):
@@ -231,13 +217,13 @@ def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_written_leaf(name, args, kwargs)
-    given, spec = pytree.tree_flatten((args, kwargs))
+    given, together = taken_apart(args, kwargs)
     found = _from_last(as_value, given)
-    args, kwargs = pytree.tree_unflatten(found, spec)
+    args, kwargs = together(found)
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
     if _needs_values(name, args, kwargs, values):
         shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
-        args, kwargs = pytree.tree_unflatten(shared, spec)
+        args, kwargs = together(shared)
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
     if torch.is_autocast_enabled("cpu"):
         raise ConfigurationError(
@@ -247,10 +233,10 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     loop, home = values[0].loop, _home(name, args, kwargs, values)
     is_here = loop.rank == home
     inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
-    its_args, its_kwargs = pytree.tree_unflatten(inside, spec)
-    draws = _Draws()
+    its_args, its_kwargs = together(inside)
+    following = Following()
     try:
-        with DisableTorchFunctionSubclass(), draws:
+        with DisableTorchFunctionSubclass(), following:
             result = func(*its_args, **its_kwargs)
     except NotImplementedError as error:
         if is_here:
@@ -259,7 +245,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
             f"{name} cannot be followed on workers that do not have its operands: {error}\n"
             f"  Fix: do it inside the network's forward, or ask for the value first."
         ) from error
-    if draws.found:
+    if following.draws:
         _take_generator(loop, home)
     known = {
         id(value.held): leaf
@@ -273,7 +259,23 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         value = known.get(id(leaf))
         return LoopValue.of(leaf, home, loop) if value is None else value
 
-    return pytree.tree_map(wrap, result)
+    return wrap(result) if isinstance(result, torch.Tensor) else pytree.tree_map(wrap, result)
+
+
+def taken_apart(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves of a call's arguments, and what puts arguments together from others."""
+    flat = [*args, *kwargs.values()]
+    if any(isinstance(a, tuple) or type(a) in pytree.SUPPORTED_NODES for a in flat):
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return leaves, partial(pytree.tree_unflatten, treespec=spec)
+
+    def together(found: Sequence[Any]) -> Any:
+        size = len(args)
+        return tuple(found[:size]), dict(zip(kwargs, found[size:], strict=True))
+
+    return flat, together
 
 
 def _from_last(convert: Callable[[Any], Any], operands: Sequence[Any]) -> list[Any]:

@@ -58,7 +58,7 @@ class Job:
         depth: How many calls of a Model are under way, one inside the other.
         has_stepped: Whether a Model has begun a step.
         is_stopping: The step under way is the last one: the job was asked to end.
-        at_close: Called when this worker leaves, however the job has ended.
+        at_close: Called when this worker has left, however the job has ended.
         meter: Counts steps and traffic; None where no metrics are served.
         recapture_every: After how many steps graphs are captured again and compared; 0 for never.
     """
@@ -261,8 +261,8 @@ class Job:
         """Leave without waiting for anybody."""
         if not self._closed:
             self._closed = self.is_ending = True
-            for action in self.at_close:
-                action()
             self.script.close()
             self.transport.close()
             self.member.close()
+            for action in self.at_close:
+                action()

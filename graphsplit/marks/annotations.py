@@ -11,8 +11,8 @@ import gc
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -38,6 +38,7 @@ INSIDE_BRANCH = "gs.place and gs.op(...).place have no part of a branch or loop 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # For each module, the networks that it has been planned with, as long as they exist.
 _planned_with: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = (
@@ -257,24 +258,72 @@ def mark_planned(network: nn.Module) -> None:
         _planned_with.setdefault(module, weakref.WeakSet()).add(network)
 
 
-@contextmanager
-def place(role: str, rank: int) -> Iterator[None]:
+class PlacedBlock(ContextDecorator):
+    """A ``with`` block of ``gs.place``, or a decorator of a function."""
+
+    def __init__(self, annotation: Annotation) -> None:
+        self._annotation = annotation
+        self._is_used = False
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        noted = {NODE_KEY: (self._annotation.rank, self._annotation.source)}
+        self._entered.append(torch.fx.traceback.annotate(noted))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def __call__(self, function: F) -> F:
+        """Let a function run on the worker."""
+        self._is_used = True
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> PlacedBlock:
+        return PlacedBlock(self._annotation)
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("_is_used", True):
+            _never_entered[self._annotation.source] = self._annotation.rank
+
+
+# Blocks of gs.place that were thrown away without a ``with``: their rank, by the user's line.
+_never_entered: dict[str, int] = {}
+
+
+def check_blocks() -> None:
+    """Raise ``PlacementError`` if a block of ``gs.place`` was made, and never entered."""
+    lines = [
+        f"gs.place({WORKER_ROLE!r}, {rank}) places nothing: it is not entered\n    {source}"
+        for source, rank in _never_entered.items()
+    ]
+    _never_entered.clear()
+    if lines:
+        raise faults_found(lines, fix="write `with gs.place(...):` before the operations.")
+
+
+def place(role: str | int, rank: int | None = None) -> PlacedBlock:
     """Let the operations inside a ``with`` block run on one worker.
 
     Used inside ``forward``. The innermost block wins, and any block wins over the placement of
     modules around it. In one process it does nothing.
 
     Args:
-        role: ``"MS_WORKER"``.
+        role: ``"MS_WORKER"``; may be left out: ``gs.place(1)``.
         rank: The worker.
 
     Raises:
         PlacementError: Unknown role, or a rank that is negative or no int.
     """
     _refuse_inside_branches()
-    annotation = _check("gs.place", role, rank, callers_line(3))
-    with torch.fx.traceback.annotate({NODE_KEY: (annotation.rank, annotation.source)}):
-        yield
+    return PlacedBlock(_check("gs.place", *_named(role, rank), callers_line(2)))
+
+
+def _named(role: Any, rank: Any) -> tuple[Any, Any]:
+    """The role and the rank where the role may be left out."""
+    is_short = rank is None and isinstance(role, (int, list, tuple))
+    return (WORKER_ROLE, role) if is_short else (role, rank)
 
 
 def _refuse_inside_branches() -> None:
@@ -291,14 +340,15 @@ class PlaceableOperation(Generic[P, R]):
         self._function = function
         self._annotation: Annotation | None = None
 
-    def place(self, role: str, rank: int) -> PlaceableOperation[P, R]:
-        """Return this operation bound to one worker.
+    def place(self, role: str | int, rank: int | None = None) -> PlaceableOperation[P, R]:
+        """Return this operation bound to one worker; ``place(1)`` is ``place("MS_WORKER", 1)``.
 
         Raises:
             PlacementError: Unknown role, or a rank that is negative or no int.
         """
         placed = PlaceableOperation(self._function)
-        placed._annotation = _check("gs.op(...).place", role, rank, callers_line(2))
+        found = _check("gs.op(...).place", *_named(role, rank), callers_line(2))
+        placed._annotation = found
         return placed
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -322,9 +372,7 @@ def install() -> None:
     def place(
         self: Any, role: str | int | Sequence[int], rank: int | Sequence[int] | None = None
     ) -> Any:
-        if rank is None and isinstance(role, (int, list, tuple)):
-            return place_module(self, WORKER_ROLE, role)
-        return place_module(self, role, rank)
+        return place_module(self, *_named(role, rank))
 
     place.__doc__, place.__qualname__ = place_module.__doc__, "Module.place"
     nn.Module.place = place  # type: ignore[attr-defined]

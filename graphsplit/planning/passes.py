@@ -12,7 +12,7 @@ from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
-from graphsplit.marks.annotations import Annotation
+from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
@@ -87,6 +87,7 @@ def capture_graph(
 
 def placement_rules(task: Task, *, num_workers: int, owners: Mapping[str, int]) -> PlacementRules:
     """All that decides where the parts of a network go, apart from its graph."""
+    check_blocks()
     kept = kept_rules(task.network)
     modules = module_annotations(task.network, task.loss_fn)
     return PlacementRules(

@@ -80,14 +80,14 @@ class ProgramRunner:
         }
         self._changing = changing_state(parts.plan, parts.state)
         self._is_microbatched = parts.plan.is_microbatched
-        self._ends = ChannelEnds.open(
+        ends = ChannelEnds.open(
             parts.plan,
             parts.plan_number,
             worker=parts.program.worker,
             transport=parts.transport,
             depths=parts.depths,
         )
-        self._senders, self._receivers = self._ends.senders, self._ends.receivers
+        self._senders, self._receivers = ends.senders, ends.receivers
         pairs = parts.pairs if self._is_microbatched else None
         self._backward = BackwardBinder(
             parts.plan, parts.state, parts.updater, parts.hook_state, pairs
@@ -109,10 +109,6 @@ class ProgramRunner:
         self._first_wait = waits.index(True) if True in waits else len(waits)
         self.position = 0
         self.step = -1
-
-    def depth_of(self, edge: int) -> int:
-        """How many messages of an edge may be under way."""
-        return self._ends.specs[edge].depth
 
     def _announce_values(self) -> None:
         """Before each computation, announce the values that are sent right after it.
@@ -196,7 +192,7 @@ class ProgramRunner:
             TransportError: A value could not be moved.
             JobFailedError: The job was aborted elsewhere.
         """
-        state = self.begin(step, inputs, numbers, microbatches)
+        state = self._begin(step, inputs, numbers, microbatches)
         with torch.set_grad_enabled(self._grad_enabled):
             if meanwhile is not None:
                 self._run_until(self._first_wait, state)
@@ -211,7 +207,7 @@ class ProgramRunner:
         numbers: Mapping[str, Any] = NO_NUMBERS,
     ) -> StepState:
         """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
-        state = self.begin(step, inputs, numbers)
+        state = self._begin(step, inputs, numbers)
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(first_of_backward(self._plan, self._parts.program), state)
         return state
@@ -223,27 +219,13 @@ class ProgramRunner:
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(len(self._actions), state)
 
-    def _run_until(self, end: int, state: StepState) -> None:
-        reported, actions = self._parts.position, self._actions
-        for position in range(self.position, end):
-            self.position = position
-            reported.progress += 1
-            try:
-                actions[position](state)
-            except (GraphsplitError, KeyboardInterrupt, SystemExit):
-                raise
-            except Exception as error:
-                raise self._failure(error) from error
-        self.position = end
-
-    def begin(
+    def _begin(
         self,
         step: int,
         inputs: Sequence[Sequence[torch.Tensor | None]],
-        numbers: Mapping[str, Any] = NO_NUMBERS,
+        numbers: Mapping[str, Any],
         microbatches: Microbatches | None = None,
     ) -> StepState:
-        """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""
         self._parts.position.text_source = self.where
         self._parts.position.location_source = self.location
         self.step, self.position = step, 0
@@ -262,6 +244,19 @@ class ProgramRunner:
             pending=[{} for _ in inputs],
         )
 
+    def _run_until(self, end: int, state: StepState) -> None:
+        reported, actions = self._parts.position, self._actions
+        for position in range(self.position, end):
+            self.position = position
+            reported.progress += 1
+            try:
+                actions[position](state)
+            except (GraphsplitError, KeyboardInterrupt, SystemExit):
+                raise
+            except Exception as error:
+                raise self._failure(error) from error
+        self.position = end
+
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""
         first = first_received(self._parts.program)
@@ -274,25 +269,9 @@ class ProgramRunner:
         return self._parts.plan_number
 
     def next_instruction(self) -> Instruction | None:
-        """The instruction that ``advance`` would run next; None at the end of the step."""
+        """The instruction that runs, or runs next; None at the end of the step."""
         instructions = self._parts.program.instructions
         return instructions[self.position] if self.position < len(instructions) else None
-
-    def advance(self, state: StepState) -> None:
-        """Run the next instruction, for those who interleave several workers in one thread.
-
-        Raises:
-            StepFailedError: As ``run``.
-        """
-        self._parts.position.progress += 1
-        with torch.set_grad_enabled(self._grad_enabled):
-            try:
-                self._actions[self.position](state)
-            except (GraphsplitError, KeyboardInterrupt, SystemExit):
-                raise
-            except Exception as error:
-                raise self._failure(error) from error
-        self.position += 1
 
     def _failure(self, error: Exception) -> StepFailedError:
         instruction = self.instructions[self.position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,6 +59,27 @@ def _read(variable: str, path: str) -> tuple[bytes, os.stat_result]:
             f"    expected: a file that this process's user can read\n"
             f"    Fix: mend the path; {makes}"
         ) from None
+
+
+def own_folder() -> Path:
+    """Where this user's processes on this machine leave secrets for each other."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
+    return base / f"graphsplit-{os.getuid()}"
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder is this user's, and nobody else can look into it.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = folder.lstat()
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    )
 
 
 def write_new_file(path: Path, content: bytes, *, mode: int) -> None:

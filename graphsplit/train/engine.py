@@ -15,6 +15,7 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
+from graphsplit.marks.annotations import check_blocks
 from graphsplit.optimizers.own_step import by_the_model, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import TrainingProgress, total_loss
@@ -243,6 +244,7 @@ class EagerEngine(Engine):
         )
         assert isinstance(loss, torch.Tensor)
         check_value(loss)
+        check_blocks()
         found.append(beside)
         return loss
 
