@@ -11,7 +11,7 @@ import decimal
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -150,11 +150,10 @@ class Guards:
 
     def value_at(self, label: str) -> Any:
         """The value that was at a place with a name; ``MISSING`` if none has it."""
-        places = (_with_entries(w.place, w.value) for w in self.watched)
-        found = (value for place, value in chain.from_iterable(places) if place.label == label)
+        named = chain.from_iterable(_named_values(w.place, w.value) for w in self.watched)
         if self._switches is not None and label in _SWITCHES:
             return self._switches[_SWITCHES.index(label)]
-        return next(found, MISSING)
+        return next((value for name, value in named if name == label), MISSING)
 
     def moved(self, move: Callable[[Place], Place]) -> Guards:
         """The same guards for other places, whose modules are copies of the ones here."""
@@ -356,12 +355,14 @@ def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
             yield frozen.container, index, item
 
 
-def _with_entries(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
-    """A place and those in it, with what was there."""
-    yield place, value
+def _named_values(place: Place, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values that were at a place and in it, under the names that ``_place_of`` gives."""
+    yield place.label, value
     if isinstance(value, Frozen):
-        for _, key, item in _entries(value):
-            yield from _with_entries(inside(value.container, key, place), item)
+        for key, item in zip(value.keys or count(), value.items, strict=False):
+            if not isinstance(value.container, tuple):
+                yield inside(value.container, key, place).label, item
+            yield from _named_values(place, item)
 
 
 def _place_of(place: Place, difference: ValueDifference) -> Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +54,17 @@ def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.detach().requires_grad_(True)
 
 
+def _weakly(source: Callable[[], Any]) -> Callable[[], Any]:
+    """A source of positions that holds nothing: the job tells the latest one for ever."""
+    method = weakref.WeakMethod(source)
+
+    def tell() -> Any:
+        known = method()
+        return "" if known is None else known()
+
+    return tell
+
+
 class ProgramRunner:
     """One worker's program, ready to run.
 
@@ -62,6 +74,7 @@ class ProgramRunner:
 
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
+        self._told = _weakly(self.where), _weakly(self.location)
         self._plan = parts.plan
         self._nodes = parts.plan.placed.graph.nodes
         self._code: dict[tuple[int, bool], SegmentCode] = {}
@@ -226,8 +239,7 @@ class ProgramRunner:
         numbers: Mapping[str, Any],
         microbatches: Microbatches | None = None,
     ) -> StepState:
-        self._parts.position.text_source = self.where
-        self._parts.position.location_source = self.location
+        self._parts.position.text_source, self._parts.position.location_source = self._told
         self.step, self.position = step, 0
         if self._parts.pairs is not None and microbatches is not None and not microbatches.start:
             self._parts.pairs.begin_batch()

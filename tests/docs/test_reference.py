@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -34,6 +37,14 @@ class Recorded(dict[str, str]):
     def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
         self.asked.add(key)
         return super().get(key, default)
+
+
+@pytest.mark.real_processes
+def test_the_api_pages_are_built(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "docs" / "build_api.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train_step" in (tmp_path / "graphsplit.html").read_text()
 
 
 def test_the_table_lists_the_variables_that_are_read() -> None:

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
 from graphsplit.errors import PlanMismatchError
-from graphsplit.guards.check import Guards
+from graphsplit.guards.check import Guards, Watched
+from graphsplit.guards.places import entry
+from graphsplit.guards.values import MISSING, freeze
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.testing.compare import difference
 
@@ -352,3 +354,19 @@ def test_a_value_that_the_worker_that_reads_alone_changes_is_named_with_that_of_
 
     with pytest.raises(PlanMismatchError, match=r"net\.scale is 0\.5 on worker 0, 1\.0 on worker"):
         ThreadCluster(train, NUM_WORKERS, is_recoverable=False).run()
+
+
+def test_a_value_is_found_by_the_name_under_which_its_change_is_told() -> None:
+    held: dict[str, Any] = {"net": {"list": [1.0, ({"k": 2.0},)], "k": 0.5}, "mode": (1, {"k": 3})}
+    places = [entry(held, name, f"held.{name}") for name in held]
+    guards = Guards([Watched(place, freeze(place.read())) for place in places])
+    assert guards.hold()
+    held["net"]["list"][0] = held["net"]["list"][1][0]["k"] = held["mode"][1]["k"] = 7
+    held["net"]["k"] = 7
+    told = guards.failures()
+    assert [failure.old for failure in told] == [1.0, 2.0, 0.5, 3]
+    names = [failure.place.label for failure in told]
+    assert names == ["held.net[0]", "held.net['k']", "held.net['k']", "held.mode['k']"]
+    assert guards.value_at("held.net[0]") == 1.0
+    assert guards.value_at("held.mode['k']") == 3
+    assert guards.value_at("held.other") is MISSING

@@ -59,6 +59,7 @@ class Scenario:
     gradient_order: str = "left"
     max_norm: float | None = None
     scaled: bool = False
+    keeps_readers: bool = False  # processes of the loader that live from epoch to epoch
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         default=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     )
@@ -87,7 +88,10 @@ def scaler_of(scenario: Scenario) -> torch.amp.GradScaler:
 
 def loader(scenario: Scenario) -> tuple[DataLoader, Counted]:
     data = Counted(scenario.shape, scenario.size)
-    return DataLoader(data, batch_size=scenario.batch, shuffle=True), data
+    options: dict[str, Any] = {}
+    if scenario.keeps_readers:
+        options = {"num_workers": 1, "persistent_workers": True}
+    return DataLoader(data, batch_size=scenario.batch, shuffle=True, **options), data
 
 
 def plain(scenario: Scenario) -> State:
@@ -245,7 +249,7 @@ def scenarios() -> list[Scenario]:
         Scenario("LeNet as in the example", LeNet, MAIN, image, readers={2, 3}),
         Scenario("LeNet, unplaced to worker 0", LeNet, MAIN, image, unplaced="worker0"),
         Scenario("LeNet, built deferred", LeNet, MAIN, image, deferred=True, size=16),
-        Scenario("LeNet by Adam", LeNet, MAIN, image, size=16,
+        Scenario("LeNet by Adam", LeNet, MAIN, image, size=16, keeps_readers=True,
                  optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)),
         Scenario("LeNet on one worker of five", LeNet, {"": 2}, image, size=16, readers={2}),
         Scenario("nothing placed", LeNet, {}, image, size=16),
