@@ -32,7 +32,7 @@ from graphsplit.launchers.meeting import (
     Whereabouts,
     wait_for,
 )
-from graphsplit.launchers.ports import find_free_port, holder_of, is_free
+from graphsplit.launchers.ports import address_towards, find_free_port, holder_of, is_free
 from graphsplit.security.protection import is_loopback
 from graphsplit.settings import SCHEDULER_ROLE, WORKER_ROLE, ClusterSettings
 
@@ -203,13 +203,9 @@ def _no_address(host: str, why: str) -> ConfigurationError:
 
 
 def _own_address(settings: ClusterSettings) -> str:
-    """The address from which this host reaches the scheduler's. Nothing is sent."""
     host, port = settings.scheduler_host, settings.scheduler_port
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return address_towards(host, port)
     except OSError as error:
         raise ConfigurationError(
             f"the scheduler's host {host} is not known here, or out of reach: {error}\n"

@@ -49,6 +49,18 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def address_towards(host: str, port: int) -> str:
+    """The address from which this host reaches another one. Nothing is sent.
+
+    Raises:
+        OSError: The other one is not known, or out of reach.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
 def holder_of(port: int) -> str:
     """Who listens on a port of this machine, in words, as far as this user may know."""
     sockets = {f"socket:[{inode}]" for inode in _listening_on(port)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,8 +40,10 @@ def job_children(
     host: str,
     port: int,
     certificates: Path | None = None,
+    ranks: Sequence[int] | None = None,
+    has_scheduler: bool = True,
 ) -> tuple[ChildSpec, ...]:
-    """Return the scheduler and the workers.
+    """Return the scheduler and the workers, or those of them that this launcher starts.
 
     Where ``base`` has no secret for the job, they get one that nobody else knows.
 
@@ -51,6 +53,8 @@ def job_children(
         host: Where the scheduler listens.
         port: Its port.
         certificates: A folder with a certificate for each of them, for mutual TLS.
+        ranks: The workers to start; None: all.
+        has_scheduler: Whether to start the scheduler, too.
     """
     shared = {**_defaults(), **base}
     if not (base.get("GS_JOB_TOKEN") or base.get("GS_JOB_TOKEN_FILE")):
@@ -64,8 +68,8 @@ def job_children(
     # One that the shell left behind must not become the rank of every process.
     shared.pop("MS_NODE_ID", None)
     own = {"MS_ROLE": "MS_SCHED", **_tls(certificates, "scheduler")}
-    children = [ChildSpec(SCHEDULER, {**shared, **own})]
-    for rank in range(num_workers):
+    children = [ChildSpec(SCHEDULER, {**shared, **own})] if has_scheduler else []
+    for rank in range(num_workers) if ranks is None else ranks:
         own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
         own |= _tls(certificates, f"worker-{rank}")
         children.append(ChildSpec(f"worker {rank}", {**shared, **own}))
