@@ -27,6 +27,11 @@ from graphsplit.train.outputs import unflatten_outputs
 class NetworkCalls(ClusterEngine):
     """Runs the calls of one network; every method is called by all workers in the same order."""
 
+    @property
+    def is_casting(self) -> bool:
+        """Whether calls run under autocast."""
+        return self._task.autocast is not None
+
     def forward(self, arguments: Arguments) -> Call:
         """Run forward; with gradients, where the script records them."""
         mode = Mode.CALL if torch.is_grad_enabled() else Mode.LOOK

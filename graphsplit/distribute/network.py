@@ -7,7 +7,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -17,9 +17,10 @@ from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
 from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.distribute.forms import casting_dtype
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop
-from graphsplit.distribute.steps import install, settle
+from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
@@ -35,7 +36,6 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
-_behind: weakref.WeakKeyDictionary[nn.Module, Distributed] = weakref.WeakKeyDictionary()
 
 
 def distribute(
@@ -86,9 +86,7 @@ def distribute(
             f"  Fix: train with Model.train, or leave GS_RECOVERY out."
         )
     task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
-    _behind[net] = Distributed(task, job)
-    own: Any = _class_of(type(net))
-    net.__class__ = own
+    _give_class(net, Distributed(task, job))
     install()
     return net
 
@@ -99,7 +97,7 @@ def _check(net: Any) -> None:
             f"distribute was given a {type(net).__name__}; expected a torch.nn.Module\n"
             f"  Fix: pass the network itself, not what torch.compile made of it."
         )
-    if net in _behind:
+    if behind(net) is not None:
         raise ConfigurationError(
             f"distribute was given a {type(net).__name__} that is distributed already\n"
             f"  Fix: call it once, and use what it returned."
@@ -108,7 +106,8 @@ def _check(net: Any) -> None:
 
 def behind(net: nn.Module) -> Distributed | None:
     """The machinery behind a network; None where it is not distributed."""
-    return _behind.get(net)
+    found: Distributed | None = getattr(type(net), _BEHIND, None)
+    return found
 
 
 class Distributed:
@@ -125,10 +124,13 @@ class Distributed:
     def __init__(self, task: Task, job: Job) -> None:
         self._task, self._job = task, job
         self.calls = NetworkCalls(task, job)
+        self._casting: dict[torch.dtype | None, NetworkCalls] = {None: self.calls}
         self.kept: dict[str, Any] | None = None
         self._loop = Loop.of(job)
         self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
+        forget = weakref.finalize(task.network, self._loop.forget, str(id(self)))
+        forget.atexit = False
 
     @contextmanager
     def _as_itself(self) -> Iterator[None]:
@@ -137,7 +139,7 @@ class Distributed:
         kind = type(network)
         network.__class__ = kind.__mro__[2]
         try:
-            with self.calls.guard():
+            with self.calls.guard(), torch.autocast("cpu", enabled=False):
                 yield
         finally:
             network.__class__ = kind
@@ -153,10 +155,15 @@ class Distributed:
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
+        dtype = casting_dtype()
         originals, together = taken_apart(*arguments)
         plain = [_plain(one) for one in originals]
         given = together(plain)
         with self._as_itself():
+            if dtype not in self._casting:
+                task = dataclasses.replace(self._task, autocast=dtype)
+                self._casting[dtype] = NetworkCalls(task, self._job)
+            self.calls = self._casting[dtype]
             call = self.calls.forward(given)
             self._settle(call.plan.runner)
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
@@ -192,7 +199,7 @@ class Distributed:
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         job, network = self._job, self._task.network
         residence = Residence(tensors, owners, job.rank, job.num_workers)
-        settle(self._loop, str(id(self)), residence)
+        self._loop.settle(str(id(self)), residence)
         by_id = residence.owner_by_id()
         buffers = [buffer for buffer in network.buffers() if id(buffer) in by_id]
         self._gradients = Gradients(list(network.parameters()), buffers, by_id, self._loop)
@@ -209,9 +216,8 @@ class Distributed:
             made: Any = network.__new__(type(network))
             memo[id(network)] = made
             made.__dict__.update(copy.deepcopy(network.__dict__, memo))
-        made.__class__ = type(network)
-        task = dataclasses.replace(self._task, network=made)
-        behind = _behind[made] = Distributed(task, self._job)
+        behind = Distributed(dataclasses.replace(self._task, network=made), self._job)
+        _give_class(made, behind)
         if owners:
             copies = named_state(made, None)
             self._job.owners.fix(copies, owners)
@@ -247,31 +253,32 @@ def _original(argument: Any, given: Any) -> Any:
     return as_value(argument) if asks else given
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_BEHIND = "_graphsplit_behind"
 
 
-def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _classes:
-        space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        space["__doc__"] = kind.__doc__ or ""
-        _classes[kind] = type(kind.__name__, (_Calls, kind), space)
-    return _classes[kind]
+def _give_class(network: Any, behind: Distributed) -> None:
+    """Make a network one of a class of its own, which has the machinery: both live as long."""
+    kind = type(network)
+    space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _BEHIND: behind}
+    network.__class__ = type(kind.__name__, (_Calls, kind), {**space, "__doc__": kind.__doc__})
 
 
 class _Calls(nn.Module):
     """Methods of a distributed network that differ from those before."""
 
+    _graphsplit_behind: ClassVar[Distributed]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise ConfigurationError(_COMPILED)
-        return _behind[self].call((args, kwargs))
+        return self._graphsplit_behind.call((args, kwargs))
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         if keep_vars:  # these are the parameters, of which each worker has its own
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=True)
-        found = _behind[self].state_dict()
+        found = self._graphsplit_behind.state_dict()
         if destination is None and not prefix:
             return found
         return _under(prefix, found, {} if destination is None else destination)
@@ -280,13 +287,13 @@ class _Calls(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         options = {"strict": strict, **({"assign": True} if assign else {})}
-        return _behind[self].load_state_dict(state_dict, options)
+        return self._graphsplit_behind.load_state_dict(state_dict, options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigurationError(_COMPILED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _behind[self].copy(memo)
+        return self._graphsplit_behind.copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OwnershipError(

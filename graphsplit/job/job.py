@@ -24,7 +24,7 @@ from graphsplit.job.data_plane import DataPlane
 from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
-from graphsplit.job.stream import SENT
+from graphsplit.job.stream import ASKED, SENT
 from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.settings import FAIL_FAST
 from graphsplit.transport.base import Transport
@@ -110,6 +110,11 @@ class Job:
     def sent(self) -> ControlChannels:
         """The channels of ``gs.send``, whose values are taken at any later time."""
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=SENT)
+
+    @cached_property
+    def asked(self) -> ControlChannels:
+        """The channels for values of an own loop, for which some workers alone may ask."""
+        return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=ASKED)
 
     def _channels(self) -> ControlChannels:
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick)

@@ -22,8 +22,8 @@ def check_around(mode: Mode) -> None:
     """
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise ConfigurationError(
-            "torch.autocast is on around a call of the Model, or of a distributed network; it "
-            "would reach beyond network and loss\n"
+            "torch.autocast is on around a call of the Model; it would reach beyond network and "
+            "loss\n"
             "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
         )
     if mode is Mode.TRAIN and not torch.is_grad_enabled():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recovery_helpers
 import torch
 from loop_helpers import placed, ranks_for
 from recovery_helpers import ThreadCluster, threads_as_workers
@@ -185,3 +189,24 @@ def test_forms_of_results_are_found_out_once() -> None:
         assert len(forms) == 24
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_network_that_nobody_holds_any_more_is_freed_with_its_optimizer() -> None:
+    def seen() -> Any:
+        net = gs.distribute(language())
+        twin = copy.deepcopy(net)
+        optimizer = torch.optim.Adam(net.parameters())
+        words = torch.arange(24).view(4, 6)
+        criterion(net(words), words).backward()
+        optimizer.step()
+        twin(words)
+        held = (net, twin, optimizer, *net.parameters())
+        return joined.current(), [weakref.ref(one) for one in held]
+
+    of_workers = run(seen)
+    vars(vars(recovery_helpers)["_CAPTURES"])["_graphs"].clear()  # of these tests
+    gc.collect()
+    gc.collect()  # what was noted of a network goes when it does
+    for job, held in of_workers:
+        assert job is not None
+        assert [one() is None for one in held] == [True] * 20

@@ -49,6 +49,30 @@ def second_derivative(distribute: Distribute, ranks: list[int]) -> Iterator[Any]
     yield torch.autograd.grad(net(x).sum(), x, create_graph=True)
 
 
+def backward_while_casting(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A backward inside the block."""
+    net = distribute(small(ranks))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(torch.randn(6, 8)).sum().backward()
+    yield None
+
+
+def calls_while_casting(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Two calls that share casts in eager, under one backward."""
+    net = distribute(small(ranks))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(torch.randn(6, 8)).sum() + net(torch.randn(6, 8)).sum()
+    loss.backward()
+    yield None
+
+
+def parameter_while_casting(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A parameter that the script uses inside the block."""
+    net = distribute(small(ranks))
+    with torch.autocast("cpu", torch.bfloat16):
+        yield (net(torch.randn(6, 8)) @ net.last.weight).sum()
+
+
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
@@ -56,6 +80,9 @@ def second_derivative(distribute: Distribute, ranks: list[int]) -> Iterator[Any]
         (written_into_a_tensor, "from an ordinary tensor"),
         (hook_and_penalty, "has a hook"),
         (second_derivative, "create_graph=True"),
+        (backward_while_casting, "backward under torch.autocast"),
+        (calls_while_casting, "by several calls under one backward()"),
+        (parameter_while_casting, "casts it once for the whole block"),
     ],
 )
 def test_a_loop_is_refused_with_the_way_out(loop: Loop, text: str) -> None:
