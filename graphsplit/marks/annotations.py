@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch.compiler
@@ -64,11 +64,23 @@ class Annotation:
         rank: The worker.
         source: ``file:line`` of the user's call, or of the rule in a file.
         by_rule: Whether ``gs.apply_placement`` has written it.
+        replicas: The workers that share its microbatches, of which ``rank`` is one; empty where one
+            worker runs all.
     """
 
     rank: int
     source: str
     by_rule: bool = False
+    replicas: tuple[int, ...] = ()
+
+    def is_just(self, rank: int) -> bool:
+        """Whether it names one worker, and that."""
+        return self.rank == rank and not self.replicas
+
+    @property
+    def highest(self) -> int:
+        """The highest rank that it names."""
+        return max(self.replicas, default=self.rank)
 
 
 def callers_line(depth: int) -> str:
@@ -104,8 +116,23 @@ def _check(what: str, role: object, rank: Any, source: str) -> Annotation:
     return Annotation(rank, source)
 
 
+def _check_ranks(what: str, role: object, ranks: Any, source: str) -> Annotation:
+    """A placement on one worker, or on several that share the microbatches."""
+    if not isinstance(ranks, (list, tuple)):
+        return _check(what, role, ranks, source)
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise PlacementError(
+            f"{what}: {ranks!r} names {'a worker twice' if ranks else 'no worker'}\n  {source}\n"
+            f"  Fix: name each worker that runs some of the microbatches once."
+        )
+    first, *others = (_check(what, role, rank, source) for rank in ranks)
+    return replace(first, replicas=tuple(ranks)) if others else first
+
+
 def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
     """Let a module, and everything inside it that has no placement of its own, run on one worker.
+
+    Or on several, which share a step's microbatches: ``module.place("MS_WORKER", [1, 2])``.
 
     Installed as ``torch.nn.Module.place``. Placing a module again replaces its placement. A slice
     may be placed too: ``net.layers[0:4].place(...)`` places those of the four that have no
@@ -115,7 +142,8 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
         module: The module; usable as ``module.place(role, rank)``.
         role: ``"MS_WORKER"``; may be left out: ``module.place(1)``.
         rank: The worker, from 0 to the number of workers less one. The upper bound is checked
-            when the cluster's size is known.
+            when the cluster's size is known. A list of workers: each runs a contiguous block of
+            the microbatches, see ``docs/how-to/replicate-modules.md``.
 
     Returns:
         The module itself, so that calls can be chained.
@@ -126,7 +154,7 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
     """
     source = callers_line(3)  # past the installed method
     name = type(module).__name__
-    annotation = _check(f"{name}.place", role, rank, source)
+    annotation = _check_ranks(f"{name}.place", role, rank, source)
     children = list(module.children()) if isinstance(module, _CONTAINERS) else []
     if any(_has_been_planned(placed) for placed in (module, *children)):
         raise PlacementError(
@@ -135,7 +163,7 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
             f"predict or explain of a Model."
         )
     found = module_annotation(module)
-    if found is not None and found.by_rule and found.rank != rank:
+    if found is not None and found.by_rule and (found.rank != rank or annotation.replicas):
         raise PlacementError(
             f"{name}.place({role!r}, {rank}): a rule puts this module on {role} {found.rank}\n"
             f"  {source}\n  {found.source}\n  Fix: leave out one of the two."
@@ -294,7 +322,7 @@ def place(role: str | int, rank: int | None = None) -> PlacedBlock:
 
 def _named(role: Any, rank: Any) -> tuple[Any, Any]:
     """The role and the rank where the role may be left out."""
-    is_short = rank is None and isinstance(role, int)
+    is_short = rank is None and isinstance(role, (int, list, tuple))
     return (WORKER_ROLE, role) if is_short else (role, rank)
 
 
@@ -341,7 +369,9 @@ def op(function: Callable[P, R]) -> PlaceableOperation[P, R]:
 def install() -> None:
     """Give every ``torch.nn.Module`` the method ``place``."""
 
-    def place(self: Any, role: str | int, rank: int | None = None) -> Any:
+    def place(
+        self: Any, role: str | int | Sequence[int], rank: int | Sequence[int] | None = None
+    ) -> Any:
         return place_module(self, *_named(role, rank))
 
     place.__doc__, place.__qualname__ = place_module.__doc__, "Module.place"

@@ -18,12 +18,13 @@ from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
-from graphsplit.marks.annotations import mark_planned
+from graphsplit.marks.annotations import Annotation, mark_planned
 from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
+from graphsplit.partition.checks.replicated import refuse_in_recovery
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
@@ -112,7 +113,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
-        self._pairs = PairwiseSums() if task.gradient_order == "pairs" else None
+        self.pairs = PairwiseSums() if task.gradient_order == "pairs" else None
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
         self._modified: set[str] = set()  # by any graph so far
@@ -151,11 +152,6 @@ class Planner:
         """
         owners = self.owners or self.expected_owners
         return {**owners, **self._job.owners.known(self._tensors())}
-
-    @property
-    def adds_pairs(self) -> bool:
-        """Whether gradients of microbatches are added in pairs."""
-        return self._pairs is not None
 
     def keep_at_least(self, num_plans: int) -> None:
         """Keep more plans than usual: all that one step needs, and as many again."""
@@ -416,7 +412,7 @@ class Planner:
                 position=self._job.member.position,
                 compiler=self._task.compiler,
                 hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
-                pairs=self._pairs,
+                pairs=self.pairs,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
@@ -430,6 +426,7 @@ class Planner:
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
+        refuse_in_recovery(self.modules(), self._job.recovery_policy)
         owners, num_workers = self.known_owners(), self._job.num_workers
         return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
 
@@ -448,8 +445,7 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        annotations = module_annotations(self._task.network, self._task.loss_fn)
-        owners = all_owners(plan.placed, self.known_owners(), tensors, annotations)
+        owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
         for position in plan.placed.graph.state_names:
@@ -492,6 +488,10 @@ class Planner:
             and name.startswith(prefix)
             and name.startswith(LOSS_PATH) == bool(prefix)
         ]
+
+    def modules(self) -> dict[str, Annotation]:
+        """The placement written on each module of network and loss, by path."""
+        return module_annotations(self._task.network, self._task.loss_fn)
 
     def _state_of(self, plan: PartitionPlan) -> dict[int, torch.Tensor]:
         tensors = self._tensors()

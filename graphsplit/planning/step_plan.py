@@ -23,6 +23,7 @@ import torch
 from graphsplit.batches.batch import leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
+from graphsplit.placement.replicas import is_replicated
 from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad
@@ -211,7 +212,8 @@ def plan_step(
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[bool, ...]] = []
-    waiting = [*shape.parts]
+    has_replicas = is_replicated(planner.modules())
+    waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     while waiting:
         (signature, count), *later = waiting
         found = planner.recording_for(mode, signature, note=note)
@@ -222,7 +224,9 @@ def plan_step(
             first=opens and not plans,
             last=closes and not later,
             is_microbatched=True,
-            adds_up=planner.adds_pairs and not later,
+            adds_up=planner.pairs is not None and not later,
+            start=sum(sizes) if has_replicas else 0,
+            num_parts=num_parts if has_replicas else 0,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphsplit.capture.graph import Mode
@@ -32,6 +32,8 @@ class StepPart:
         last: Whether they end it: the optimizer steps.
         is_microbatched: Whether the batch was split, if only into one.
         adds_up: Whether they end a batch whose parts of gradients were kept apart.
+        start: The number of the first of them in the batch, where replicas share it.
+        num_parts: How many microbatches the batch has, where replicas share it; 0: these alone.
     """
 
     num_microbatches: int = 1
@@ -39,6 +41,13 @@ class StepPart:
     last: bool = True
     is_microbatched: bool = False
     adds_up: bool = False
+    start: int = 0
+    num_parts: int = 0
+
+    @property
+    def parts(self) -> range:
+        """The microbatches by their numbers in the batch."""
+        return range(self.start, self.start + self.num_microbatches)
 
 
 WHOLE_STEP = StepPart()
@@ -204,7 +213,7 @@ class _Lowering:
 
     def _finish(self) -> None:
         for microbatch in self.microbatches:
-            for edge in self.outgoing:
+            for edge in self._edges_in(microbatch, self.outgoing):
                 if edge.kind is not EdgeKind.REDUCTION:
                     self._move(edge, microbatch, Opcode.SEND)
         if self.is_training and self.common.part.adds_up:
@@ -213,8 +222,12 @@ class _Lowering:
             self._share_reduction()
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:
-            for edge in self.incoming:
+            for edge in self._edges_in(microbatch, self.incoming):
                 self._move(edge, microbatch, Opcode.RECEIVE)
+
+    def _edges_in(self, microbatch: int, edges: Sequence[Edge]) -> Iterator[Edge]:
+        """The edges that a microbatch uses."""
+        return (edge for edge in edges if self.plan.is_in(microbatch, edge.value))
 
     def _end_forward(self) -> None:
         """All that forward sends and receives, before the first backward of a call."""
@@ -274,9 +287,8 @@ def late_edges(plan: PartitionPlan) -> frozenset[int]:
     for segment, io in zip(plan.segments, plan.io, strict=True):
         for value in (*io.values, *(plan.contributions[c].value for c in io.leaves)):
             waiting.add((EdgeKind.VALUE, value, segment.worker))
-    chain = plan.segmentation.random_chain
     workers = plan.placed.workers
-    for before, after in itertools.pairwise(chain):
+    for before, after in plan.random_hops:
         waiting.add((EdgeKind.GENERATOR, before, workers[after]))
     return frozenset(
         edge.index

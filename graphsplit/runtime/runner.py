@@ -327,7 +327,8 @@ class ProgramRunner:
         leaves = [
             (c, self._source(self._plan.contributions[c].value, microbatch)) for c in io.leaves
         ]
-        outputs, roots = io.outputs, frozenset(io.roots)
+        outputs = [(position, self._plan.slot(position)) for position in io.outputs]
+        roots = frozenset(io.roots)
 
         def forward(state: StepState) -> None:
             made = state.values[microbatch]
@@ -338,14 +339,13 @@ class ProgramRunner:
                 own_leaves[contribution] = leaf
                 arguments.append(leaf)
             results = run(*arguments)
-            for position, result in zip(outputs, results, strict=True):
+            for (position, slot), result in zip(outputs, results, strict=True):
                 if position in roots:
                     state.roots[microbatch][position] = result
-                made[position] = result.detach() if isinstance(result, torch.Tensor) else result
+                made[slot] = result.detach() if isinstance(result, torch.Tensor) else result
 
         if io.is_random and self._is_microbatched:
-            drawn_first = self._plan.segmentation.random_chain[0]
-            is_first = self._plan.segmentation.segment_of[drawn_first] == segment
+            is_first = self._plan.draws_first(segment)
             return with_own_generator(forward, microbatch, is_first=is_first)
         return forward
 
@@ -377,7 +377,8 @@ class ProgramRunner:
             return lambda state: tensor
         if is_held_once(self._plan, value):
             microbatch = 0
-        return lambda state: state.values[microbatch][value]
+        slot = self._plan.slot(value)
+        return lambda state: state.values[microbatch][slot]
 
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
         send = self._senders[edge.index].send
@@ -401,24 +402,26 @@ class ProgramRunner:
         if self._nodes[value].is_state:
             tensor = self._parts.state[value]
             return lambda state: send(tensor.detach(), step=state.step, microbatch=microbatch)
+        slot = self._plan.slot(value)
         return lambda state: send(
-            state.values[microbatch][value], step=state.step, microbatch=microbatch
+            state.values[microbatch][slot], step=state.step, microbatch=microbatch
         )
 
     def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
         receive = self._receivers[edge.index].receive
         index, value = edge.index, edge.value
+        slot = self._plan.slot(value)
         if edge.kind is EdgeKind.REDUCTION:
             return bind_receive_reduction(self._plan, edge, receive)
         if edge.kind in GENERATORS:
             return bind_receive_generators(self._plan, edge, microbatch, receive)
 
         def receive_value(state: StepState) -> None:
-            state.values[microbatch][value] = receive(step=state.step, microbatch=microbatch)
+            state.values[microbatch][slot] = receive(step=state.step, microbatch=microbatch)
 
         def receive_parameter(state: StepState) -> None:
             receive_value(state)
-            state.values[microbatch][value].requires_grad_(True)
+            state.values[microbatch][slot].requires_grad_(True)
 
         def receive_gradient(state: StepState) -> None:
             state.received[microbatch][index] = receive(step=state.step, microbatch=microbatch)

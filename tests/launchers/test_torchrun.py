@@ -61,8 +61,6 @@ def test_an_ended_job_leaves_nothing_behind(tmp_path: Path, whom: str) -> None:
             job.send_signal(signal.SIGINT)
         else:
             os.kill(pids[0], signal.SIGKILL)
-        rest, _ = job.communicate(timeout=LIMIT_S)
+        job.communicate(timeout=LIMIT_S)
     assert job.returncode != 0
     assert_nothing_is_left(tmp_path)
-    if whom == "torchrun":
-        assert "the job was interrupted by SIGINT" in rest

@@ -109,6 +109,7 @@ class BackwardBinder:
         io = self._plan.io[segment]
         sums = [(root, self._plan.gradient_sums.get(root, ())) for root in io.roots]
         loss, given = self._plan.placed.graph.loss_node, self._plan.placed.graph.given_roots
+        losses = {root for root in io.roots if self._plan.in_first_lane(root) == loss}
         parameters = [self._state[p] for p in io.parameters]
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
         made = frozenset(made_leaves(self._plan, instruction))
@@ -131,7 +132,7 @@ class BackwardBinder:
                     gradient = gradient_sum((state.given.get(root), *later))
                 else:
                     gradient = _gradient_sum(state, microbatch, terms)
-                if root == loss:
+                if root in losses:
                     one = loss_gradient(tensor)
                     if state.microbatches is not None:
                         one = one * state.microbatches.weights[microbatch]
