@@ -8,7 +8,7 @@ the same step. What is looked for is far less than what two steps differ by: so 
 the order A B C C B A, and a round's figure is that of the medians of many single steps, as the
 worker that reads the loader sees them; the first of a turn is left out. C is A by another name:
 what these two differ by is noise. Behind that, every worker tells how long the comparison takes
-within a step, where its places have left the caches, and by itself.
+within a step, where its places have left the caches, and by itself, one worker after the other.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def work(arguments: argparse.Namespace) -> None:
     with replaced(Guards, "hold", noting(seen, spent, time.thread_time)):
         model.train(1, batches * (WATCHED_STEPS // arguments.steps + 1), callbacks=[LastLoss()])
     clock = statistics.median(-time.thread_time() + time.thread_time() for _ in range(1000))
-    warm = min(timeit.repeat(seen[-1].hold, number=NUMBER, repeat=REPEATS)) / NUMBER
+    for rank in range(gs.get_world_size()):
+        gs.barrier()  # five at once would share two cores
+        if rank == gs.get_rank():
+            warm = min(timeit.repeat(seen[-1].hold, number=NUMBER, repeat=REPEATS)) / NUMBER
+    gs.barrier()
     within = statistics.median(spent) - clock
     report({"turns": turns.found, "warm_s": warm, "within_s": within, "places": len(seen[-1])})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import graphsplit
 OUTPUT = Path(__file__).parent / "_build"
 PAGES = (
     "graphsplit",
+    "!graphsplit[.]distribute",  # the function of this name is public, not its package
+    "graphsplit.train.steps",
     "graphsplit.train.callbacks",
     "graphsplit.train.metrics",
     "graphsplit.optimizers.clip",
@@ -20,16 +23,16 @@ PAGES = (
 )
 
 
-def main() -> None:
+def main(output: Path = OUTPUT) -> None:
     """Write one page per module of ``PAGES``, and an index."""
     for name in graphsplit.__all__:
         # The package hands its names on lazily; pdoc looks at what is there.
         setattr(graphsplit, name, getattr(graphsplit, name))
     warnings.simplefilter("error", UserWarning)
     pdoc.render.configure(docformat="google", footer_text=f"graphsplit {graphsplit.__version__}")
-    pdoc.pdoc(*PAGES, output_directory=OUTPUT)
-    print(f"open {OUTPUT / 'index.html'}")
+    pdoc.pdoc(*PAGES, output_directory=output)
+    print(f"open {output / 'index.html'}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, Protocol, TextIO
@@ -144,5 +145,15 @@ class _Printer(logging.Handler):
         """Write; a reader that has gone must not end the job."""
         with contextlib.suppress(OSError, ValueError):
             stream = self._stream()
-            stream.write(self.format(record))
-            stream.flush()
+            with _beside_bars(stream):
+                stream.write(self.format(record))
+                stream.flush()
+
+
+def _beside_bars(stream: TextIO) -> contextlib.AbstractContextManager[None]:
+    """Progress bars that are shown make room for a line, and are drawn again below it."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None or not getattr(bars, "_instances", None):
+        return contextlib.nullcontext()
+    beside: contextlib.AbstractContextManager[None] = bars.external_write_mode(file=stream)
+    return beside

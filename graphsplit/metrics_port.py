@@ -1,11 +1,13 @@
 """Serves numbers about this process in Prometheus's format: ``GS_METRICS_PORT``.
 
 The library ``prometheus-client`` does it; it is an extra, ``graphsplit[metrics]``, and imported
-only where metrics are asked for. On loopback by default; beyond it only under mutual TLS.
+only where metrics are asked for. On loopback by default; beyond it only under mutual TLS. Without
+TLS a browser on this machine is the only stranger, so names that lead here are not answered.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from graphsplit.security.options import SecurityOptions
 from graphsplit.security.protection import Protection, require_certificates
 from graphsplit.settings import Watching
 
+_Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Samples = tuple[tuple[tuple[str, ...], float], ...]
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -114,12 +117,45 @@ def serve_metrics(
             f"port r + 1 above it"
         ) from None
 
+    if not tls:
+        server.set_app(_for_own_names(server.get_app(), host))
+
     def close() -> None:
         server.shutdown()
         server.server_close()
         thread.join(1.0)
 
     return close
+
+
+def _for_own_names(app: _Application, host: str) -> _Application:
+    """Answer only who asks for this machine by its address, ``localhost`` or ``host``.
+
+    A page in a browser of this machine may have a name of its own that leads here, and would read
+    the answer (DNS rebinding); it cannot ask for an address.
+    """
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        asked = environ.get("HTTP_HOST", "")
+        if _is_own_name(asked, host):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"metrics are told to who asks by address, or by GS_METRICS_HOST\n"]
+
+    return answer
+
+
+def _is_own_name(asked: str, host: str) -> bool:
+    """Whether a ``Host`` header names this machine; one that is missing comes of no browser."""
+    name = asked if asked.endswith("]") else asked.rpartition(":")[0] or asked
+    name = name.removeprefix("[").removesuffix("]").lower()
+    if name in ("", "localhost", host.lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _library(port: int) -> Any:

@@ -6,12 +6,12 @@ loading. Training is simulated (``graphsplit.testing.simulate``) or real.
 
 from __future__ import annotations
 
-import builtins
 import errno
 import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from graphsplit.job.control import ControlChannels
 from graphsplit.job.group import WorkerGroup
 from graphsplit.planning.step_plan import TrainingProgress
 from graphsplit.planning.task import Task
+from graphsplit.security.private_files import open_instead
 from graphsplit.transport.base import Transport
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
 from graphsplit.transport.wait import WaitPolicy
@@ -87,9 +88,9 @@ class SmallDisk:
     def __init__(self, room: int) -> None:
         self.room = room
 
-    def open(self, path: Any, mode: str) -> Any:
-        file = builtins.open(path, mode)  # noqa: SIM115  as open itself
-        return _OnSmallDisk(file, self) if "w" in mode else file
+    def open(self, path: Path) -> Any:
+        """In place of ``open_instead``."""
+        return _OnSmallDisk(open_instead(path), self)
 
 
 class _OnSmallDisk:

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphsplit.encoding.values import encode
 from graphsplit.errors import StateError
+from graphsplit.logs import say
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
@@ -117,6 +118,17 @@ class Ownership:
     def name(self, tensor: torch.Tensor) -> str | None:
         """A tensor's first name; None if it is of no module."""
         return self._names.get(id(tensor))
+
+
+def say_other_order(task: Task, saved: Any, rank: int) -> None:
+    """Tell that training goes on with other bits than it would have had, if it does."""
+    if rank == 0 and saved != task.gradient_order and task.divider.num_microbatches > 1:
+        say(
+            f"the save was made with gradient_order={saved!r}, and this Model has "
+            f"{task.gradient_order!r}: from here on gradients of microbatches round otherwise",
+            event="gradient_order",
+            level="warning",
+        )
 
 
 def optimizers_of(task: Task) -> dict[str, torch.optim.Optimizer]:

@@ -304,3 +304,17 @@ class NoRun:
     position: tuple[int, int] = (0, 0)
     callbacks: Sequence[Any] = ()
     watch: LoaderWatch = field(default_factory=LoaderWatch)
+
+
+def generator_state(value: Any, name: str) -> torch.Tensor | None:
+    """A generator's state as a save holds it; None if it holds none.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    if value is None:
+        return None
+    size = torch.default_generator.get_state().numel()
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.numel() != size:
+        raise CheckpointError(f"the save's {name} is no state of a generator")
+    return value

@@ -17,13 +17,20 @@ from graphsplit.checkpoint.contents import (
     NetworkState,
     Ownership,
     optimizers_of,
+    say_other_order,
 )
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
 from graphsplit.checkpoint.forms import forms_put, kept_forms
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import EpochStart, NoRun, Position, TrainingRun
+from graphsplit.checkpoint.position import (
+    EpochStart,
+    NoRun,
+    Position,
+    TrainingRun,
+    generator_state,
+)
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -108,8 +115,8 @@ class Resumption:
             position,
             EpochStart(
                 step=position.step,
-                generator=_generator_state(start.get("generator"), "epoch_generator"),
-                now=_generator_state(start.get("now"), "generator"),
+                generator=generator_state(start.get("generator"), "epoch_generator"),
+                now=generator_state(start.get("now"), "generator"),
                 loader=start.get("loader"),
             ),
             values.get("loss"),
@@ -264,6 +271,7 @@ class States:
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
             "adds_up": self._holder.progress.adds_up,
+            "gradient_order": self._task.gradient_order,
             "generator": torch.default_generator.get_state(),
             "loss": self.run.loss,
             "more": {name: value.state_dict() for name, value in self.more.items()},
@@ -294,13 +302,13 @@ class States:
 
     def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
         """As ``load``; returns every section that was saved for all, and for this worker."""
-        source = Source.open_folder(Path(folder), self._holder.group())
+        group = self._holder.group()
+        source = Source.open_folder(Path(folder), group)
         with forms_put(self._task, source.values.get("forms", []), self._holder):
-            ownership = self._ownership()
             network = NetworkLoader(self._task, source, self._holder, with_others=True)
             problems = list(network.problems)
             optimizers = optimizer_loaders(
-                self._task, source, ownership, holds="training", problems=problems
+                self._task, source, self._ownership(), holds="training", problems=problems
             )
             for kind, own in (("extra", extra), ("more", self.more)):
                 saved = source.values.get(kind)
@@ -311,6 +319,7 @@ class States:
             source.verify([*self._requests(network, optimizers), *sections])
             values = self._read_sections(source, sections)
             found = _Training.read(values)
+            say_other_order(self._task, values.get("gradient_order", "left"), group.rank)
             self._load_network(network)
             self._load_optimizers(optimizers)
             saved = values.get("extra") or {}
@@ -480,8 +489,8 @@ class _Training:
         loader = values.get("loader") or {}
         start = EpochStart(
             step=position.step,
-            generator=_generator_state(loader.get("epoch_generator"), "epoch_generator"),
-            now=_generator_state(values.get("generator"), "generator"),
+            generator=generator_state(loader.get("epoch_generator"), "epoch_generator"),
+            now=generator_state(values.get("generator"), "generator"),
             loader=loader.get("state"),
         )
         return cls(position, seed, start)
@@ -489,12 +498,3 @@ class _Training:
 
 def _is_deferred(module: Any) -> bool:
     return isinstance(module, torch.nn.Module) and is_deferred(module)
-
-
-def _generator_state(value: Any, name: str) -> torch.Tensor | None:
-    if value is None:
-        return None
-    size = torch.default_generator.get_state().numel()
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.numel() != size:
-        raise CheckpointError(f"the save's {name} is no state of a generator")
-    return value

@@ -17,11 +17,13 @@ import click
 
 from graphsplit.cli.launch.children import StartChild
 from graphsplit.cli.launch.console import Console, Sink
-from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.environment import job_children
+from graphsplit.cli.launch.hosts import HostPart, read_part, shared_variables
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.launch.warm import WarmStart, can_fork, may_fork, start_worker
 from graphsplit.cli.tokens import kept_token
+from graphsplit.launchers.ports import find_free_port
 from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
 
 # What follows the script belongs to the script, options included.
@@ -31,8 +33,7 @@ _OPTIONS = (
         "-n",
         "--num-workers",
         type=click.IntRange(min=1),
-        required=True,
-        help="How many workers to start, beside one scheduler.",
+        help="How many workers the job has, beside one scheduler.",
     ),
     click.option(
         "--port",
@@ -79,6 +80,27 @@ _FRESH = click.option(
     help="Start every process as `python SCRIPT`. By default workers are forked from one "
     "process that has imported torch, unless SCRIPT speaks of environment variables.",
 )
+_HOSTS = (
+    click.option(
+        "--workers",
+        type=click.IntRange(min=1),
+        help="How many of the workers to start here, where other hosts start the others.  "
+        "[default: all]",
+    ),
+    click.option(
+        "--first-rank",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="The rank of the first worker that is started here.",
+    ),
+    click.option(
+        "--scheduler",
+        default="",
+        metavar="HOST:PORT",
+        help="Where the scheduler listens, which the launcher of another host starts.",
+    ),
+)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _SCRIPT = (
     click.argument("script", type=click.Path(path_type=Path)),
@@ -104,6 +126,7 @@ class JobOptions:
         called: The module that each worker runs in place of the script, which is only looked at
             for what it imports; empty if it is the script itself.
         kept: Open files that every worker keeps.
+        part: The processes that are started here; None: all of them.
     """
 
     num_workers: int
@@ -118,11 +141,12 @@ class JobOptions:
     fresh: bool = False
     called: str = ""
     kept: tuple[int, ...] = ()
+    part: HostPart | None = None
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a job; it is called with ``JobOptions``, then with its own."""
-    return _with_options(command, (*_OPTIONS, _RESTARTS, _FRESH, _MODULE, *_SCRIPT))
+    return _with_options(command, (*_OPTIONS, *_HOSTS, _RESTARTS, _FRESH, _MODULE, *_SCRIPT))
 
 
 def single_job_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -140,12 +164,32 @@ def _with_options(
         parts = {name: given.pop(name) for name in names if name in given}
         if not parts.get("as_module"):
             _check_file(parts["script"])
+        parts |= _part_of(parts, given)
         command(JobOptions(**parts), **given)
 
     found: Callable[..., None] = call
     for option in reversed(options):
         found = option(found)
     return found
+
+
+def _part_of(parts: Mapping[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Changes by the options of a job on several hosts, which are taken out of ``given``."""
+    part = read_part(
+        parts["num_workers"],
+        given.pop("workers", None),
+        given.pop("first_rank", 0),
+        given.pop("scheduler", ""),
+    )
+    changed = {"num_workers": part.num_workers, "part": part}
+    if part.scheduler is None:
+        return changed
+    if parts.get("restarts"):
+        raise click.BadParameter(
+            "only the launcher that starts the scheduler knows what was lost",
+            param_hint="--restarts",
+        )
+    return {**changed, "host": part.scheduler[0], "port": part.scheduler[1]}
 
 
 def _check_file(script: Path) -> None:
@@ -199,12 +243,16 @@ def supervise_job(
                 f"({error})",
                 param_hint="--host",
             ) from error
+    part = options.part or HostPart(options.num_workers, range(options.num_workers))
+    own_address = shared_variables(part, environ, options.host, port, options.certificates)
     specs = job_children(
-        environ,
+        {**environ, **own_address},
         num_workers=options.num_workers,
         host=options.host,
         port=port,
         certificates=options.certificates,
+        ranks=part.ranks,
+        has_scheduler=part.scheduler is None,
     )
     specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
     restarts = _restarts(options.restarts, environ)
@@ -214,8 +262,9 @@ def supervise_job(
         kept_token(specs[0].variables, options.host, port),
         _starting(options, console, interrupts) as start,
     ):
-        workers = "1 worker" if options.num_workers == 1 else f"{options.num_workers} workers"
-        console.say(f"graphsplit: starting {workers}")
+        count = len(part.ranks)
+        of_all = "" if part.is_whole else f" of {part.num_workers}, the first is {part.ranks[0]}"
+        console.say(f"graphsplit: starting {count} worker{'s' * (count > 1)}{of_all}")
         return supervise(
             specs,
             script_command(options),

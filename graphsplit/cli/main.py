@@ -1,40 +1,28 @@
-"""The command ``graphsplit``. It starts fast: nothing here imports torch."""
+"""The command ``graphsplit``: Ctrl-C is understood before the rest is imported."""
 
 from __future__ import annotations
 
 import os
-
-import click
-
-from graphsplit.cli.certs import certs
-from graphsplit.cli.check import check
-from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, job_options, run_job
-from graphsplit.cli.status import status
-from graphsplit.cli.trace import trace
+import signal
+from types import FrameType
+from typing import NoReturn
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="graphsplit")
-def main() -> None:
-    """Run one PyTorch model, cut into a program per worker, as if in one process."""
+def main(prog_name: str | None = None) -> None:
+    """Run the command line of this process.
 
-
-main.add_command(certs)
-main.add_command(check)
-main.add_command(status)
-main.add_command(trace)
-
-
-@main.command(context_settings=SCRIPT_SETTINGS)
-@job_options
-@click.pass_context
-def run(context: click.Context, options: JobOptions) -> None:
-    """Start a scheduler and N workers of SCRIPT on this machine.
-
-    Every output line is prefixed by its process. Ctrl-C ends all. When a process fails, the
-    others get 5 seconds to name the cause, then they are ended; the exit status is that of the
-    first failure (128+N for signal N).
-
-    Example: graphsplit run -n 5 train.py --epochs 3
+    Args:
+        prog_name: What usage texts call the command; None: as it was started.
     """
-    context.exit(run_job(options, os.environ))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from graphsplit.cli.commands import main as command  # takes a few tenths of a second
+
+    command(prog_name=prog_name)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    """End without a traceback, as long as nothing is started that would have to be ended."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.write(2, b"graphsplit: interrupted by SIGINT; exit status 130\n")
+    raise SystemExit(130)

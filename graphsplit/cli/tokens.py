@@ -2,7 +2,7 @@
 
 A file of this user's own, in a folder of this user's own, which goes when the job does. The
 launcher holds a lock on it: what a killed launcher left is nobody's token, though another job has
-its port.
+its port, and the next launcher or ``graphsplit status`` takes it away.
 """
 
 from __future__ import annotations
@@ -11,39 +11,17 @@ import contextlib
 import fcntl
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from graphsplit.errors import ConfigurationError
-from graphsplit.security.private_files import read_private_file
+from graphsplit.security.private_files import is_private, own_folder, read_private_file
 
 _TRIES = 100
 
 
-def _folder() -> Path:
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
-    return base / f"graphsplit-{os.getuid()}"
-
-
-def _is_private(folder: Path) -> bool:
-    """Whether a folder is this user's, and nobody else can look into it.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
-    found = folder.lstat()
-    return (
-        stat.S_ISDIR(found.st_mode)
-        and found.st_uid == os.getuid()
-        and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    )
-
-
 def _path(host: str, port: int) -> Path:
-    return _folder() / f"{re.sub(r'[^A-Za-z0-9.]', '_', host)}_{port}.token"
+    return own_folder() / f"{re.sub(r'[^A-Za-z0-9.]', '_', host)}_{port}.token"
 
 
 @contextlib.contextmanager
@@ -80,12 +58,16 @@ def _write(path: Path, token: str) -> int | None:
 
 def _try_to_write(path: Path, token: str) -> int | None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    if not _is_private(path.parent):
+    if not is_private(path.parent):
         return None
-    path.unlink(missing_ok=True)  # of a launcher that was killed
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    _clean(path.parent)
+    path.unlink(missing_ok=True)  # another job's, which had this port before
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
+        # Who cleans up may have seen it before it was locked: then it is gone, and written again.
+        if not os.path.samestat(os.fstat(number), path.lstat()):
+            raise FileNotFoundError(path)
         os.write(number, token.encode())
     except BaseException:
         os.close(number)
@@ -101,6 +83,15 @@ def _take_away(path: Path, number: int) -> None:
     os.close(number)
     with contextlib.suppress(OSError):  # tokens of other jobs may be in it
         path.parent.rmdir()
+
+
+def _clean(folder: Path) -> None:
+    """Take away the tokens that killed launchers left in a folder of this user's own."""
+    for path in folder.glob("*.token"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
+            if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+                path.unlink()
 
 
 def _is_held(path: Path) -> bool:
@@ -121,7 +112,10 @@ def find_token(host: str, port: int) -> str:
     """The token of a job that this user's launcher runs at this address; empty if there is none."""
     path = _path(host, port)
     try:
-        if not _is_private(path.parent) or not _is_held(path):
+        if not is_private(path.parent):
+            return ""
+        _clean(path.parent)
+        if not _is_held(path):
             return ""
         return read_private_file("GS_JOB_TOKEN_FILE", str(path)).decode("ascii", errors="replace")
     except (ConfigurationError, OSError):
@@ -132,8 +126,11 @@ def local_jobs() -> list[tuple[str, int]]:
     """Host and port of the schedulers of this user's jobs on this machine."""
     found = []
     with contextlib.suppress(OSError):
-        folder = _folder()
-        for path in sorted(folder.glob("*.token")) if _is_private(folder) else ():
+        folder = own_folder()
+        if not is_private(folder):
+            return []
+        _clean(folder)
+        for path in sorted(folder.glob("*.token")):
             host, _, port = path.stem.rpartition("_")
             if port.isdecimal() and _is_held(path):
                 found.append((host, int(port)))

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from graphsplit.distribute.asking import numbers_behind, telling
 from graphsplit.distribute.calls import Call, steps_behind
+from graphsplit.distribute.forms import Following, casting_dtype
 from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
@@ -136,6 +138,11 @@ class _Wanted:
         return self.loop.job.script.collective(ModelCall("backward", self._run, (finish,)))
 
     def _run(self, finish: Callable[[dict[int, torch.Tensor], Any], Any]) -> Any:
+        if casting_dtype() is not None:
+            raise ConfigurationError(
+                "backward under torch.autocast would cast some of its operations\n"
+                "  Fix: call it after the block, which is for network and loss alone."
+            )
         loop, steps = self.loop, self._steps()
         calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
         _refuse_spent(calls)
@@ -151,6 +158,8 @@ class _Wanted:
         with (
             loop.job.reporting(),
             loop.adding_up(totals),
+            telling(loop, numbers_behind(self.outputs)),
+            Following(),
         ):
             held = [output.held for output in self.outputs]
             if self.inputs is None:
@@ -284,6 +293,12 @@ def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> N
             uses[id(tensor)] += 1
             if uses[id(tensor)] < 2:
                 continue
+            if call.network.is_casting:
+                raise ConfigurationError(
+                    f"{placed.graph.nodes[position].target} is used by several calls under one "
+                    f"backward(), with torch.autocast around them, which may cast it once for all\n"
+                    f"  Fix: use torch.autocast inside forward, or call backward for each call."
+                )
             if position in unordered:
                 raise ConfigurationError(
                     f"{placed.graph.nodes[position].target} is used several times in one "

@@ -19,13 +19,18 @@ from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.planning.planner import ReadyPlan
 from graphsplit.planning.task import named_state
 from graphsplit.runtime.step_state import StepState
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pop_mode
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.outputs import unflatten_outputs
 
 
 class NetworkCalls(ClusterEngine):
     """Runs the calls of one network; every method is called by all workers in the same order."""
+
+    @property
+    def is_casting(self) -> bool:
+        """Whether calls run under autocast."""
+        return self._task.autocast is not None
 
     def forward(self, arguments: Arguments) -> Call:
         """Run forward; with gradients, where the script records them."""
@@ -54,7 +59,8 @@ class NetworkCalls(ClusterEngine):
     def backward(self, call: Call, given: Mapping[int, torch.Tensor]) -> None:
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given
-        with self._job.reporting(), DisableTorchFunctionSubclass():
+        modes = pop_mode()  # what follows the script's operations
+        with self._job.reporting(), DisableTorchFunctionSubclass(), modes:
             call.plan.runner.run_backward(call.state)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
+from itertools import chain
 
 import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
-from graphsplit.optimizers.ownership import Residence
+from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 META = torch.device("meta")
-_loops: WeakKeyDictionary[Job, Loop] = WeakKeyDictionary()
+_LOOP = "_graphsplit_own_loop"  # attribute of a job
 
 _OUTSIDE = (
     "backward came to a distributed network from an ordinary tensor, into which a value that lives "
@@ -36,18 +36,26 @@ class Loop:
         num_changes: Grows whenever values were written to by more than operations of the script, as
             gradients are by a backward; on all workers alike.
         residences: Where the tensors of each distributed network live, under a name of its own.
+        singles: Those of one element that live here, under the same name.
+        num_settled: Grows whenever a network's tensors are known to live somewhere.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.num_changes = 0
         self.residences: dict[str, Residence] = {}
+        self.singles: dict[str, list[torch.Tensor]] = {}
+        self.num_settled = 0
         self._totals: dict[int, torch.Tensor] | None = None
 
     @staticmethod
     def of(job: Job) -> Loop:
         """The one of a job."""
-        return _loops.setdefault(job, Loop(job))
+        found: Loop | None = getattr(job, _LOOP, None)
+        if found is None:
+            found = Loop(job)
+            setattr(job, _LOOP, found)
+        return found
 
     @contextmanager
     def adding_up(self, totals: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -73,6 +81,24 @@ class Loop:
             raise ConfigurationError(_OUTSIDE)
         return self._totals
 
+    def is_own_memory(self, number: torch.Tensor) -> bool:
+        """Whether no parameter or buffer is in the memory of a tensor of one element."""
+        start, is_whole = number.data_ptr(), number.untyped_storage().nbytes() == number.nbytes
+        singles = chain.from_iterable(self.singles.values())
+        return is_whole and all(single.data_ptr() != start for single in singles)
+
+    def settle(self, name: str, residence: Residence) -> None:
+        """Take note of where the tensors of a network live, under a name of its own."""
+        with DisableTorchFunctionSubclass():
+            tensors = [t for t in residence.unique() if t.numel() == 1 and not is_elsewhere(t)]
+        self.residences[name], self.singles[name] = residence, tensors
+        self.num_settled += 1
+
+    def forget(self, name: str) -> None:
+        """A network is gone."""
+        self.residences.pop(name, None)
+        self.singles.pop(name, None)
+
     @property
     def rank(self) -> int:
         """This worker."""
@@ -90,7 +116,7 @@ class Loop:
             if self.rank == source:
                 self.group.send(tensor.detach(), to=self.group.others(source))
                 return tensor.detach()
-            return _laid_out(self.group.receive_tensor(meta, source=source), meta)
+            return laid_out(self.group.receive_tensor(meta, source=source), meta)
 
     def move(self, tensor: torch.Tensor, source: int, destination: int) -> torch.Tensor:
         """Move a value from one worker to another one; all others get its shape alone."""
@@ -99,7 +125,7 @@ class Loop:
             if self.rank == source:
                 self.group.send(tensor.detach(), to=(destination,))
             elif self.rank == destination:
-                return _laid_out(self.group.receive_tensor(meta, source=source), meta)
+                return laid_out(self.group.receive_tensor(meta, source=source), meta)
             return shape_of(tensor)
 
 
@@ -113,7 +139,8 @@ def shape_of(tensor: torch.Tensor) -> torch.Tensor:
     return empty_as(tensor, tensor.stride())
 
 
-def _laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+def laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A value that came from another worker, in the layout that it has there."""
     for dim, stride in enumerate(meta.strides):
         if stride == 0 and meta.shape[dim] > 1:  # an expanded tensor, as backward of a sum gives
             received = received.narrow(dim, 0, 1)

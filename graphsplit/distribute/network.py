@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from graphsplit.batches.batch import Arguments
 from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
 from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.distribute.forms import casting_dtype
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.loop import Loop
-from graphsplit.distribute.steps import install, settle
-from graphsplit.distribute.values import LoopValue, as_value
+from graphsplit.distribute.steps import install
+from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.job.job import Job
@@ -31,11 +34,10 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, are_transforms_active
 from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
-_behind: weakref.WeakKeyDictionary[nn.Module, Distributed] = weakref.WeakKeyDictionary()
 
 
 def distribute(
@@ -86,9 +88,7 @@ def distribute(
             f"  Fix: train with Model.train, or leave GS_RECOVERY out."
         )
     task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
-    _behind[net] = Distributed(task, job)
-    own: Any = _class_of(type(net))
-    net.__class__ = own
+    _give_class(net, Distributed(task, job))
     install()
     return net
 
@@ -99,7 +99,7 @@ def _check(net: Any) -> None:
             f"distribute was given a {type(net).__name__}; expected a torch.nn.Module\n"
             f"  Fix: pass the network itself, not what torch.compile made of it."
         )
-    if net in _behind:
+    if behind(net) is not None:
         raise ConfigurationError(
             f"distribute was given a {type(net).__name__} that is distributed already\n"
             f"  Fix: call it once, and use what it returned."
@@ -108,7 +108,8 @@ def _check(net: Any) -> None:
 
 def behind(net: nn.Module) -> Distributed | None:
     """The machinery behind a network; None where it is not distributed."""
-    return _behind.get(net)
+    found: Distributed | None = getattr(type(net), _BEHIND, None)
+    return found
 
 
 class Distributed:
@@ -125,10 +126,13 @@ class Distributed:
     def __init__(self, task: Task, job: Job) -> None:
         self._task, self._job = task, job
         self.calls = NetworkCalls(task, job)
+        self._casting: dict[torch.dtype | None, NetworkCalls] = {None: self.calls}
         self.kept: dict[str, Any] | None = None
         self._loop = Loop.of(job)
         self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
+        forget = weakref.finalize(task.network, self._loop.forget, str(id(self)))
+        forget.atexit = False
 
     @contextmanager
     def _as_itself(self) -> Iterator[None]:
@@ -137,7 +141,7 @@ class Distributed:
         kind = type(network)
         network.__class__ = kind.__mro__[2]
         try:
-            with self.calls.guard():
+            with self.calls.guard(), torch.autocast("cpu", enabled=False):
                 yield
         finally:
             network.__class__ = kind
@@ -153,11 +157,19 @@ class Distributed:
         return self._job.script.collective(ModelCall(name, self._call, (arguments,)))
 
     def _call(self, arguments: Arguments) -> Any:
-        given = pytree.tree_map(_plain, arguments)
+        dtype = casting_dtype()
+        originals, together = taken_apart(*arguments)
+        plain = [_plain(one) for one in originals]
+        given = together(plain)
         with self._as_itself():
+            if dtype not in self._casting:
+                task = dataclasses.replace(self._task, autocast=dtype)
+                self._casting[dtype] = NetworkCalls(task, self._job)
+            self.calls = self._casting[dtype]
             call = self.calls.forward(given)
             self._settle(call.plan.runner)
-            return call.outputs(pytree.tree_map(_original, arguments, given), self._loop)
+            inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
+            return call.outputs(together(inputs), self._loop)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, on every worker."""
@@ -189,7 +201,7 @@ class Distributed:
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         job, network = self._job, self._task.network
         residence = Residence(tensors, owners, job.rank, job.num_workers)
-        settle(self._loop, str(id(self)), residence)
+        self._loop.settle(str(id(self)), residence)
         by_id = residence.owner_by_id()
         buffers = [buffer for buffer in network.buffers() if id(buffer) in by_id]
         self._gradients = Gradients(list(network.parameters()), buffers, by_id, self._loop)
@@ -206,9 +218,8 @@ class Distributed:
             made: Any = network.__new__(type(network))
             memo[id(network)] = made
             made.__dict__.update(copy.deepcopy(network.__dict__, memo))
-        made.__class__ = type(network)
-        task = dataclasses.replace(self._task, network=made)
-        behind = _behind[made] = Distributed(task, self._job)
+        behind = Distributed(dataclasses.replace(self._task, network=made), self._job)
+        _give_class(made, behind)
         if owners:
             copies = named_state(made, None)
             self._job.owners.fix(copies, owners)
@@ -244,31 +255,35 @@ def _original(argument: Any, given: Any) -> Any:
     return as_value(argument) if asks else given
 
 
-_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_BEHIND = "_graphsplit_behind"
 
 
-def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
-    if kind not in _classes:
-        space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        space["__doc__"] = kind.__doc__ or ""
-        _classes[kind] = type(kind.__name__, (_Calls, kind), space)
-    return _classes[kind]
+def _give_class(network: Any, behind: Distributed) -> None:
+    """Make a network one of a class of its own, which has the machinery: both live as long."""
+    kind = type(network)
+    space = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, _BEHIND: behind}
+    network.__class__ = type(kind.__name__, (_Calls, kind), {**space, "__doc__": kind.__doc__})
 
 
 class _Calls(nn.Module):
     """Methods of a distributed network that differ from those before."""
 
+    _graphsplit_behind: ClassVar[Distributed]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise ConfigurationError(_COMPILED)
-        return _behind[self].call((args, kwargs))
+        is_functional = sys._getframe(1).f_code.co_filename == stateless.__file__
+        if is_functional or are_transforms_active():
+            raise ConfigurationError(_TRANSFORMED)
+        return self._graphsplit_behind.call((args, kwargs))
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         if keep_vars:  # these are the parameters, of which each worker has its own
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=True)
-        found = _behind[self].state_dict()
+        found = self._graphsplit_behind.state_dict()
         if destination is None and not prefix:
             return found
         return _under(prefix, found, {} if destination is None else destination)
@@ -277,13 +292,13 @@ class _Calls(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         options = {"strict": strict, **({"assign": True} if assign else {})}
-        return _behind[self].load_state_dict(state_dict, options)
+        return self._graphsplit_behind.load_state_dict(state_dict, options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigurationError(_COMPILED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _behind[self].copy(memo)
+        return self._graphsplit_behind.copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise OwnershipError(
@@ -303,6 +318,12 @@ def _under(prefix: str, state: Mapping[str, Any], destination: Any) -> Any:
     return destination
 
 
+_TRANSFORMED = (
+    "torch.func (functional_call, grad, vmap) around a call of a distributed network: each worker "
+    "has other parameters\n"
+    "  Fix: use torch.autograd.grad for gradients, change parameters under torch.no_grad(), "
+    "or use torch.func inside the network's forward."
+)
 _COMPILED = (
     "torch.compile around a distributed network would compile on each worker another part\n"
     "  Fix: leave torch.compile out, or use gs.Model(..., compile=True)."

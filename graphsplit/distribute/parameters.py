@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
+from graphsplit.distribute.forms import refuse_cached_cast
 from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
@@ -102,6 +103,7 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
     assert known is not None
     with DisableTorchFunctionSubclass():
         if torch.is_grad_enabled() and parameter.requires_grad:
+            refuse_cached_cast("a parameter of a distributed network")
             inner = _read([parameter, known], torch.zeros((), requires_grad=True))
         else:
             inner = _inside(parameter, known)

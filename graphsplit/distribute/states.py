@@ -16,7 +16,8 @@ from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 Owners = Callable[[], Mapping[int, int]]
-_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerState]
+# Kept alive by the hooks of the optimizer, which they know.
+_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[OptimizerState]]
 _states = weakref.WeakKeyDictionary()
 
 
@@ -30,12 +31,16 @@ class OptimizerState:
 
     Attributes:
         kept: All entries, while ``state_dict`` answers on each worker by itself.
+        owned: Steps what lives here.
+        settled_at: How often networks had settled when ``owned`` was made.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> None:
         self._owners, self._job = owners, job
         self._own: Any = None
         self.kept: Any = None
+        self.owned: Any = None
+        self.settled_at = -1
         optimizer.register_state_dict_pre_hook(self._put_whole)
         optimizer.register_state_dict_post_hook(self._put_back)
         optimizer.register_load_state_dict_post_hook(drop_others)
@@ -57,15 +62,17 @@ class OptimizerState:
         optimizer.state = self._own
 
 
-def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> None:
+def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> OptimizerState:
     """Let ``optimizer.state_dict()`` give all entries from now on, on every worker."""
-    if optimizer not in _states:
-        _states[optimizer] = OptimizerState(optimizer, owners, job)
+    state = OptimizerState(optimizer, owners, job)
+    _states[optimizer] = weakref.ref(state)
+    return state
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState | None:
     """The state of an optimizer over all workers; None where it has stepped no network."""
-    return _states.get(optimizer)
+    known = _states.get(optimizer)
+    return None if known is None else known()
 
 
 def drop_others(optimizer: torch.optim.Optimizer) -> None:

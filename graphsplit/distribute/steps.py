@@ -6,7 +6,6 @@ steps of all optimizers narrow those that have parameters of a distributed netwo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -28,8 +27,6 @@ from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
-_owned: weakref.WeakKeyDictionary[torch.optim.Optimizer, OwnedOptimizer]
-_owned = weakref.WeakKeyDictionary()
 _under_way: list[tuple[torch.optim.Optimizer, Loop, AbstractContextManager[Any]]] = []
 
 
@@ -39,12 +36,6 @@ def install() -> None:
         OWN_HOOKS.extend((before_step, after_step))
         register_optimizer_step_pre_hook(before_step)
         register_optimizer_step_post_hook(after_step)
-
-
-def settle(loop: Loop, name: str, residence: Residence) -> None:
-    """Take note of where the tensors of a network live, under a name of its own."""
-    loop.residences[name] = residence
-    _owned.clear()
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -70,15 +61,17 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             + "\n  ".join(problems)
             + "\n  Fix: use an optimizer that steps each parameter by itself, without a closure."
         )
-    if optimizer not in _owned:
-        owned = _owned[optimizer] = OwnedOptimizer(optimizer)
+    state = state_of(optimizer)
+    if state is None or state.settled_at != loop.num_settled:
+        owned = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
         # Later on all have their own entries: nothing was loaded where there are no others.
-        if state_of(optimizer) is None or any(map(is_elsewhere, optimizer.state)):
+        if state is None or any(map(is_elsewhere, optimizer.state)):
             drop_others(optimizer)
-        give_whole_state(optimizer, partial(_owners, loop), loop.job)
+        state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
+        state.owned, state.settled_at = owned, loop.num_settled
     stack = ExitStack()
-    stack.enter_context(_owned[optimizer].stepping())
+    stack.enter_context(state.owned.stepping())
     stack.enter_context(DisableTorchFunctionSubclass())
     _under_way.append((optimizer, loop, stack))
 

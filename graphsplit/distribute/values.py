@@ -7,19 +7,20 @@ it; the others run it on shapes, with the same autograd graph. Who asks for numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
+from graphsplit.distribute.asking import ask, follow
+from graphsplit.distribute.forms import Following, casting_dtype, follow_casts, refuse_cached_cast
 from graphsplit.distribute.links import enter, move, share
 from graphsplit.distribute.loop import META, Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
     DisableTorchFunctionSubclass,
-    TorchDispatchMode,
     make_wrapper,
     pytree,
 )
@@ -75,20 +76,6 @@ _OPERATORS = (
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 
 
-class _Draws(TorchDispatchMode):
-    """Notes whether an operation may draw from the generator."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
 class LoopValue(torch.Tensor):
     """A value of the script that lives on one worker.
 
@@ -97,6 +84,7 @@ class LoopValue(torch.Tensor):
             the script's autograd graph.
         home: The worker that has it.
         loop: The workers.
+        parts: Of a single number with a history, the single numbers that it was made of.
     """
 
     graphsplit_is_global: ClassVar[bool] = True
@@ -104,6 +92,7 @@ class LoopValue(torch.Tensor):
     held: torch.Tensor
     home: int
     loop: Loop
+    parts: Sequence[LoopValue]
 
     @staticmethod
     def of(inner: torch.Tensor, home: int, loop: Loop) -> LoopValue:
@@ -115,25 +104,51 @@ class LoopValue(torch.Tensor):
             )
         made: LoopValue = make_wrapper(LoopValue, inner)
         made.held, made.home, made.loop = inner, home, loop
-        made._known, made._copies = None, {}
+        made._known, made._copies, made._is_fixed, made.parts = None, {}, False, ()
         return made
 
     def _state(self) -> Any:
         """A mark that changes whenever the value may have been written to, on all workers alike."""
         if self.held.is_inference():  # its writes are not counted
             return object()
-        return writes_of(self.held), self.loop.num_changes
+        return writes_of(self.held), self._is_fixed or self.loop.num_changes
 
+    _is_fixed: bool
     _known: tuple[Any, torch.Tensor] | None
     _copies: dict[int, tuple[Any, torch.Tensor]]
 
-    def everywhere(self) -> torch.Tensor:
-        """The value as an ordinary tensor, on all workers, without history; told once."""
+    def everywhere(self, what: str = "copy") -> torch.Tensor:
+        """The value as an ordinary tensor, on all workers, without history; told once.
+
+        Args:
+            what: The function of the script that asks.
+        """
         version = self._state()
         if self._known is None or self._known[0] != version:
-            value = self.loop.share(self.held, self.home)
-            self._known = version, value.clone() if self.loop.rank == self.home else value
+            self._known = version, ask(self.loop, self.held, self.home, what)
         return self._known[1]
+
+    @property
+    def known_number(self) -> torch.Tensor | None:
+        """The value where it is one number that all workers know, whatever they do next."""
+        if not self._is_fixed or self._known is None or self._known[0] != self._state():
+            return None
+        return self._known[1]
+
+    @property
+    def is_untold_number(self) -> bool:
+        """Whether it is one number that not all workers know."""
+        return not self.held.dim() and self.known_number is None
+
+    def learn(self, number: torch.Tensor, *, is_fixed: bool) -> None:
+        """Take note of the value, on all workers alike.
+
+        Args:
+            number: The value.
+            is_fixed: Whether only operations of the script write to its memory.
+        """
+        self._is_fixed = is_fixed
+        self._known = self._state(), number
 
     def shared(self) -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, with its history."""
@@ -217,7 +232,7 @@ def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     def plain(value: Any) -> Any:
         if not isinstance(value, LoopValue):
             return value
-        found = value.everywhere().detach()
+        found = value.everywhere(getattr(func, "__name__", "value")).detach()
         return found.requires_grad_() if value.held.requires_grad else found
 
     args, kwargs = pytree.tree_map(plain, pytree.tree_map(as_value, (args, kwargs)))
@@ -231,27 +246,28 @@ def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_written_leaf(name, args, kwargs)
-    given, spec = pytree.tree_flatten((args, kwargs))
+    given, together = taken_apart(args, kwargs)
     found = _from_last(as_value, given)
-    args, kwargs = pytree.tree_unflatten(found, spec)
+    args, kwargs = together(found)
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
     if _needs_values(name, args, kwargs, values):
         shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
-        args, kwargs = pytree.tree_unflatten(shared, spec)
+        args, kwargs = together(shared)
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
-    if torch.is_autocast_enabled("cpu"):
-        raise ConfigurationError(
-            f"torch.autocast is on around {name}, whose operands live on one worker: shapes on the "
-            f"others would not be cast\n  Fix: use torch.autocast inside the network's forward."
-        )
     loop, home = values[0].loop, _home(name, args, kwargs, values)
     is_here = loop.rank == home
     inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
-    its_args, its_kwargs = pytree.tree_unflatten(inside, spec)
-    draws = _Draws()
+    its_args, its_kwargs = together(inside)
+    find = None if kwargs else follow(func, name, args)
+    following = Following()
     try:
-        with DisableTorchFunctionSubclass(), draws:
-            result = func(*its_args, **its_kwargs)
+        with DisableTorchFunctionSubclass(), following:
+            result = None
+            casts = casting_dtype() is not None and _written(name, args, kwargs) == [None]
+            if casts and not is_here:
+                result = follow_casts(func, inside, together)
+            if result is None:
+                result = func(*its_args, **its_kwargs)
     except NotImplementedError as error:
         if is_here:
             raise
@@ -259,7 +275,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
             f"{name} cannot be followed on workers that do not have its operands: {error}\n"
             f"  Fix: do it inside the network's forward, or ask for the value first."
         ) from error
-    if draws.found:
+    if following.draws:
         _take_generator(loop, home)
     known = {
         id(value.held): leaf
@@ -271,9 +287,33 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         if not isinstance(leaf, torch.Tensor):
             return leaf
         value = known.get(id(leaf))
-        return LoopValue.of(leaf, home, loop) if value is None else value
+        if value is None:
+            value = LoopValue.of(leaf, home, loop)
+            if leaf.requires_grad and not leaf.dim():
+                value.parts = [one for one in values if not one.held.dim()]
+        return value
 
-    return pytree.tree_map(wrap, result)
+    if find is not None:
+        made: LoopValue = wrap(result)
+        made.learn(find(), is_fixed=True)
+        return made
+    return wrap(result) if isinstance(result, torch.Tensor) else pytree.tree_map(wrap, result)
+
+
+def taken_apart(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves of a call's arguments, and what puts arguments together from others."""
+    flat = [*args, *kwargs.values()]
+    if any(isinstance(a, tuple) or type(a) in pytree.SUPPORTED_NODES for a in flat):
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return leaves, partial(pytree.tree_unflatten, treespec=spec)
+
+    def together(found: Sequence[Any]) -> Any:
+        size = len(args)
+        return tuple(found[:size]), dict(zip(kwargs, found[size:], strict=True))
+
+    return flat, together
 
 
 def _from_last(convert: Callable[[Any], Any], operands: Sequence[Any]) -> list[Any]:
@@ -355,6 +395,8 @@ def _operand(leaf: Any, home: int, loop: Loop, name: str) -> Any:
     is_here = loop.rank == home
     if isinstance(leaf, torch.Tensor):
         if torch.is_grad_enabled() and leaf.requires_grad:
+            if leaf.is_leaf:
+                refuse_cached_cast("a tensor with a gradient")
             return enter(loop, home, leaf)
         return leaf if is_here else leaf.to(META)
     if is_here:

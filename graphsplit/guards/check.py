@@ -11,7 +11,7 @@ import decimal
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, count
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -80,6 +80,11 @@ class Failure:
         return f"{self.place.label} was {shown(self.old)}, is {shown(self.new)}"
 
 
+def named_failure(label: str, old: Any, new: Any) -> Failure:
+    """A change of something that nothing writes by its place."""
+    return Failure(Place(PlaceKind.FIELD, None, label, label), old, new)
+
+
 class Guards:
     """All that a captured graph depends on, but for its inputs.
 
@@ -140,7 +145,15 @@ class Guards:
             if type(place.read()) is not kind:
                 found.append(Failure(place, kind, place.read()))
         found += self._changed_objects()
+        found += self._changed_switches()
         return found
+
+    def value_at(self, label: str) -> Any:
+        """The value that was at a place with a name; ``MISSING`` if none has it."""
+        named = chain.from_iterable(_named_values(w.place, w.value) for w in self.watched)
+        if self._switches is not None and label in _SWITCHES:
+            return self._switches[_SWITCHES.index(label)]
+        return next((value for name, value in named if name == label), MISSING)
 
     def moved(self, move: Callable[[Place], Place]) -> Guards:
         """The same guards for other places, whose modules are copies of the ones here."""
@@ -186,8 +199,6 @@ class Guards:
     def _hold_by_value(self) -> bool:
         if self.failures():
             return False
-        if self._switches is not None and self._switches != _switches():
-            return False
         self.watched = tuple(replace(w, value=freeze(w.place.read())) for w in self.watched)
         self._compile()
         return True
@@ -205,6 +216,12 @@ class Guards:
             if writes_of(tensor) != version:
                 place = Place(PlaceKind.FIELD, tensor, WRITES, label)
                 yield Failure(place, f"version {version}", f"version {writes_of(tensor)}")
+
+    def _changed_switches(self) -> Iterator[Failure]:
+        if self._switches is not None:
+            for label, old, new in zip(_SWITCHES, self._switches, _switches(), strict=True):
+                if old != new:
+                    yield named_failure(label, old, new)
 
     # Making the flat lists that are compared.
 
@@ -289,6 +306,15 @@ class Guards:
             self._items += frozen.keys
 
 
+_SWITCHES = (
+    "torch.get_default_dtype()",
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.is_autocast_cache_enabled()",
+    *(f"decimal.getcontext().{name}" for name in ("prec", "rounding", "Emin", "Emax", "clamp")),
+    "the hooks on all modules",
+)
+
+
 def _switches() -> tuple[Any, ...]:
     """State that PyTorch and ``decimal`` keep for all code, and a graph depends on."""
     decimals = decimal.getcontext()  # of this thread
@@ -327,6 +353,16 @@ def _entries(frozen: Frozen) -> Iterator[tuple[Any, Any, Any]]:
     elif isinstance(frozen.container, list):
         for index, item in enumerate(frozen.items):
             yield frozen.container, index, item
+
+
+def _named_values(place: Place, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values that were at a place and in it, under the names that ``_place_of`` gives."""
+    yield place.label, value
+    if isinstance(value, Frozen):
+        for key, item in zip(value.keys or count(), value.items, strict=False):
+            if not isinstance(value.container, tuple):
+                yield inside(value.container, key, place).label, item
+            yield from _named_values(place, item)
 
 
 def _place_of(place: Place, difference: ValueDifference) -> Place:

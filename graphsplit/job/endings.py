@@ -19,7 +19,7 @@ from types import TracebackType
 from graphsplit import logs
 from graphsplit.cluster.member.identity import bounded, failure_of
 from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
-from graphsplit.errors import JobFailedError
+from graphsplit.errors import JobFailedError, PlanMismatchError
 from graphsplit.frames import line_of, users_traceback, without_own_frames
 from graphsplit.job.interrupts import install_interrupts
 from graphsplit.job.job import WAKE_SIGNAL, Job
@@ -66,7 +66,7 @@ class LastWords:
             # Several may find out the same at once; only the scheduler knows who was first.
             job.member.report_failure(cause)
             job.member.await_verdict(_VERDICT_S)
-        first = self._told_elsewhere(cause)
+        first = self._told_elsewhere(error, cause)
         if first is not None:
             tell_echo(job, first)
         elif self._previous is not sys.__excepthook__ and not isinstance(error, JobFailedError):
@@ -86,14 +86,19 @@ class LastWords:
             return self.job.member.failure_of(error)
         return failure_of(error, rank=-1, host="", pid=0, position="")
 
-    def _told_elsewhere(self, cause: FailureCause | None) -> FailureCause | None:
+    def _told_elsewhere(
+        self, error: BaseException, cause: FailureCause | None
+    ) -> FailureCause | None:
         """The root cause, if it is the very same error of another worker, which was first.
 
-        What is wrong with a script is wrong on every worker, and several may find it at once.
+        What is wrong with a script is wrong on every worker, and several may find it at once. That
+        they disagree is found by the scheduler, which tells it; worker 0 shows its line besides.
         """
         first = self.job.abort.cause if self.job is not None else None
         if cause is None or first is None or self.job is None or first.rank == self.job.rank:
             return None
+        if isinstance(error, PlanMismatchError) and first.kind == "disagreement":
+            return first if self.job.rank != 0 else None
         mine = bounded(cause)
         return first if (first.kind, first.message) == (mine.kind, mine.message) else None
 

@@ -24,7 +24,7 @@ from graphsplit.job.data_plane import DataPlane
 from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
-from graphsplit.job.stream import SENT
+from graphsplit.job.stream import ASKED, SENT
 from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.settings import FAIL_FAST
 from graphsplit.transport.base import Transport
@@ -58,7 +58,7 @@ class Job:
         depth: How many calls of a Model are under way, one inside the other.
         has_stepped: Whether a Model has begun a step.
         is_stopping: The step under way is the last one: the job was asked to end.
-        at_close: Called when this worker leaves, however the job has ended.
+        at_close: Called when this worker has left, however the job has ended.
         meter: Counts steps and traffic; None where no metrics are served.
         recapture_every: After how many steps graphs are captured again and compared; 0 for never.
     """
@@ -110,6 +110,11 @@ class Job:
     def sent(self) -> ControlChannels:
         """The channels of ``gs.send``, whose values are taken at any later time."""
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=SENT)
+
+    @cached_property
+    def asked(self) -> ControlChannels:
+        """The channels for values of an own loop, for which some workers alone may ask."""
+        return ControlChannels(self.transport, self.rank, self.num_workers, self._tick, use=ASKED)
 
     def _channels(self) -> ControlChannels:
         return ControlChannels(self.transport, self.rank, self.num_workers, self._tick)
@@ -261,8 +266,8 @@ class Job:
         """Leave without waiting for anybody."""
         if not self._closed:
             self._closed = self.is_ending = True
-            for action in self.at_close:
-                action()
             self.script.close()
             self.transport.close()
             self.member.close()
+            for action in self.at_close:
+                action()

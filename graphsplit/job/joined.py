@@ -23,12 +23,13 @@ from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
 from graphsplit.job.script import ModelCall
 from graphsplit.job.when_joined import on_joined
+from graphsplit.launchers.join import Joined, join_launcher
 from graphsplit.marks.annotations import WORKER_ROLE, never_used
 from graphsplit.metrics_port import serve_metrics
 from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
-from graphsplit.settings import ClusterSettings
+from graphsplit.settings import WAIT_REJOIN, ClusterSettings
 from graphsplit.transport.wait import FINISHED
 from graphsplit.version import __version__
 
@@ -39,9 +40,10 @@ _MOST_NAMED = 5
 
 
 def init() -> None:
-    """Join the cluster that the ``MS_*`` variables describe.
+    """Join the cluster that the ``MS_*`` variables describe, or the launcher's that started this.
 
-    Without ``MS_ROLE`` this process trains alone. In the scheduler's process this serves until the
+    Without ``MS_ROLE``, and not under torchrun, srun, mpirun or a Kubernetes Indexed Job, this
+    process trains alone. In the scheduler's process this serves until the
     job ends and then leaves the script by ``SystemExit``, with a non-zero status if a worker
     failed. Where the workers' generators differ (no ``torch.manual_seed`` before), all get one
     seed.
@@ -61,6 +63,7 @@ def init() -> None:
     # gRPC's own fork handlers print at every fork of a data loader; see cluster.forked.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     note_init(os.environ)
+    launched = join_launcher(os.environ)
     settings = ClusterSettings.from_environ(os.environ)
     if settings is None:
         _one_process = True
@@ -71,13 +74,30 @@ def init() -> None:
 
         raise SystemExit(serve(settings))
     logs.configure(os.environ, prefix="graphsplit", stream=lambda: sys.stderr)
-    _job = _join(settings)
+    _job = _join_beside(launched, settings)
     logs.CONTEXT.source = _job.log_fields
     for action in on_joined:
         action(_job)
     install_endings(_job, finalize)
     _serve_metrics(_job, settings)
     _share_generator(_job)
+
+
+def _join_beside(launched: Joined | None, settings: ClusterSettings) -> Job:
+    """Join; where another launcher has started this process, with what that means for it."""
+    if launched is None:
+        return _join(settings)
+    if launched.line:
+        logs.say(launched.line, event="launcher")
+    try:
+        job = _join(settings)
+    except BaseException:
+        launched.close()
+        raise
+    job.at_close.append(launched.close)
+    if settings.recovery != WAIT_REJOIN:
+        launched.forget_place()  # all are here
+    return job
 
 
 def init_for_call() -> None:

@@ -26,10 +26,10 @@ CHUNK_BYTES = 1024 * 1024
 TOGETHER_BYTES = 64 * 1024
 """Smaller pieces are copied together: a chunk costs more than the copy."""
 TICKET_BYTES = 128 * 1024
-TICKETS, MESSAGES, SNAPSHOTS, SENT = range(4)
+TICKETS, MESSAGES, SNAPSHOTS, SENT, ASKED = range(5)
 """The uses of the channels that every two workers have, without any plan."""
-_LABELS = ("step tickets", "messages", "snapshots", "values of gs.send")
-_DEPTHS = (2, 2, 4, 4)
+_LABELS = ("step tickets", "messages", "snapshots", "values of gs.send", "values asked for")
+_DEPTHS = (2, 2, 4, 4, 2)
 HEADER = struct.Struct("<qqq")
 """Of every message: kind, number, size in bytes of what follows."""
 MESSAGE, TICKET = 0, -1

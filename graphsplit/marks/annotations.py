@@ -11,9 +11,9 @@ import gc
 import sys
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch.compiler
@@ -38,6 +38,7 @@ INSIDE_BRANCH = "gs.place and gs.op(...).place have no part of a branch or loop 
 
 P = ParamSpec("P")
 R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # For each module, the networks that it has been planned with, as long as they exist.
 _planned_with: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = (
@@ -63,11 +64,23 @@ class Annotation:
         rank: The worker.
         source: ``file:line`` of the user's call, or of the rule in a file.
         by_rule: Whether ``gs.apply_placement`` has written it.
+        replicas: The workers that share its microbatches, of which ``rank`` is one; empty where one
+            worker runs all.
     """
 
     rank: int
     source: str
     by_rule: bool = False
+    replicas: tuple[int, ...] = ()
+
+    def is_just(self, rank: int) -> bool:
+        """Whether it names one worker, and that."""
+        return self.rank == rank and not self.replicas
+
+    @property
+    def highest(self) -> int:
+        """The highest rank that it names."""
+        return max(self.replicas, default=self.rank)
 
 
 def callers_line(depth: int) -> str:
@@ -103,8 +116,23 @@ def _check(what: str, role: object, rank: Any, source: str) -> Annotation:
     return Annotation(rank, source)
 
 
+def _check_ranks(what: str, role: object, ranks: Any, source: str) -> Annotation:
+    """A placement on one worker, or on several that share the microbatches."""
+    if not isinstance(ranks, (list, tuple)):
+        return _check(what, role, ranks, source)
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise PlacementError(
+            f"{what}: {ranks!r} names {'a worker twice' if ranks else 'no worker'}\n  {source}\n"
+            f"  Fix: name each worker that runs some of the microbatches once."
+        )
+    first, *others = (_check(what, role, rank, source) for rank in ranks)
+    return replace(first, replicas=tuple(ranks)) if others else first
+
+
 def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
     """Let a module, and everything inside it that has no placement of its own, run on one worker.
+
+    Or on several, which share a step's microbatches: ``module.place("MS_WORKER", [1, 2])``.
 
     Installed as ``torch.nn.Module.place``. Placing a module again replaces its placement. A slice
     may be placed too: ``net.layers[0:4].place(...)`` places those of the four that have no
@@ -114,7 +142,8 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
         module: The module; usable as ``module.place(role, rank)``.
         role: ``"MS_WORKER"``; may be left out: ``module.place(1)``.
         rank: The worker, from 0 to the number of workers less one. The upper bound is checked
-            when the cluster's size is known.
+            when the cluster's size is known. A list of workers: each runs a contiguous block of
+            the microbatches, see ``docs/how-to/replicate-modules.md``.
 
     Returns:
         The module itself, so that calls can be chained.
@@ -125,7 +154,7 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
     """
     source = callers_line(3)  # past the installed method
     name = type(module).__name__
-    annotation = _check(f"{name}.place", role, rank, source)
+    annotation = _check_ranks(f"{name}.place", role, rank, source)
     children = list(module.children()) if isinstance(module, _CONTAINERS) else []
     if any(_has_been_planned(placed) for placed in (module, *children)):
         raise PlacementError(
@@ -134,7 +163,7 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
             f"predict or explain of a Model."
         )
     found = module_annotation(module)
-    if found is not None and found.by_rule and found.rank != rank:
+    if found is not None and found.by_rule and (found.rank != rank or annotation.replicas):
         raise PlacementError(
             f"{name}.place({role!r}, {rank}): a rule puts this module on {role} {found.rank}\n"
             f"  {source}\n  {found.source}\n  Fix: leave out one of the two."
@@ -229,24 +258,72 @@ def mark_planned(network: nn.Module) -> None:
         _planned_with.setdefault(module, weakref.WeakSet()).add(network)
 
 
-@contextmanager
-def place(role: str, rank: int) -> Iterator[None]:
+class PlacedBlock(ContextDecorator):
+    """A ``with`` block of ``gs.place``, or a decorator of a function."""
+
+    def __init__(self, annotation: Annotation) -> None:
+        self._annotation = annotation
+        self._is_used = False
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        noted = {NODE_KEY: (self._annotation.rank, self._annotation.source)}
+        self._entered.append(torch.fx.traceback.annotate(noted))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+    def __call__(self, function: F) -> F:
+        """Let a function run on the worker."""
+        self._is_used = True
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> PlacedBlock:
+        return PlacedBlock(self._annotation)
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("_is_used", True):
+            _never_entered[self._annotation.source] = self._annotation.rank
+
+
+# Blocks of gs.place that were thrown away without a ``with``: their rank, by the user's line.
+_never_entered: dict[str, int] = {}
+
+
+def check_blocks() -> None:
+    """Raise ``PlacementError`` if a block of ``gs.place`` was made, and never entered."""
+    lines = [
+        f"gs.place({WORKER_ROLE!r}, {rank}) places nothing: it is not entered\n    {source}"
+        for source, rank in _never_entered.items()
+    ]
+    _never_entered.clear()
+    if lines:
+        raise faults_found(lines, fix="write `with gs.place(...):` before the operations.")
+
+
+def place(role: str | int, rank: int | None = None) -> PlacedBlock:
     """Let the operations inside a ``with`` block run on one worker.
 
     Used inside ``forward``. The innermost block wins, and any block wins over the placement of
     modules around it. In one process it does nothing.
 
     Args:
-        role: ``"MS_WORKER"``.
+        role: ``"MS_WORKER"``; may be left out: ``gs.place(1)``.
         rank: The worker.
 
     Raises:
         PlacementError: Unknown role, or a rank that is negative or no int.
     """
     _refuse_inside_branches()
-    annotation = _check("gs.place", role, rank, callers_line(3))
-    with torch.fx.traceback.annotate({NODE_KEY: (annotation.rank, annotation.source)}):
-        yield
+    return PlacedBlock(_check("gs.place", *_named(role, rank), callers_line(2)))
+
+
+def _named(role: Any, rank: Any) -> tuple[Any, Any]:
+    """The role and the rank where the role may be left out."""
+    is_short = rank is None and isinstance(role, (int, list, tuple))
+    return (WORKER_ROLE, role) if is_short else (role, rank)
 
 
 def _refuse_inside_branches() -> None:
@@ -263,14 +340,15 @@ class PlaceableOperation(Generic[P, R]):
         self._function = function
         self._annotation: Annotation | None = None
 
-    def place(self, role: str, rank: int) -> PlaceableOperation[P, R]:
-        """Return this operation bound to one worker.
+    def place(self, role: str | int, rank: int | None = None) -> PlaceableOperation[P, R]:
+        """Return this operation bound to one worker; ``place(1)`` is ``place("MS_WORKER", 1)``.
 
         Raises:
             PlacementError: Unknown role, or a rank that is negative or no int.
         """
         placed = PlaceableOperation(self._function)
-        placed._annotation = _check("gs.op(...).place", role, rank, callers_line(2))
+        found = _check("gs.op(...).place", *_named(role, rank), callers_line(2))
+        placed._annotation = found
         return placed
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -291,10 +369,10 @@ def op(function: Callable[P, R]) -> PlaceableOperation[P, R]:
 def install() -> None:
     """Give every ``torch.nn.Module`` the method ``place``."""
 
-    def place(self: Any, role: str | int, rank: int | None = None) -> Any:
-        if rank is None and isinstance(role, int):
-            return place_module(self, WORKER_ROLE, role)
-        return place_module(self, role, rank)
+    def place(
+        self: Any, role: str | int | Sequence[int], rank: int | Sequence[int] | None = None
+    ) -> Any:
+        return place_module(self, *_named(role, rank))
 
     place.__doc__, place.__qualname__ = place_module.__doc__, "Module.place"
     nn.Module.place = place  # type: ignore[attr-defined]

@@ -268,7 +268,7 @@ class _Applier:
             if decided[first].rank != rule.rank:
                 self._fault(rule, f"{path!r} is the same module as {first!r}", decided[first])
             found = code.get(path)
-            if found is None or found.rank == rule.rank or (rule, found) in told:
+            if found is None or (rule, found) in told or found.is_just(rule.rank):
                 continue
             told.add((rule, found))
             what = f"module {path!r}" if path else "the network"

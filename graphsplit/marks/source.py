@@ -28,6 +28,8 @@ from graphsplit.marks.annotations import WORKER_ROLE, problem_with
 MODULES, OPERATIONS, PARAMETERS = "modules", "operations", "parameters"
 SECTIONS = (MODULES, OPERATIONS, PARAMETERS)
 _RULE_KEYS = ("role", "rank")
+# Aliases make a small file stand for a huge one: no placement has this many keys and values.
+_MAX_NODES = 100_000
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,10 @@ def _of_file(path: Path, caller: str) -> _Value:
                 f"apply_placement: {path} holds no mapping\n  {caller}\n"
                 f"  Fix: write rules such as 'encoder: 0', one a line."
             )
+        _check_size(node, path, caller)
         return _of_node(loader, node, path)
+    except RecursionError:
+        raise PlacementError(_too_much(path, caller, "is nested too deeply")) from None
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise PlacementError(
@@ -146,6 +151,42 @@ def _of_file(path: Path, caller: str) -> _Value:
         ) from None
     finally:
         loader.dispose()
+
+
+def _too_much(path: Path, caller: str, what: str) -> str:
+    return (
+        f"apply_placement: {path} {what}\n  {caller}\n"
+        f"  Fix: write each rule once, without aliases (*name) inside of others."
+    )
+
+
+def _check_size(top: yaml.Node, path: Path, caller: str) -> None:
+    """Refuse a file whose aliases stand for more than anybody writes, or for themselves.
+
+    Raises:
+        PlacementError: It is such a file.
+    """
+    sizes: dict[yaml.Node, int] = {}
+    above: set[yaml.Node] = set()
+
+    def size_of(node: yaml.Node) -> int:
+        if node in above:
+            raise PlacementError(_too_much(path, caller, "holds an alias of what it stands in"))
+        if node not in sizes:
+            above.add(node)
+            sizes[node] = 1 + sum(map(size_of, _inside(node)))
+            above.remove(node)
+        return sizes[node]
+
+    if size_of(top) > _MAX_NODES:
+        what = f"stands for more than {_MAX_NODES:,} keys and values with its aliases"
+        raise PlacementError(_too_much(path, caller, what))
+
+
+def _inside(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [one for pair in node.value for one in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 def _of_node(loader: yaml.SafeLoader, node: yaml.Node, path: Path) -> _Value:

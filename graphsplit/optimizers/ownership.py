@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
+from graphsplit.torch_ext.buffer_forms import buffer_of_form
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
@@ -116,7 +117,7 @@ def free(
     strides = tensor.stride() if strides is None else strides
     tensor.data = without_memory(tensor)
     tensor.grad = None
-    setattr(tensor, _WHOSE, (name, owner, strides))
+    setattr(tensor, _WHOSE, (buffer_of_form(name), owner, strides))
     tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
 
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-# What optimizers count themselves is in their groups too, and only where they have parameters.
+# What optimizers count themselves is in their groups too, and only where they have parameters: of
+# classes that are not torch's, these alone are known to be the script's.
 _COMPARED = ("lr", "weight_decay", "momentum", "betas", "eps")
-_MAX_RATES = 8
+_MAX_TOLD = 24  # numbers; a checksum stands for the rest
+_NONE = float("nan")
 
 
 class Settings:
@@ -28,17 +30,17 @@ class Settings:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
+        self._keys = [_keys_of(optimizer) for optimizer in self._optimizers]
         self._seen: list[Any] = []
         self._numbers: tuple[float, ...] = ()
 
     def numbers(self) -> tuple[float, ...]:
-        """The learning rates of the first groups, and a checksum of all that is compared."""
-        now = [group.get(key) for group in self._groups() for key in _COMPARED]
+        """The first numbers among the settings, learning rates before all, and a checksum."""
+        now = [group.get(key) for group, keys in self._groups() for key in keys]
         is_same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
         if not is_same or any(isinstance(value, torch.Tensor) for value in now):
             self._seen = now
-            rates = map(_plain, now[:: len(_COMPARED)][:_MAX_RATES])
-            told = [float(rate) if isinstance(rate, (int, float)) else 0.0 for rate in rates]
+            told = (number for *_, number in self._told())
             self._numbers = (*told, float(zlib.crc32(repr(list(map(_plain, now))).encode())))
         return self._numbers if now else ()
 
@@ -55,24 +57,52 @@ class Settings:
         rank, other = ranks
         if len(mine) != len(theirs):
             return [f"the optimizers have other groups on worker {rank} than on worker {other}"]
-        rates = zip(mine[:-1], theirs[:-1], strict=True)
+        pairs = zip(self._told(), mine, theirs, strict=False)
         found = [
-            f"lr of the optimizer's group {number} is {here!r} on worker {rank}, {there!r} on "
-            f"worker {other}"
-            for number, (here, there) in enumerate(rates)
+            f"{name} of the optimizer's group {number} is {value!r} on worker {rank}, "
+            f"{_as(value, there)!r} on worker {other}"
+            for (number, name, value, _), here, there in pairs
             if repr(here) != repr(there)
         ]
         if found or mine[-1:] == theirs[-1:]:
             return found
-        kept = [{k: group[k] for k in _COMPARED if k in group} for group in self._groups()]
+        kept = [{key: group[key] for key in keys if key in group} for group, keys in self._groups()]
         return [
             f"the optimizer's settings are {str(kept)[:300]} on worker {rank}, and others on "
             f"worker {other}"
         ]
 
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._optimizers:
-            yield from optimizer.param_groups
+    def _groups(self) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+        for optimizer, keys in zip(self._optimizers, self._keys, strict=True):
+            for group in optimizer.param_groups:
+                yield group, keys
+
+    def _told(self) -> list[tuple[int, str, Any, float]]:
+        """Group, name, value and number of the settings that are numbers."""
+        found = []
+        for number, (group, keys) in enumerate(self._groups()):
+            for key in keys:
+                value = _plain(group.get(key))
+                many = isinstance(value, tuple)
+                for index, one in enumerate(value if many else (value,)):
+                    if one is None or isinstance(one, (bool, int, float)):
+                        name = f"{key}[{index}]" if many else key
+                        found.append((number, name, one, _NONE if one is None else float(one)))
+        found.sort(key=lambda told: told[1] != "lr")
+        return found[:_MAX_TOLD]
+
+
+def _keys_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return tuple(optimizer.defaults) if is_torchs else _COMPARED
+
+
+def _as(value: Any, number: float) -> Any:
+    """Another worker's number as the setting that it stands for."""
+    if number != number:
+        return None
+    is_whole = isinstance(value, (bool, int)) and number.is_integer()
+    return type(value)(number) if is_whole else number
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,6 +30,7 @@ from graphsplit.optimizers.settings import Settings
 from graphsplit.partition.reduction import REDUCTION_DTYPE
 from graphsplit.torch_ext.attributes import GROWTH
 
+GradientOrder = Literal["left", "pairs"]
 _NOTHING_CHECKED, _FINITE = -1.0, 0.0
 _NO_GRADIENT = -1.0
 # A gradient's dtype travels as its place in this list.
@@ -54,6 +55,7 @@ class UpdateRules:
         scaler: Scales the loss, or None.
         set_to_none: Whether gradients become None before a step, or zeros.
         accumulate: Over how many batches gradients are added up before the optimizers step.
+        order: In which order gradients of microbatches are added.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -61,6 +63,7 @@ class UpdateRules:
     scaler: torch.amp.GradScaler | None = None
     set_to_none: bool = True
     accumulate: int = 1
+    order: GradientOrder = "left"
 
     @property
     def scales(self) -> bool:
@@ -86,7 +89,7 @@ class UpdateRules:
             scaler = {k: v for k, v in self.scaler.state_dict().items() if k != GROWTH}
         return (
             f"clip {self.clip}, scaler {scaler}, set_to_none {self.set_to_none}, "
-            f"accumulate {self.accumulate}"
+            f"accumulate {self.accumulate}, gradient_order {self.order}"
         )
 
 

@@ -144,11 +144,11 @@ def _home(placed: PlacedGraph, segmentation: Segmentation, value: int, uses: lis
     """The segment in which uses need no leaf; -1 if there is none.
 
     For an operation's value, the segment that makes it. A parameter is itself a leaf: it needs no
-    other one if a single segment uses it, on its owner.
+    other one if a single segment uses it, on its owner, for all microbatches.
     """
     if placed.graph.nodes[value].kind is NodeKind.OPERATION:
         return segmentation.segment_of[value]
-    if placed.graph.nodes[value].kind is NodeKind.INPUT:
+    if placed.graph.nodes[value].kind is NodeKind.INPUT or placed.in_lanes:
         return -1
     segments = {segmentation.segment_of[position] for position, _ in uses}
     home = segments.pop()

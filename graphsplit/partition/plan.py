@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from graphsplit.partition.gradients import Contribution, Use, differentiable_uses
 from graphsplit.partition.segments import Segment, Segmentation
@@ -163,6 +164,8 @@ class PartitionPlan:
         recomputed: By segment, groups of operations that backward runs again; see
             ``partition.recomputation``.
         run_twice: Operations that forward runs twice, instead of once more in backward.
+        lanes: The microbatches of each lane, where their workers differ: every value then has a
+            number in each lane; see ``partition.lanes``. Empty: all run the same.
     """
 
     placed: PlacedGraph
@@ -178,11 +181,47 @@ class PartitionPlan:
     splits: Mapping[int, BackwardSplit] = field(default_factory=dict)
     recomputed: Mapping[int, tuple[RecomputedGroup, ...]] = field(default_factory=dict)
     run_twice: frozenset[int] = frozenset()
+    lanes: tuple[range, ...] = ()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """All segments, by index."""
         return self.segmentation.segments
+
+    def lane_of(self, value: int) -> int:
+        """The lane of a value."""
+        return value // (len(self.placed.graph.nodes) // len(self.lanes)) if self.lanes else 0
+
+    def in_first_lane(self, value: int) -> int:
+        """The number that a value has in the first lane; its own where there are no lanes."""
+        return value % (len(self.placed.graph.nodes) // len(self.lanes)) if self.lanes else value
+
+    def is_in(self, microbatch: int, value: int) -> bool:
+        """Whether a microbatch runs the lane of a value."""
+        return not self.lanes or microbatch in self.lanes[self.lane_of(value)]
+
+    def counted(self) -> Iterator[int]:
+        """All nodes; parameters and buffers, which lanes have in common, once."""
+        nodes = self.placed.graph.nodes
+        return (p for p, n in enumerate(nodes) if not n.is_state or self.lane_of(p) == 0)
+
+    def slot(self, value: int) -> int:
+        """The number under which a microbatch keeps a value: outputs have one for all lanes."""
+        first = self.in_first_lane(value)
+        is_output = any(output.node == first for output in self.placed.graph.outputs)
+        return first if is_output else value
+
+    @cached_property
+    def random_hops(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of operations that draw from one generator, one right after the other."""
+        hops = pairwise(self.segmentation.random_chain)
+        return tuple(hop for hop in hops if self.lane_of(hop[0]) == self.lane_of(hop[1]))
+
+    def draws_first(self, segment: int) -> bool:
+        """Whether a segment draws before all others of its lane."""
+        later = {after for _, after in self.random_hops}
+        nodes, drawing = self.segments[segment].nodes, self.segmentation.random_chain
+        return any(position not in later and position in nodes for position in drawing)
 
     @cached_property
     def gradient_uses(self) -> dict[int, list[Use]]:

@@ -47,6 +47,9 @@ class PlacementRules:
         owners: Owners of parameters and buffers that an earlier plan has fixed, by name.
         operations: Rules of ``gs.apply_placement`` for operations, in order.
         parameters: Owners that its rules give to parameters and buffers, by name.
+        shared_out: Owners that replicas have shared out among them, by name.
+        in_lanes: Whether other microbatches run elsewhere: gradients of parameters then go through
+            a sum of their own, for their order is that of all microbatches.
     """
 
     num_workers: int
@@ -55,6 +58,8 @@ class PlacementRules:
     owners: Mapping[str, int] = field(default_factory=dict)
     operations: tuple[OperationRule, ...] = ()
     parameters: Mapping[str, Annotation] = field(default_factory=dict)
+    shared_out: Mapping[str, int] = field(default_factory=dict)
+    in_lanes: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ class PlacedGraph:
         reasons: Why, in words.
         num_workers: Size of the cluster.
         notes: Placements that decide nothing in this graph, in words.
+        in_lanes: As in ``PlacementRules``.
     """
 
     graph: CapturedGraph
@@ -74,6 +80,7 @@ class PlacedGraph:
     reasons: tuple[str, ...]
     num_workers: int
     notes: tuple[str, ...] = ()
+    in_lanes: bool = False
 
 
 def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
@@ -99,6 +106,7 @@ def resolve(graph: CapturedGraph, rules: PlacementRules) -> PlacedGraph:
         tuple(resolver.reasons),
         rules.num_workers,
         (*(text for _, text in _dead_rules(graph, matched)), *resolver.idle_placements()),
+        rules.in_lanes,
     )
 
 
@@ -115,9 +123,9 @@ def check_annotations(graph: CapturedGraph, rules: PlacementRules, matched: Matc
     placed = asked_placements(graph, rules)
     last = rules.num_workers - 1
     workers = f"workers 0 to {last}" if last else "one worker, 0"
-    too_high = {what: found for what, found in placed.items() if found.rank > last}
+    too_high = {what: found for what, found in placed.items() if found.highest > last}
     faults = [
-        f"{what} is placed on {WORKER_ROLE} {found.rank}, but the job has {workers}\n"
+        f"{what} is placed on {WORKER_ROLE} {found.highest}, but the job has {workers}\n"
         f"    {found.source}"
         for what, found in too_high.items()
     ]
@@ -135,7 +143,7 @@ def check_annotations(graph: CapturedGraph, rules: PlacementRules, matched: Matc
         return
     fix = "mend the lines above."
     if too_high:
-        needed = max(found.rank for found in too_high.values()) + 1
+        needed = max(found.highest for found in too_high.values()) + 1
         fix = f"start with MS_WORKER_NUM={needed}, or choose ranks below {rules.num_workers}."
     raise faults_found(faults, fix=fix)
 
@@ -272,6 +280,8 @@ class _Resolver:
         owner = self._owner_by_rule(position)
         if owner is not None:
             return owner.rank
+        if node.target in self.rules.shared_out:
+            return self.rules.shared_out[node.target]
         placed = self._nearest(node)
         return placed[1].rank if placed is not None else EVERYWHERE
 
@@ -319,6 +329,9 @@ class _Resolver:
                 self._set(position, owned, "an earlier plan put it there")
             elif owner is not None:
                 self._set(position, owner.rank, f"rule at {owner.source}")
+            elif node.target in self.rules.shared_out:
+                owned = self.rules.shared_out[node.target]
+                self._set(position, owned, "replicas share the parameters out")
             elif placed is not None and (not users or placed[1].rank in users):
                 self._set(position, placed[1].rank, f"module {placed[0] or 'network'} is placed")
             elif users:

@@ -19,12 +19,13 @@ import yaml
 from torch import nn
 
 from graphsplit.capture.graph import LOSS_PATH
-from graphsplit.errors import InvariantError
+from graphsplit.errors import InvariantError, PlacementError
 from graphsplit.marks.annotations import Annotation
 from graphsplit.marks.pattern import NETWORK, read_names, read_pattern, read_slice
 from graphsplit.marks.rules import OperationRule
 from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule
 from graphsplit.placement.match import operations_by_module
+from graphsplit.placement.replicas import is_replicated
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
 from graphsplit.placement.whole import nearest
 
@@ -92,7 +93,15 @@ def write_placement(
         placed: The placement, resolved.
         rules: What it was resolved from.
         network: The network; only its names are looked at.
+
+    Raises:
+        PlacementError: Modules are replicated, which no rule can say.
     """
+    if is_replicated(rules.modules):
+        raise PlacementError(
+            "this network has modules on several workers, and rules name one worker each\n"
+            "  Fix: keep .place in the code; there is nothing to write for it."
+        )
     writer = _Writer(placed, rules, network)
     writer.choose_modules()
     writer.add_operations()

@@ -6,15 +6,20 @@ whose Python went another way must not take part in the step: the numbers would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
+from typing import Any
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlanMismatchError
-from graphsplit.guards.check import Failure
-from graphsplit.guards.values import shown
+from graphsplit.guards.check import Failure, named_failure
+from graphsplit.guards.values import MISSING, shown
+from graphsplit.planning.task import Task
 
 _MAX_TOLD = 16
+_LOSS, _OPTIMIZER, _AGAIN = "model.loss_fn", "model.optimizer", "model.loss_fn and model.optimizer"
+_SWAPS = frozenset((_LOSS, _OPTIMIZER, _AGAIN))
 Note = Callable[[], str]  # what workers must agree on besides plans; ``str`` gives nothing
 
 
@@ -25,7 +30,8 @@ class PythonStep:
     Attributes:
         recording: The number of the recording that holds, plus one; 0 where none does.
         lifted: The lifted numbers.
-        changed: Names and values of what has changed since the last recording, where none holds.
+        changed: Names and values of what the Model was given since the last step, and, where no
+            recording holds, of what has changed since the last one.
         settings: Numbers of the optimizers' settings, for a step of training.
     """
 
@@ -35,16 +41,27 @@ class PythonStep:
     settings: tuple[float, ...] = ()
 
     @classmethod
-    def without(cls, changed: Sequence[Failure], settings: tuple[float, ...]) -> PythonStep:
-        """The message where no recording holds."""
+    def of(
+        cls,
+        changed: Sequence[Failure],
+        settings: tuple[float, ...],
+        recording: int = 0,
+        lifted: tuple[float, ...] = (),
+    ) -> PythonStep:
+        """The message, with the text of what has changed."""
         told = tuple((f.place.label[:200], shown(f.new)) for f in changed[:_MAX_TOLD])
-        return cls(changed=told, settings=settings)
+        return cls(recording, lifted, told, settings)
 
     def agrees_with(self, other: PythonStep) -> bool:
         """Whether both run the same recording with the same numbers, or both make one."""
         if self.recording != other.recording or not _same_numbers(self.settings, other.settings):
             return False
+        if self._swapped() != other._swapped():
+            return False
         return self.recording == 0 or _same_numbers(self.lifted, other.lifted)
+
+    def _swapped(self) -> list[str]:
+        return [label for label, _ in self.changed if label in _SWAPS]
 
 
 NOTHING_READ = PythonStep()
@@ -57,7 +74,8 @@ def compare(
     ranks: tuple[int, int],
     mode: Mode,
     labels: Sequence[str],
-    changed: Sequence[Failure],
+    changed: Callable[[], Sequence[Failure]],
+    here: Callable[[str], Any],
     settings: Callable[..., list[str]],
 ) -> None:
     """Refuse a step before which the Python of two workers went different ways.
@@ -68,7 +86,9 @@ def compare(
         ranks: This worker, and the leader.
         mode: Train, eval or predict.
         labels: Names of the lifted numbers here.
-        changed: What has changed here since the recording that was used last.
+        changed: Gives what has changed here since the leader's recording, or the one used last; it
+            takes longer than a step should.
+        here: Gives the value of a place with a name that has not changed; ``MISSING`` if unknown.
         settings: Says which settings differ, by the numbers of both, and the ranks.
 
     Raises:
@@ -79,22 +99,10 @@ def compare(
     rank, leader = ranks
     lines = []
     if mine.recording == leaders.recording:
-        for label, here, there in zip(labels, mine.lifted, leaders.lifted, strict=False):
-            if not _same_numbers((here,), (there,)):
-                lines.append(f"{label} is {here!r} on worker {rank}, {there!r} on worker {leader}")
-    else:
-        told = dict(leaders.changed)
-        for failure in changed:
-            theirs = told.pop(failure.place.label, shown(failure.old))
-            if theirs != shown(failure.new):
-                lines.append(
-                    f"{failure.place.label} is {shown(failure.new)} on worker {rank}, {theirs} on "
-                    f"worker {leader}"
-                )
-        lines += [
-            f"{label} is {theirs} on worker {leader}, and has not changed on worker {rank}"
-            for label, theirs in told.items()
-        ]
+        for label, own, there in zip(labels, mine.lifted, leaders.lifted, strict=False):
+            if not _same_numbers((own,), (there,)):
+                lines.append(f"{label} is {own!r} on worker {rank}, {there!r} on worker {leader}")
+    lines += _differing(leaders, ranks, changed(), here)
     lines += settings(mine.settings, leaders.settings, ranks)
     # In the first line, which all workers and the scheduler tell.
     differing = "; ".join(lines) or "they have seen other states before"
@@ -106,5 +114,96 @@ def compare(
     )
 
 
+def _differing(
+    leaders: PythonStep,
+    ranks: tuple[int, int],
+    changed: Sequence[Failure],
+    here: Callable[[str], Any],
+) -> Iterator[str]:
+    """The places that are not the same on two workers, in words."""
+    rank, leader = ranks
+    told = dict(leaders.changed)
+    for failure in changed:
+        label, own = failure.place.label, shown(failure.new)
+        theirs = told.pop(label, shown(failure.old))
+        if theirs != own:
+            yield f"{label} is {own} on worker {rank}, {theirs} on worker {leader}"
+    for label, theirs in told.items():
+        value = here(label)
+        own = "as before" if value is MISSING else shown(value)
+        yield f"{label} is {theirs} on worker {leader}, {own} on worker {rank}"
+
+
 def _same_numbers(one: Sequence[float], other: Sequence[float]) -> bool:
     return list(map(repr, one)) == list(map(repr, other))
+
+
+class _Text(str):
+    """A text that is shown without quotation marks."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Swaps:
+    """The loss and the optimizer that a Model was given since the last step.
+
+    With another one, no plan holds. Channels stay open until the next step, before which workers
+    compare: one that alone has another must not close what others use.
+
+    Args:
+        task: Its task.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._plans: list[int] = []  # that nothing runs any more
+        self._then = self._now()
+
+    def note(self, plans: Iterable[int]) -> None:
+        """Note that the task has another loss or optimizer, for which no open plan holds."""
+        self._plans += plans
+
+    def changed(self) -> list[Failure]:
+        """The swaps that other workers must have made too; none if there were no plans."""
+        if not self._plans:
+            return []
+        now, then = self._now(), self._then
+        found = [
+            _failure(label, then[label], now[label])
+            for label in now
+            if not _is_same(now[label], then[label])
+        ]
+        return found or [named_failure(_AGAIN, _Text("as before"), _Text("assigned again"))]
+
+    def given(self, label: str) -> str | None:
+        """The present loss or optimizers in words, for their label; None for others."""
+        now = self._now()
+        return _text(now[label]) if label in now else None
+
+    def settle(self) -> list[int]:
+        """All workers have been given the same: the plans to close."""
+        plans, self._plans = self._plans, []
+        self._then = self._now()
+        return plans
+
+    def _now(self) -> dict[str, Any]:
+        return {_LOSS: self._task.loss_fn, _OPTIMIZER: self._task.optimizers}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(is_, one, other))
+    return one is other
+
+
+def _failure(label: str, old: Any, new: Any) -> Failure:
+    was, is_now = _text(old), _text(new)
+    return named_failure(label, was, is_now if is_now != was else _Text(f"{is_now}, a new one"))
+
+
+def _text(given: Any) -> _Text:
+    if not isinstance(given, tuple):
+        return _Text(shown(given))
+    rates = [(type(o).__name__, o.param_groups[0].get("lr")) for o in given]
+    return _Text(", ".join(f"{name}(lr={shown(rate)})" for name, rate in rates) or "None")

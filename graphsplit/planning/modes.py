@@ -5,9 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from graphsplit.capture.graph import Mode
+from graphsplit.errors import ConfigurationError
+
+
+def check_around(mode: Mode) -> None:
+    """Refuse modes of torch around a step, before anything is told or planned.
+
+    Autocast would reach backward and the optimizer, on some operations only.
+
+    Raises:
+        ConfigurationError: One is on.
+    """
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ConfigurationError(
+            "torch.autocast is on around a call of the Model; it would reach beyond network and "
+            "loss\n"
+            "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
+        )
+    if mode is Mode.TRAIN and not torch.is_grad_enabled():
+        raise ConfigurationError(
+            "gradients are switched off around a step of training (torch.no_grad, "
+            "torch.set_grad_enabled, torch.inference_mode), where in plain PyTorch backward fails\n"
+            "  Fix: leave that out, or use it inside forward."
+        )
 
 
 def ensure_training(network: nn.Module) -> None:

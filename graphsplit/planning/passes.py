@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,17 +12,20 @@ from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
-from graphsplit.marks.annotations import Annotation
+from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
+from graphsplit.partition.checks.replicated import refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
+from graphsplit.partition.lanes import merge_lanes
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
-from graphsplit.partition.reduction import with_reduction
+from graphsplit.partition.reduction import check_reduction, with_reduction
 from graphsplit.partition.splitting import with_splits
+from graphsplit.placement.replicas import in_lane, is_replicated, lanes_of, shared_out
 from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
@@ -29,7 +33,7 @@ from graphsplit.placement.resolve import (
     resolve,
 )
 from graphsplit.placement.whole import nearest
-from graphsplit.planning.task import Task, module_annotations, stateful_modules
+from graphsplit.planning.task import Task, module_annotations, named_state, stateful_modules
 from graphsplit.planning.trainable import check_graph
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import (
@@ -84,14 +88,17 @@ def capture_graph(
 
 def placement_rules(task: Task, *, num_workers: int, owners: Mapping[str, int]) -> PlacementRules:
     """All that decides where the parts of a network go, apart from its graph."""
+    check_blocks()
     kept = kept_rules(task.network)
+    modules = module_annotations(task.network, task.loss_fn)
     return PlacementRules(
         num_workers,
-        module_annotations(task.network, task.loss_fn),
+        modules,
         task.unplaced,
         dict(owners),
         kept.operations,
         kept.parameters,
+        shared_out(modules, named_state(task.network, task.loss_fn)),
     )
 
 
@@ -103,25 +110,56 @@ def make_plan(
     owners: Mapping[str, int],
     part: StepPart,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
-    """All pure passes in a row: resolve, partition, lower; each result is verified."""
+    """All pure passes in a row: resolve, partition, lower; each result is verified.
+
+    Where replicas share the microbatches, each lane is placed and partitioned by itself.
+    """
     rules = placement_rules(task, num_workers=num_workers, owners=owners)
+    if is_replicated(rules.modules) and graph.mode not in (Mode.EVAL, Mode.PREDICT):
+        number, is_compiled = task.divider.num_microbatches, task.compiler is not None
+        refuse_unreplicable(graph, rules.modules, number, is_compiled=is_compiled)
+    check_graph(graph)
+    num_parts = part.num_parts or part.num_microbatches
+    lanes = lanes_of(rules.modules, part.parts, num_parts)
+    rules = replace(rules, in_lanes=len(lanes) > 1)
+    plans: list[PartitionPlan] = []
+    for lane in lanes:
+        plans.append(_partitioned(graph, task, in_lane(rules, lane.start, num_parts), part))
+        rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
+    plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
+    if part.last and graph.mode is Mode.TRAIN:
+        names = [name for name, _ in task.network.named_parameters()]
+        owned = all_owners(plan.placed, owners, names, rules.modules)
+        owners_of_all = [owned[name] for name in names]
+        sizes = task.update_rules.partial_sizes(owners_of_all, num_workers)
+        plan = with_reduction(plan, sizes) if sizes is not None else plan
+    check_reduction(plan)
+    return plan, lower_plan(plan, part, task.schedule)
+
+
+def _partitioned(
+    graph: CapturedGraph, task: Task, rules: PlacementRules, part: StepPart
+) -> PartitionPlan:
+    """The plan of microbatches that run alike, verified."""
     opened = take_branches_apart(graph, branches_to_open(graph, rules))
     placed = keep_memory_together(with_known_results(resolve(opened, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
-    check_graph(graph)
     plan = partition(placed, is_microbatched=part.is_microbatched)
     refuse_shared_state(plan)
     refuse_unordered(plan)
     if task.compiler is None:  # it decides what to keep, and makes backward one piece
         plan = with_splits(with_recomputation(plan, task.recompute))
-    if part.last and graph.mode is Mode.TRAIN:
-        names = [name for name, _ in task.network.named_parameters()]
-        owned = all_owners(placed, owners, names, rules.modules)
-        owners_of_all = [owned[name] for name in names]
-        sizes = task.update_rules.partial_sizes(owners_of_all, num_workers)
-        plan = with_reduction(plan, sizes) if sizes is not None else plan
     verify(plan)
-    return plan, lower_plan(plan, part, task.schedule)
+    return plan
+
+
+def _owners_in(placed: PlacedGraph) -> dict[str, int]:
+    """The owner of every parameter and buffer of a graph, by each of its names."""
+    return {
+        name: placed.workers[position]
+        for position, names in placed.graph.state_names.items()
+        for name in names
+    }
 
 
 def lower_plan(
@@ -141,7 +179,14 @@ def lower_plan(
     if costs is not None:
         policy = partial(policy, costs=costs)
     policy = checked(policy)
-    programs = lower(plan, policy, num_microbatches=number, first=part.first, last=part.last)
+    programs = lower(
+        plan,
+        policy,
+        num_microbatches=number,
+        first=part.first,
+        last=part.last,
+        adds_up=part.adds_up,
+    )
     verify_programs(plan, programs, depths=channel_depths(programs))
     return programs
 
@@ -154,9 +199,8 @@ def all_owners(
 ) -> dict[str, int]:
     """The owner of every parameter and buffer; what no operation uses is with its module, or 0."""
     found = dict(owners)
-    for position, its_names in placed.graph.state_names.items():
-        for name in its_names:
-            found.setdefault(name, placed.workers[position])
+    for name, owner in _owners_in(placed).items():
+        found.setdefault(name, owner)
     for name in list(found):  # a step may leave a buffer where there is none now
         found.setdefault(buffer_of_form(name), found[name])
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
+from graphsplit.partition.checks.replicated import refuse_in_recovery
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.planning.announced import Note, PythonStep, compare
+from graphsplit.planning.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.many_sizes import SizesSeen
-from graphsplit.planning.modes import as_in
+from graphsplit.planning.modes import as_in, check_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
     all_owners,
@@ -56,9 +57,9 @@ from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, descri
 from graphsplit.runtime.channels import first_received
 from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
+from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
-from graphsplit.torch_ext.buffer_forms import buffer_of_form
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_PLANS = 64
@@ -112,6 +113,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
+        self.pairs = PairwiseSums() if task.gradient_order == "pairs" else None
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
         self._modified: set[str] = set()  # by any graph so far
@@ -119,22 +121,20 @@ class Planner:
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = lambda: None
         self._max_plans = _MAX_PLANS
-        self.recordings = Recordings(self._record, self._circumstances, self._tensors)
+        self._swaps = swaps = Swaps(task)
+        self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
         self.python_values = PythonValues(self.recordings, task)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
         self.catch_up: Callable[[str | None], bool] = lambda text: False
 
-    def keep_graphs(self) -> None:
-        """Keep captured graphs: a job that recovers makes its plans anew."""
-        self.recordings.keep_graphs()
-
     def start_over(self) -> None:
         """Forget all plans; owners stay. All workers do so at the same point."""
         self._plans.clear()
         self._numbers.clear()
         self._due.clear()
+        self._swaps.settle()  # the channels are gone
         # Somebody may be new, and know nothing of what was seen before.
         self.python_values.note()
         self.recordings.start_over()
@@ -159,6 +159,7 @@ class Planner:
 
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
+        check_around(mode)
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
@@ -179,9 +180,9 @@ class Planner:
         self._found = (mode, signature, found)
         rates = self.updater.settings.numbers() if mode is Mode.TRAIN else ()
         if found is None:
-            return PythonStep.without(self.recordings.changed(mode, signature), rates)
+            return PythonStep.of(self.recordings.changed(mode, signature), rates)
         lifted = tuple(map(float, found.lifted))
-        return PythonStep(found.recording.number + 1, lifted, settings=rates)
+        return PythonStep.of(self._swaps.changed(), rates, found.recording.number + 1, lifted)
 
     def check_python_step(
         self,
@@ -215,7 +216,8 @@ class Planner:
             ranks=(self._job.rank, leader),
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
-            changed=self.recordings.changed(mode, signature),
+            changed=partial(self.recordings.changed, mode, signature, theirs.recording - 1),
+            here=partial(self.recordings.value_at, mode, signature),
             settings=self.updater.settings.differing,
         )
 
@@ -226,6 +228,8 @@ class Planner:
             CaptureError: The network cannot be captured.
             PlanMismatchError: Workers recorded different graphs.
         """
+        for number in self._swaps.settle():
+            self._job.transport.close_plan(number)
         looked, self._found = self._found, None
         if looked is None or looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
@@ -299,8 +303,7 @@ class Planner:
         check_trained(self._task)
         self.python_values.note_loss()
         self._renew(force=True)
-        for number in self._numbers.values():
-            self._job.transport.close_plan(number)
+        self._swaps.note(self._numbers.values())
         self._plans.clear()
         self._numbers.clear()
         self._due.clear()
@@ -309,9 +312,8 @@ class Planner:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
         self.trainable = trainable_of(self._task)
-        is_same = list(map(id, parameters)) == list(map(id, self.parameters))  # which are held
-        if is_same and not force:
-            return
+        if not force and list(map(id, parameters)) == list(map(id, self.parameters)):
+            return  # they are held, so that identities stay their own
         self.parameters = parameters
         self.updater.renew(self._task.update_rules, parameters)
 
@@ -398,7 +400,7 @@ class Planner:
         self._settle_ownership(plan)
         if plan.placed.graph.mode is Mode.TRAIN:
             self.updater.check_optimizers()
-        runner = ProgramRunner(
+        runner = self._runner(
             RunnerParts(
                 plan=plan,
                 plan_number=number,
@@ -410,16 +412,21 @@ class Planner:
                 position=self._job.member.position,
                 compiler=self._task.compiler,
                 hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
+                pairs=self.pairs,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
         writes, left = written_inputs(plan), left_by_calls(plan)
         return ReadyPlan(plan, programs, runner, consumers_of(plan), waiting, numbers, writes, left)
 
+    def _runner(self, parts: RunnerParts) -> ProgramRunner:
+        return ProgramRunner(parts)
+
     def _pure_passes(
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
+        refuse_in_recovery(self.modules(), self._job.recovery_policy)
         owners, num_workers = self.known_owners(), self._job.num_workers
         return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
 
@@ -438,7 +445,7 @@ class Planner:
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
         tensors = self._tensors()
-        owners = all_owners(plan.placed, self.known_owners(), tensors, self._modules())
+        owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
         for position in plan.placed.graph.state_names:
@@ -465,8 +472,7 @@ class Planner:
                 materialize(module, self._owned_names(module))
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
-                named = buffer_of_form(name)
-                free(tensor, name=named, owner=self.owners[name], strides=strides[name])
+                free(tensor, name=name, owner=self.owners[name], strides=strides[name])
         self.updater.settle(
             Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
         )
@@ -483,7 +489,8 @@ class Planner:
             and name.startswith(LOSS_PATH) == bool(prefix)
         ]
 
-    def _modules(self) -> dict[str, Annotation]:
+    def modules(self) -> dict[str, Annotation]:
+        """The placement written on each module of network and loss, by path."""
         return module_annotations(self._task.network, self._task.loss_fn)
 
     def _state_of(self, plan: PartitionPlan) -> dict[int, torch.Tensor]:

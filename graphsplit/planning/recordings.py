@@ -12,7 +12,6 @@ taken other values, they are lifted, if that gives the same graphs (``capture.li
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +21,19 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 
 from graphsplit.batches.batch import Signature, leaves
+from graphsplit.capture.canonical import canonical_lines
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
-from graphsplit.frames import short_path, warn_users
-from graphsplit.guards.changes import Computed, value_of
-from graphsplit.guards.check import Failure
+from graphsplit.frames import warn_users
+from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import Frozen, shown, thaw
+from graphsplit.guards.values import MISSING, shown
+from graphsplit.planning.announced import Swaps
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
@@ -117,6 +118,7 @@ class Recordings:
         record: Records a step with some places lifted.
         circumstances: Gives, for every parameter, whether it is trained; and the loss.
         tensors: Gives all parameters and buffers by name.
+        swaps: The loss and the optimizer that the Model was given since the last step.
     """
 
     def __init__(
@@ -124,10 +126,12 @@ class Recordings:
         record: Record,
         circumstances: Callable[[], Circumstances],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
+        swaps: Swaps,
     ) -> None:
         self._record = record
         self._circumstances = circumstances
         self._tensors = tensors
+        self._swaps = swaps
         self._latest: list[Recording] = []  # the one that was used last comes first
         self._num_made = 0
         self._num_lifts: Counter[str] = Counter()
@@ -182,10 +186,43 @@ class Recordings:
                 return Match(recording, lifted, numbers)
         return None
 
-    def changed(self, mode: Mode, signature: Signature) -> list[Failure]:
-        """The change since the recording of such a step that was used last."""
-        before = self._before(mode, signature)
-        return before.graph.state.guards.failures() if before is not None else []
+    def changed(self, mode: Mode, signature: Signature, number: int | None = None) -> list[Failure]:
+        """The change since the recording of such a step that was used last, or a numbered one.
+
+        With what the Model was given since the last step.
+        """
+        numbered = (r for r in self._latest if r.number == number)
+        before = next(numbered, None) or self._before(mode, signature)
+        before = before or self._of_step(mode, signature)
+        swapped = self._swaps.changed()
+        if before is None:
+            return swapped
+        was, now = self._marks(before.trained), self._marks(self._circumstances()[0])
+        marks = (named_failure(name, was[name], now[name]) for name in now if name in was)
+        changed = before.graph.state.guards.failures()
+        return [*swapped, *changed, *(mark for mark in marks if mark.old != mark.new)]
+
+    def value_at(self, mode: Mode, signature: Signature, label: str) -> Any:
+        """The value at a place with a name, as it was for that recording; else ``MISSING``."""
+        given = self._swaps.given(label)
+        if given is not None:
+            return given
+        before = self._before(mode, signature) or self._of_step(mode, signature)
+        if before is None:
+            return MISSING
+        marks = self._marks(before.trained)
+        return marks[label] if label in marks else before.graph.state.guards.value_at(label)
+
+    def _of_step(self, mode: Mode, signature: Signature) -> Recording | None:
+        """The recording of such a step that was used last, whatever was trained then."""
+        found = (r for r in self._latest if r.mode is mode and r.signature == signature)
+        return next(found, None)
+
+    def _marks(self, trained: Sequence[bool]) -> dict[str, bool]:
+        """Whether each parameter is trained, by a name for people."""
+        tensors = self._tensors().items()
+        names = {id(t): f"requires_grad of {n}" for n, t in tensors if isinstance(t, nn.Parameter)}
+        return dict(zip(names.values(), trained, strict=False))  # another loss may have others
 
     def why_again(self, mode: Mode, signature: Signature) -> str:
         """Why a step that was recorded is to be recorded once more; empty if it never was."""
@@ -263,8 +300,8 @@ class Recordings:
         if recording.num_checked % every:
             return
         again = self._record(recording.mode, recording.signature, ())
-        old = _canonical_lines(recording.graph, found.lifted, recording.signature)
-        new = _canonical_lines(again, ())
+        batch = leaves(recording.signature.example("meta"))
+        old, new = canonical_lines(recording.graph, found.lifted, batch), canonical_lines(again)
         if old == new:
             return
         pairs = list(zip_longest(old, new, fillvalue=("nothing", "nothing")))
@@ -417,61 +454,12 @@ def _gives(
     signature: Signature,
 ) -> bool:
     """Whether a lifted graph is another one, for some values of the lifted numbers."""
-    sizes = lifted.sizes
-    if sizes is None or sizes.bind(leaves(signature.example("meta")), values) is None:
+    sizes, batch = lifted.sizes, leaves(signature.example("meta"))
+    if sizes is None or sizes.bind(batch, values) is None:
         return False
-    return canonical_text(lifted, values, signature) == canonical_text(graph, its_values, signature)
-
-
-def canonical_text(
-    graph: CapturedGraph, lifted: Sequence[Any], signature: Signature | None = None
-) -> str:
-    """A graph as text, with numbers in place of the nodes that give them."""
-    return "\n".join(line for line, _ in _canonical_lines(graph, lifted, signature))
-
-
-def _canonical_lines(
-    graph: CapturedGraph, lifted: Sequence[Any], signature: Signature | None = None
-) -> list[tuple[str, str]]:
-    """The lines of the text, each with what is told of it to a person."""
-    numbers: Mapping[str, Any] = {}
-    if graph.sizes is not None and lifted:
-        known = leaves(signature.example("meta")) if signature is not None else []
-        symbols = graph.sizes.bind(known, lifted) if signature is not None else None
-        numbers = graph.sizes.compute(symbols) if symbols is not None else {}
-    shown_as: dict[int, str] = {}
-    lines: list[tuple[str, str]] = []
-    for position, node in enumerate(graph.nodes):
-        if node.kind is NodeKind.NUMBER and node.name in numbers:
-            shown_as[position] = repr(numbers[node.name])
-            continue
-        shown_as[position] = f"%{len(lines)}"
-        arguments = re.sub(r"%(\d+)", lambda m: shown_as[int(m[1])], node.arguments)
-        line = (
-            f"{node.kind.value} {node.target}({arguments}) {node.meta} {node.module_path} "
-            f"{node.source} {node.annotation} {node.region} {node.requires_grad} {node.is_random} "
-            f"{node.changes_inputs} {[shown_as[p] for p in node.runs_after]}"
-        )
-        where = f", {short_path(node.source)}" if node.source else ""
-        lines.append((line, f"{node.target}({arguments}){where}"))
-    others = [
-        *graph.code_of_branches(),
-        *(
-            f"constant {name} {value.detach().cpu().reshape(-1).tolist()}"
-            for name, value in sorted(graph.constants.items())
-        ),
-        *(
-            f"leaves {change.place.label} {_text_of(change.new, lifted)}"
-            for change in graph.changes
-        ),
-        *(repr(out.constant) if out.node is None else shown_as[out.node] for out in graph.outputs),
-    ]
-    return [*lines, *((line, line) for line in others)]
-
-
-def _text_of(new: Any, lifted: Sequence[Any]) -> str:
-    value = value_of(new, lifted) if isinstance(new, Computed) else new
-    return repr(thaw(value)) if isinstance(value, Frozen) else repr(value)
+    one = canonical_lines(lifted, values, batch)
+    other = canonical_lines(graph, its_values, batch)
+    return [line for line, _ in one] == [line for line, _ in other]
 
 
 def _warn(failure: Failure, count: int, seconds: float) -> None:

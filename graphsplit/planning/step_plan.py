@@ -23,6 +23,7 @@ import torch
 from graphsplit.batches.batch import leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
+from graphsplit.placement.replicas import is_replicated
 from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad
@@ -102,7 +103,8 @@ class StepPhase:
 
     def microbatches(self, progress: TrainingProgress) -> Microbatches:
         """The microbatches' weights, and the random state in which each begins."""
-        return Microbatches(self.weights, lambda m: progress.rng_state(self.start + m))
+        start = self.start
+        return Microbatches(self.weights, lambda m: progress.rng_state(start + m), start)
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,8 @@ def plan_step(
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[bool, ...]] = []
-    waiting = [*shape.parts]
+    has_replicas = is_replicated(planner.modules())
+    waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     while waiting:
         (signature, count), *later = waiting
         found = planner.recording_for(mode, signature, note=note)
@@ -221,6 +224,9 @@ def plan_step(
             first=opens and not plans,
             last=closes and not later,
             is_microbatched=True,
+            adds_up=planner.pairs is not None and not later,
+            start=sum(sizes) if has_replicas else 0,
+            num_parts=num_parts if has_replicas else 0,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)

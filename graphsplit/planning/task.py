@@ -15,7 +15,7 @@ from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import ConfigurationError
 from graphsplit.marks.annotations import Annotation, annotations_of
 from graphsplit.optimizers.clip import Clip
-from graphsplit.optimizers.update import UpdateRules
+from graphsplit.optimizers.update import GradientOrder, UpdateRules
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import (
     Policy,
@@ -47,6 +47,7 @@ class Task:
         recompute: Whether backward runs forward again instead of keeping what it saves: of
             everything, or of the modules with these paths.
         keep_outputs: Whether training steps hand out what the network returned.
+        gradient_order: In which order gradients of microbatches are added.
     """
 
     network: nn.Module
@@ -65,6 +66,7 @@ class Task:
     compiler: Compiler | None = None
     recompute: bool | tuple[str, ...] = False
     keep_outputs: bool = False
+    gradient_order: GradientOrder = "left"
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -77,7 +79,12 @@ class Task:
     def update_rules(self) -> UpdateRules:
         """The treatment of gradients."""
         return UpdateRules(
-            self.optimizers, self.clip, self.scaler, self.set_to_none, self.accumulate
+            self.optimizers,
+            self.clip,
+            self.scaler,
+            self.set_to_none,
+            self.accumulate,
+            self.gradient_order,
         )
 
 

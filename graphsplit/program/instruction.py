@@ -9,6 +9,7 @@
 ``ACCUMULATE mb0 v7``         sum the gradients of a parameter that several segments use
 ``SEND mb0 edge3``            send the edge's value to its destination
 ``RECEIVE mb0 edge3``         wait for the edge's value from its source
+``ADD_UP``                    add the sums of the batch's parts to the owned gradients
 ``REDUCE``                    unscale the owned gradients; note norms, and whether all are finite
 ``CLIP``                      clip the owned gradients by what all workers have noted
 ``OPTIMIZER``                 step the optimizer over the owned parameters
@@ -33,6 +34,7 @@ class Opcode(Enum):
     ACCUMULATE = "ACCUMULATE"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
+    ADD_UP = "ADD_UP"
     REDUCE = "REDUCE"
     CLIP = "CLIP"
     OPTIMIZER = "OPTIMIZER"

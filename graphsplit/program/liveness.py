@@ -82,7 +82,8 @@ class _Uses:
         """Whether it is kept for a while: no output, nor what the worker always has."""
         node = self._plan.placed.graph.nodes[value]
         is_own = node.is_state and self._plan.placed.workers[value] == self._worker
-        return not (is_own or node.is_everywhere or value in self._outputs)
+        is_output = self._plan.in_first_lane(value) in self._outputs
+        return not (is_own or node.is_everywhere or is_output)
 
 
 def is_held_once(plan: PartitionPlan, value: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphsplit.capture.graph import Mode
@@ -31,12 +31,23 @@ class StepPart:
         first: Whether they begin the step: gradients are set to None.
         last: Whether they end it: the optimizer steps.
         is_microbatched: Whether the batch was split, if only into one.
+        adds_up: Whether they end a batch whose parts of gradients were kept apart.
+        start: The number of the first of them in the batch, where replicas share it.
+        num_parts: How many microbatches the batch has, where replicas share it; 0: these alone.
     """
 
     num_microbatches: int = 1
     first: bool = True
     last: bool = True
     is_microbatched: bool = False
+    adds_up: bool = False
+    start: int = 0
+    num_parts: int = 0
+
+    @property
+    def parts(self) -> range:
+        """The microbatches by their numbers in the batch."""
+        return range(self.start, self.start + self.num_microbatches)
 
 
 WHOLE_STEP = StepPart()
@@ -68,6 +79,7 @@ def lower(
     num_microbatches: int = 1,
     first: bool = True,
     last: bool = True,
+    adds_up: bool = False,
 ) -> tuple[WorkerProgram, ...]:
     """Lower a plan to one program per worker.
 
@@ -77,15 +89,10 @@ def lower(
         num_microbatches: How many microbatches the programs run.
         first: Whether they begin the step: gradients are set to None.
         last: Whether they end it: the optimizer steps.
+        adds_up: Whether they end a batch whose parts of gradients were kept apart.
     """
-    common = _Common(
-        plan,
-        PlanTraffic(plan),
-        late_edges(plan),
-        num_microbatches,
-        first,
-        last,
-    )
+    part = StepPart(num_microbatches, first, last, adds_up=adds_up)
+    common = _Common(plan, PlanTraffic(plan), late_edges(plan), part)
     return tuple(
         WorkerProgram(worker, num_microbatches, tuple(_Lowering(common, worker).run(compute)))
         for worker, compute in enumerate(policy(plan, num_microbatches))
@@ -99,9 +106,7 @@ class _Common:
     plan: PartitionPlan
     traffic: PlanTraffic
     late: frozenset[int]
-    num_microbatches: int
-    first: bool
-    last: bool
+    part: StepPart
 
 
 class _Lowering:
@@ -112,7 +117,7 @@ class _Lowering:
         self.plan = plan = common.plan
         self.traffic = traffic = common.traffic
         self.worker = worker
-        self.microbatches = range(common.num_microbatches)
+        self.microbatches = range(common.part.num_microbatches)
         self.out: list[Instruction] = []
         # By message: edge * microbatches + microbatch. Integers: there may be millions.
         self.done: set[int] = set()  # received or sent
@@ -123,7 +128,7 @@ class _Lowering:
         self.is_training = plan.placed.graph.mode is Mode.TRAIN
 
     def run(self, compute: Sequence[Instruction]) -> list[Instruction]:
-        if self.is_training and self.common.first:
+        if self.is_training and self.common.part.first:
             self.out.append(Instruction(Opcode.ZERO_GRADIENTS))
         self._send_state()
         is_call = self.plan.placed.graph.mode.keeps_outputs_home
@@ -208,15 +213,21 @@ class _Lowering:
 
     def _finish(self) -> None:
         for microbatch in self.microbatches:
-            for edge in self.outgoing:
+            for edge in self._edges_in(microbatch, self.outgoing):
                 if edge.kind is not EdgeKind.REDUCTION:
                     self._move(edge, microbatch, Opcode.SEND)
-        if self.is_training and self.common.last:
+        if self.is_training and self.common.part.adds_up:
+            self.out.append(Instruction(Opcode.ADD_UP))
+        if self.is_training and self.common.part.last:
             self._share_reduction()
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:
-            for edge in self.incoming:
+            for edge in self._edges_in(microbatch, self.incoming):
                 self._move(edge, microbatch, Opcode.RECEIVE)
+
+    def _edges_in(self, microbatch: int, edges: Sequence[Edge]) -> Iterator[Edge]:
+        """The edges that a microbatch uses."""
+        return (edge for edge in edges if self.plan.is_in(microbatch, edge.value))
 
     def _end_forward(self) -> None:
         """All that forward sends and receives, before the first backward of a call."""
@@ -276,9 +287,8 @@ def late_edges(plan: PartitionPlan) -> frozenset[int]:
     for segment, io in zip(plan.segments, plan.io, strict=True):
         for value in (*io.values, *(plan.contributions[c].value for c in io.leaves)):
             waiting.add((EdgeKind.VALUE, value, segment.worker))
-    chain = plan.segmentation.random_chain
     workers = plan.placed.workers
-    for before, after in itertools.pairwise(chain):
+    for before, after in plan.random_hops:
         waiting.add((EdgeKind.GENERATOR, before, workers[after]))
     return frozenset(
         edge.index

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
@@ -60,8 +59,8 @@ def _awaited(plan: PartitionPlan) -> list[Sequence[Edge]]:
 def _previous_random_segment(plan: PartitionPlan) -> dict[int, int]:
     """For each segment that draws, the segment that drew last before it."""
     segment_of = plan.segmentation.segment_of
-    order = [segment_of[p] for p in plan.segmentation.random_chain]
-    return {later: earlier for earlier, later in itertools.pairwise(order) if earlier != later}
+    hops = ((segment_of[before], segment_of[after]) for before, after in plan.random_hops)
+    return {later: earlier for earlier, later in hops if earlier != later}
 
 
 def _modified(plan: PartitionPlan) -> list[list[Edge]]:

@@ -79,7 +79,7 @@ class RecoveringScript(Script):
         if not isinstance(engine, ClusterEngine):
             return
         share = ModelSnapshot(len(self._shares), task, engine, states, self._job.rank)
-        engine.planner.keep_graphs()
+        engine.planner.recordings.keep_graphs()
         engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
         self._shares.append(share)
         self._by_engine[id(engine)] = share

@@ -70,7 +70,8 @@ def _spec(
 def _is_kept_inside(plan: PartitionPlan, edge: Edge) -> bool:
     """Whether an edge's values are gone when the step is: neither outputs nor ``.grad``."""
     if edge.kind is EdgeKind.VALUE:
-        return all(output.node != edge.value for output in plan.placed.graph.outputs)
+        value = plan.in_first_lane(edge.value)
+        return all(output.node != value for output in plan.placed.graph.outputs)
     return edge.kind is EdgeKind.GRADIENT and not plan.placed.graph.nodes[edge.value].is_state
 
 

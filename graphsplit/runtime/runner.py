@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +54,17 @@ def _asking(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.detach().requires_grad_(True)
 
 
+def _weakly(source: Callable[[], Any]) -> Callable[[], Any]:
+    """A source of positions that holds nothing: the job tells the latest one for ever."""
+    method = weakref.WeakMethod(source)
+
+    def tell() -> Any:
+        known = method()
+        return "" if known is None else known()
+
+    return tell
+
+
 class ProgramRunner:
     """One worker's program, ready to run.
 
@@ -62,6 +74,7 @@ class ProgramRunner:
 
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
+        self._told = _weakly(self.where), _weakly(self.location)
         self._plan = parts.plan
         self._nodes = parts.plan.placed.graph.nodes
         self._code: dict[tuple[int, bool], SegmentCode] = {}
@@ -80,15 +93,18 @@ class ProgramRunner:
         }
         self._changing = changing_state(parts.plan, parts.state)
         self._is_microbatched = parts.plan.is_microbatched
-        self._ends = ChannelEnds.open(
+        ends = ChannelEnds.open(
             parts.plan,
             parts.plan_number,
             worker=parts.program.worker,
             transport=parts.transport,
             depths=parts.depths,
         )
-        self._senders, self._receivers = self._ends.senders, self._ends.receivers
-        self._backward = BackwardBinder(parts.plan, parts.state, parts.updater, parts.hook_state)
+        self._senders, self._receivers = ends.senders, ends.receivers
+        pairs = parts.pairs if self._is_microbatched else None
+        self._backward = BackwardBinder(
+            parts.plan, parts.state, parts.updater, parts.hook_state, pairs
+        )
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]
         for position, held in last_uses(parts.plan, parts.program).items():
@@ -106,10 +122,6 @@ class ProgramRunner:
         self._first_wait = waits.index(True) if True in waits else len(waits)
         self.position = 0
         self.step = -1
-
-    def depth_of(self, edge: int) -> int:
-        """How many messages of an edge may be under way."""
-        return self._ends.specs[edge].depth
 
     def _announce_values(self) -> None:
         """Before each computation, announce the values that are sent right after it.
@@ -193,7 +205,7 @@ class ProgramRunner:
             TransportError: A value could not be moved.
             JobFailedError: The job was aborted elsewhere.
         """
-        state = self.begin(step, inputs, numbers, microbatches)
+        state = self._begin(step, inputs, numbers, microbatches)
         with torch.set_grad_enabled(self._grad_enabled):
             if meanwhile is not None:
                 self._run_until(self._first_wait, state)
@@ -208,7 +220,7 @@ class ProgramRunner:
         numbers: Mapping[str, Any] = NO_NUMBERS,
     ) -> StepState:
         """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
-        state = self.begin(step, inputs, numbers)
+        state = self._begin(step, inputs, numbers)
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(first_of_backward(self._plan, self._parts.program), state)
         return state
@@ -219,6 +231,30 @@ class ProgramRunner:
         self.position = first_of_backward(self._plan, self._parts.program)
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(len(self._actions), state)
+
+    def _begin(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[torch.Tensor | None]],
+        numbers: Mapping[str, Any],
+        microbatches: Microbatches | None = None,
+    ) -> StepState:
+        self._parts.position.text_source, self._parts.position.location_source = self._told
+        self.step, self.position = step, 0
+        if self._parts.pairs is not None and microbatches is not None and not microbatches.start:
+            self._parts.pairs.begin_batch()
+        return StepState(
+            step,
+            inputs,
+            numbers,
+            microbatches,
+            values=[self._owned_outputs.copy() for _ in inputs],
+            leaves=[{} for _ in inputs],
+            roots=[{} for _ in inputs],
+            collected=[{} for _ in inputs],
+            received=[{} for _ in inputs],
+            pending=[{} for _ in inputs],
+        )
 
     def _run_until(self, end: int, state: StepState) -> None:
         reported, actions = self._parts.position, self._actions
@@ -233,30 +269,6 @@ class ProgramRunner:
                 raise self._failure(error) from error
         self.position = end
 
-    def begin(
-        self,
-        step: int,
-        inputs: Sequence[Sequence[torch.Tensor | None]],
-        numbers: Mapping[str, Any] = NO_NUMBERS,
-        microbatches: Microbatches | None = None,
-    ) -> StepState:
-        """Begin a step. Its instructions are run by ``advance``, one by one; ``run`` runs all."""
-        self._parts.position.text_source = self.where
-        self._parts.position.location_source = self.location
-        self.step, self.position = step, 0
-        return StepState(
-            step,
-            inputs,
-            numbers,
-            microbatches,
-            values=[self._owned_outputs.copy() for _ in inputs],
-            leaves=[{} for _ in inputs],
-            roots=[{} for _ in inputs],
-            collected=[{} for _ in inputs],
-            received=[{} for _ in inputs],
-            pending=[{} for _ in inputs],
-        )
-
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""
         first = first_received(self._parts.program)
@@ -269,25 +281,9 @@ class ProgramRunner:
         return self._parts.plan_number
 
     def next_instruction(self) -> Instruction | None:
-        """The instruction that ``advance`` would run next; None at the end of the step."""
+        """The instruction that runs, or runs next; None at the end of the step."""
         instructions = self._parts.program.instructions
         return instructions[self.position] if self.position < len(instructions) else None
-
-    def advance(self, state: StepState) -> None:
-        """Run the next instruction, for those who interleave several workers in one thread.
-
-        Raises:
-            StepFailedError: As ``run``.
-        """
-        self._parts.position.progress += 1
-        with torch.set_grad_enabled(self._grad_enabled):
-            try:
-                self._actions[self.position](state)
-            except (GraphsplitError, KeyboardInterrupt, SystemExit):
-                raise
-            except Exception as error:
-                raise self._failure(error) from error
-        self.position += 1
 
     def _failure(self, error: Exception) -> StepFailedError:
         instruction = self.instructions[self.position]
@@ -300,7 +296,7 @@ class ProgramRunner:
         opcode, operand = instruction.opcode, instruction.operand
         if opcode is Opcode.FORWARD:
             return self._bind_forward(instruction)
-        if opcode in _BACKWARD or opcode is Opcode.ACCUMULATE:
+        if opcode in _BACKWARD or opcode in (Opcode.ACCUMULATE, Opcode.ADD_UP):
             return self._backward.bind(instruction)
         if opcode is Opcode.SEND:
             return self._bind_send(self._plan.edges[operand], instruction.microbatch)
@@ -331,7 +327,8 @@ class ProgramRunner:
         leaves = [
             (c, self._source(self._plan.contributions[c].value, microbatch)) for c in io.leaves
         ]
-        outputs, roots = io.outputs, frozenset(io.roots)
+        outputs = [(position, self._plan.slot(position)) for position in io.outputs]
+        roots = frozenset(io.roots)
 
         def forward(state: StepState) -> None:
             made = state.values[microbatch]
@@ -342,14 +339,13 @@ class ProgramRunner:
                 own_leaves[contribution] = leaf
                 arguments.append(leaf)
             results = run(*arguments)
-            for position, result in zip(outputs, results, strict=True):
+            for (position, slot), result in zip(outputs, results, strict=True):
                 if position in roots:
                     state.roots[microbatch][position] = result
-                made[position] = result.detach() if isinstance(result, torch.Tensor) else result
+                made[slot] = result.detach() if isinstance(result, torch.Tensor) else result
 
         if io.is_random and self._is_microbatched:
-            drawn_first = self._plan.segmentation.random_chain[0]
-            is_first = self._plan.segmentation.segment_of[drawn_first] == segment
+            is_first = self._plan.draws_first(segment)
             return with_own_generator(forward, microbatch, is_first=is_first)
         return forward
 
@@ -381,7 +377,8 @@ class ProgramRunner:
             return lambda state: tensor
         if is_held_once(self._plan, value):
             microbatch = 0
-        return lambda state: state.values[microbatch][value]
+        slot = self._plan.slot(value)
+        return lambda state: state.values[microbatch][slot]
 
     def _bind_send(self, edge: Edge, microbatch: int) -> Action:
         send = self._senders[edge.index].send
@@ -405,24 +402,26 @@ class ProgramRunner:
         if self._nodes[value].is_state:
             tensor = self._parts.state[value]
             return lambda state: send(tensor.detach(), step=state.step, microbatch=microbatch)
+        slot = self._plan.slot(value)
         return lambda state: send(
-            state.values[microbatch][value], step=state.step, microbatch=microbatch
+            state.values[microbatch][slot], step=state.step, microbatch=microbatch
         )
 
     def _bind_receive(self, edge: Edge, microbatch: int) -> Action:
         receive = self._receivers[edge.index].receive
         index, value = edge.index, edge.value
+        slot = self._plan.slot(value)
         if edge.kind is EdgeKind.REDUCTION:
             return bind_receive_reduction(self._plan, edge, receive)
         if edge.kind in GENERATORS:
             return bind_receive_generators(self._plan, edge, microbatch, receive)
 
         def receive_value(state: StepState) -> None:
-            state.values[microbatch][value] = receive(step=state.step, microbatch=microbatch)
+            state.values[microbatch][slot] = receive(step=state.step, microbatch=microbatch)
 
         def receive_parameter(state: StepState) -> None:
             receive_value(state)
-            state.values[microbatch][value].requires_grad_(True)
+            state.values[microbatch][slot].requires_grad_(True)
 
         def receive_gradient(state: StepState) -> None:
             state.received[microbatch][index] = receive(step=state.step, microbatch=microbatch)

@@ -18,10 +18,12 @@ class Microbatches:
     Attributes:
         weights: What the loss of each is multiplied by.
         rng_state: Gives the state in which the generator of each starts.
+        start: The number of the first of them in its batch.
     """
 
     weights: Sequence[float]
     rng_state: Callable[[int], torch.Tensor]
+    start: int = 0
 
 
 @dataclass

@@ -50,7 +50,7 @@ def _forward(plan: PartitionPlan) -> tuple[frozenset[int], ...]:
         worker = plan.segments[users[-1]].worker
         here = [index for index in users if plan.segments[index].worker == worker]
         found[here[-1]].update(here)
-    for before, after in itertools.pairwise(plan.segmentation.random_chain):
+    for before, after in plan.random_hops:
         found[segment_of[after]].add(segment_of[before])
     return tuple(frozenset(before - {-1, index}) for index, before in enumerate(found))
 

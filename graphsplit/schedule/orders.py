@@ -126,7 +126,7 @@ def _check_order(
             )
         for earlier, distance in tasks.waits[task]:
             microbatch = instruction.microbatch - distance
-            if microbatch < 0 or tasks.worker_of(earlier) != worker:
+            if not tasks.is_in(microbatch, earlier) or tasks.worker_of(earlier) != worker:
                 continue
             before = Instruction(*earlier, microbatch)
             if before not in done:

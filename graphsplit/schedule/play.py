@@ -99,6 +99,8 @@ class _RulePlay(EventLoop):
         self.left_urgent = [[0] * num_microbatches for _ in workers]
         for instruction in self.missing:
             worker = self._worker(instruction)
+            if instruction.opcode is Opcode.ACCUMULATE and plan.lanes:
+                continue  # it waits for other lanes, whose microbatches are under way elsewhere
             self.left[worker][instruction.microbatch] += 1
             is_urgent = instruction.opcode is not Opcode.BACKWARD_WEIGHT
             self.left_urgent[worker][instruction.microbatch] += is_urgent
@@ -127,6 +129,8 @@ class _RulePlay(EventLoop):
                 self._finish(worker, instruction)
                 return
             ready = self.fillers
+        elif instruction.opcode is Opcode.ACCUMULATE and self.plan.lanes:
+            ready = self.fillers  # what other lanes send may be late
         heapq.heappush(ready[worker], (*self._place(instruction), instruction))
         self.stirred.append(worker)
 
@@ -203,12 +207,14 @@ class _RulePlay(EventLoop):
 
     def _finish(self, worker: int, instruction: Instruction) -> None:
         opcode, microbatch = instruction.opcode, instruction.microbatch
-        self.left[worker][microbatch] -= 1
-        self.left_urgent[worker][microbatch] -= opcode is not Opcode.BACKWARD_WEIGHT
+        is_counted = opcode is not Opcode.ACCUMULATE or not self.plan.lanes
+        self.left[worker][microbatch] -= is_counted
+        self.left_urgent[worker][microbatch] -= is_counted and opcode is not Opcode.BACKWARD_WEIGHT
         self.forwards[worker] -= opcode is Opcode.FORWARD
         self.open[worker] -= opcode in (Opcode.BACKWARD, Opcode.BACKWARD_INPUT)
         for task, distance in self.followers.get((opcode, instruction.operand), ()):
-            if microbatch + distance >= self.num_microbatches:
+            is_in_step = microbatch + distance < self.num_microbatches
+            if not is_in_step or not self.tasks.is_in(microbatch + distance, task):
                 continue
             later = Instruction(*task, microbatch + distance)
             destination = self.worker_of[task]

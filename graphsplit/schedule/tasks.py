@@ -29,6 +29,18 @@ class Tasks:
         self.waits: dict[Task, list[tuple[Task, int]]] = {}
         self._collect(Dependencies.of(plan))
 
+    @property
+    def _num_values(self) -> int:
+        """How many values a lane has."""
+        return len(self.plan.placed.graph.nodes) // max(1, len(self.plan.lanes))
+
+    def is_in(self, microbatch: int, task: Task) -> bool:
+        """Whether a microbatch has a task: its lane does it."""
+        opcode, operand = task
+        if opcode is not Opcode.ACCUMULATE:
+            operand = self.plan.segments[operand].nodes[0]
+        return microbatch >= 0 and self.plan.is_in(microbatch, operand)
+
     def _collect(self, dependencies: Dependencies) -> None:
         waits = self.waits
         for index, before in enumerate(dependencies.forward):
@@ -46,6 +58,9 @@ class Tasks:
         for value, segments in dependencies.accumulate.items():
             task = (Opcode.ACCUMULATE, value)
             waits[task] = [(task, 1), *((self._makes_term(s, value), 0) for s in segments)]
+            in_lane_before = value - self._num_values
+            if in_lane_before >= 0:
+                waits[task].append(((Opcode.ACCUMULATE, in_lane_before), 1))
         for earlier, later_one in dependencies.next_microbatch:
             waits[Opcode.FORWARD, later_one].append(((Opcode.FORWARD, earlier), 1))
 
@@ -78,7 +93,8 @@ class Tasks:
 
     def instructions(self, num_microbatches: int) -> Iterator[tuple[Instruction, int]]:
         """Every computation of a step, with the number of those that it waits for."""
-        for (opcode, operand), waits in self.waits.items():
+        for task, waits in self.waits.items():
             for microbatch in range(num_microbatches):
-                number = sum(distance <= microbatch for _, distance in waits)
-                yield Instruction(opcode, operand, microbatch), number
+                if self.is_in(microbatch, task):
+                    found = sum(self.is_in(microbatch - back, other) for other, back in waits)
+                    yield Instruction(*task, microbatch), found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 from graphsplit.errors import ConfigurationError
 
@@ -59,12 +61,54 @@ def _read(variable: str, path: str) -> tuple[bytes, os.stat_result]:
         ) from None
 
 
+def own_folder() -> Path:
+    """Where this user's processes on this machine leave secrets for each other."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = Path(runtime) if runtime and Path(runtime).is_dir() else Path(tempfile.gettempdir())
+    return base / f"graphsplit-{os.getuid()}"
+
+
+def is_private(folder: Path) -> bool:
+    """Whether a folder is this user's, and nobody else can look into it.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    found = folder.lstat()
+    return (
+        stat.S_ISDIR(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    )
+
+
 def write_new_file(path: Path, content: bytes, *, mode: int) -> None:
     """Write a file that was not there; nobody else can open it in between.
 
     Raises:
         FileExistsError: It is there.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    with open(descriptor, "wb") as file:
+    with open_new_file(path, mode=mode) as file:
         file.write(content)
+
+
+def open_new_file(path: Path, *, mode: int = 0o600) -> BinaryIO:
+    """Make a file that was not there, and open it for writing.
+
+    Raises:
+        FileExistsError: It is there, or a link is.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return open(os.open(path, flags, mode), "wb")
+
+
+def open_instead(path: Path) -> BinaryIO:
+    """Open a new file in the place of what an earlier writer left, a planted link included.
+
+    In a folder that others write into, a link may stand there again at once: that is an error.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    path.unlink(missing_ok=True)
+    return open_new_file(path)

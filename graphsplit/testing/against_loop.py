@@ -51,7 +51,7 @@ class Comparison:
     def evaluate(self, batch: Any) -> None:
         """Compare eval loss and outputs, what predict returns, and that they left no trace."""
         expected = self._reference.evaluate(copy.deepcopy(batch))
-        self._same("eval", expected, self._cluster.evaluate(self._arguments(batch)))
+        self._same("eval", expected, self._cluster.evaluate(batch))
         predicted = self._reference.predict(copy.deepcopy(batch))
         args, kwargs = self._arguments(batch)
         args = args[:-1] if self._has_loss_fn else args

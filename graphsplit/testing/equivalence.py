@@ -19,6 +19,7 @@ from torch import nn
 
 from graphsplit.batches.microbatches import Divider, LossWeight, Split
 from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
+from graphsplit.optimizers.update import GradientOrder
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task
 from graphsplit.program.lower import Policy
@@ -65,6 +66,7 @@ class Training:
         set_to_none: Whether gradients become None before a step, or zeros.
         on_gradients: ``on_gradients(network)``: called before clipping, on every worker.
         accumulate: Over how many batches gradients are added up before the optimizer steps.
+        gradient_order: In which order gradients of microbatches are added.
         schedule: In which order workers compute.
         recompute: What backward runs again: everything, or the modules with these paths.
         before_step: ``before_step(step, network, loss_fn)``: what the script changes before a step,
@@ -92,6 +94,7 @@ class Training:
     set_to_none: bool = True
     on_gradients: Callable[[nn.Module], None] | None = None
     accumulate: int = 1
+    gradient_order: GradientOrder = "left"
     schedule: str | Policy = "1f1b"
     recompute: bool | tuple[str, ...] = False
     before_step: Callable[[int, nn.Module, Any], None] | None = None
@@ -110,6 +113,7 @@ class Training:
                 self.set_to_none,
                 self.on_gradients,
                 self.accumulate,
+                self.gradient_order == "pairs",
             ),
         )
 
@@ -125,6 +129,7 @@ class Training:
             set_to_none=self.set_to_none,
             autocast=self.autocast,
             accumulate=self.accumulate,
+            gradient_order=self.gradient_order,
             schedule=self.schedule,
             recompute=self.recompute,
         )

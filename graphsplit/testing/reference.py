@@ -34,6 +34,7 @@ class Extras:
         set_to_none: Passed to ``zero_grad``.
         on_gradients: ``on_gradients(network)``: called between backward and clipping.
         accumulate: How many batches make one step.
+        in_pairs: Whether gradients of microbatches are added in pairs.
     """
 
     clip: Callable[[list[torch.Tensor]], Any] | None = None
@@ -42,6 +43,7 @@ class Extras:
     set_to_none: bool = True
     on_gradients: Callable[[nn.Module], None] | None = None
     accumulate: int = 1
+    in_pairs: bool = False
 
 
 class EagerLoop:
@@ -124,21 +126,36 @@ class EagerLoop:
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
     def _accumulate(self, batch: Any) -> torch.Tensor:
-        """The loop that docs/how-to/microbatches.md prints."""
+        """The loops that docs/how-to/microbatches.md prints."""
         if self.seed is None:
             self.seed = torch.initial_seed()
         before, losses = torch.default_generator.get_state(), []
+        trained = self._trained() if self.extras.in_pairs else []
+        earlier = [p.grad for p in trained]
+        blocks: list[list[Any]] = [[] for _ in trained]
         for m, (microbatch, weight) in enumerate(self._microbatches(batch)):
             torch.default_generator.set_state(microbatch_rng_state(self.seed, self.num_steps, m))
             with self._casting():
                 loss = self._loss(self._forward(microbatch), microbatch)
+            for p in trained:
+                p.grad = None
             self._scaled(loss * weight).backward()
+            for p, sums in zip(trained, blocks, strict=True):
+                _add_pairs(sums, p.grad, m)
             losses.append(loss.detach() * weight)
+        for p, gradient, sums in zip(trained, earlier, blocks, strict=True):
+            while len(sums) > 1:
+                sums[-2:] = [_added(sums[-2], sums[-1])]
+            p.grad = _added(gradient, sums[0])
         torch.default_generator.set_state(before)
         self.num_steps += 1
         total = sum(losses)
         assert isinstance(total, torch.Tensor)
         return total
+
+    def _trained(self) -> list[torch.Tensor]:
+        of_loss = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
+        return list(dict.fromkeys((*self.network.parameters(), *of_loss)))
 
     def _microbatches(self, batch: Any) -> list[tuple[Any, float]]:
         if self.split is None:
@@ -207,3 +224,16 @@ class EagerLoop:
         finally:
             self.generator, self.process = torch.default_generator.get_state(), process_generators()
             set_all_generators(before)
+
+
+def _add_pairs(blocks: list[Any], part: Any, number: int) -> None:
+    while number % 2:
+        part = _added(blocks.pop(), part)
+        number //= 2
+    blocks.append(part)
+
+
+def _added(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,12 +1,12 @@
-"""Run all workers of a job in one thread: no cluster, no processes, no timing.
+"""Run all workers of a job in one process: no cluster, no network, no timing.
 
     cluster = SimulatedCluster(make_task, num_workers=3)
     losses = cluster.train_step(((images,), {}))        # one loss per worker
 
-Every worker has a network, an optimizer and a random generator of its own; plans, programs,
-runners, ownership and the frames on the wire are the real ones. Workers take turns: one runs until
-it would have to wait for a message that is not there yet, then the next does. So a run is the same
-every time, and a state in which nobody can go on is an error at once, not a hang.
+Every worker has a network, an optimizer and random generators of its own; engines, feeds, plans,
+programs, runners, ownership and the frames on the wire are the real ones. Workers take turns: one
+runs until it would have to wait for a message that is not there yet, then the next does. So a run
+is the same every time, and a state in which nobody can go on is an error at once, not a hang.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 
-from graphsplit.batches.batch import Arguments, Signature, leaves
-from graphsplit.batches.microbatches import Division
+from graphsplit.batches.batch import Arguments, Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.capture.state.owned_tensors import make_buffers
 from graphsplit.checkpoint.forms import kept_forms
 from graphsplit.cluster.member.identity import ReportedPosition
+from graphsplit.cluster.member.member import Member
+from graphsplit.cluster.member.state_machine import MemberState
 from graphsplit.errors import GraphsplitError, PlanMismatchError
+from graphsplit.failure import AbortSignal
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
-from graphsplit.optimizers.ownership import TensorOwners
+from graphsplit.job.process_generators import GeneratorWatch
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.modes import evaluating
 from graphsplit.planning.passes import capture_graph
 from graphsplit.planning.planner import Planner, ReadyPlan
-from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
-from graphsplit.program.instruction import Opcode
 from graphsplit.program.lower import StepPart, WorkerProgram
-from graphsplit.runtime.random.randomness import (
-    all_generators,
-    process_generators,
-    set_all_generators,
-    set_process_generators,
-)
+from graphsplit.runtime.parts import RunnerParts
+from graphsplit.runtime.random.randomness import process_generators, set_process_generators
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.step_state import StepState
-from graphsplit.settings import recapture_every
-from graphsplit.train.outputs import unflatten_outputs
+from graphsplit.settings import FAIL_FAST, recapture_every
+from graphsplit.train.cluster_engine import ClusterEngine
+from graphsplit.train.metrics import Metric
+from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
-from graphsplit.transport.wait import WaitPolicy
+from graphsplit.transport.wait import Wait, WaitPolicy
+
+T = TypeVar("T")
 
 _Passes = tuple[PartitionPlan, tuple[WorkerProgram, ...]]
 
@@ -102,73 +102,142 @@ class SimulationError(GraphsplitError, RuntimeError):
     """Simulated workers cannot go on, or left something behind. Names every worker's position."""
 
 
+class _Abandoned(BaseException):
+    """Another worker has failed: this one goes no further."""
+
+
+class _Turn(threading.Thread, Generic[T]):
+    """One worker's part of a call. It runs while the others stand still, until it has to wait."""
+
+    def __init__(self, worker: SimulatedWorker, call: Callable[[SimulatedWorker], T]) -> None:
+        super().__init__(name=f"simulated worker {worker.rank}", daemon=True)
+        self.worker = worker
+        self.can_go_on: Callable[[], bool] = lambda: True
+        self.waits_for = ""
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.result: T
+        self._call = call
+        self._is_abandoned = False
+        self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self) -> None:
+        """Make the call, from the first turn on."""
+        self._may_run.acquire()
+        if self._is_abandoned:  # before it has begun
+            return
+        try:
+            self.result = self._call(self.worker)
+        except BaseException as error:  # raised again where the call was made
+            self.error = error
+        self.can_go_on, self.is_over = lambda: False, True
+        self._has_stopped.release()
+
+    def take(self) -> None:
+        """Run until this worker has to wait, or is done. The caller stands still meanwhile."""
+        with self.worker.active():
+            self._may_run.release()
+            self._has_stopped.acquire()
+        if self.error is not None:
+            raise self.error
+
+    def pause(self, waits_for: str, can_go_on: Callable[[], bool]) -> None:
+        """Let others run until this worker can go on. Called on its own thread."""
+        if self._is_abandoned:
+            raise _Abandoned
+        self.waits_for, self.can_go_on = waits_for, can_go_on
+        self._has_stopped.release()
+        self._may_run.acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+
+    def where(self) -> str:
+        """Where the worker is, and what it waits for."""
+        position = self.worker.position
+        return f"worker {self.worker.rank}: {position.text()}; it waits for {self.waits_for}"
+
+    def abandon(self) -> None:
+        """End it, wherever it is."""
+        self._is_abandoned = True
+        if self.is_alive():
+            self._may_run.release()
+            self.join()
+
+
+class _TurnsFabric(MemoryFabric):
+    """Messages between workers that take turns."""
+
+    def wait(self, spec: ChannelSpec, wait: Wait, is_ready: Callable[[], bool]) -> None:
+        """Let others run until ``is_ready``. The caller holds ``changed``."""
+        turn = threading.current_thread()
+        assert isinstance(turn, _Turn)
+        while not is_ready():
+            self.changed.release()
+            try:
+                turn.pause(wait.what, is_ready)
+            finally:
+                self.changed.acquire()
+
+
 @dataclass
 class _Shared:
     """The things that all workers of one simulated job have in common.
 
     Attributes:
-        fabric: The messages under way.
-        texts: What the first worker brought to each agreement.
-        passes: Plans and programs, by number, made by the first worker that needed them.
         captures: The graphs they are made from; None if every worker makes all by itself.
+        num_workers: How many they are.
+        fabric: The messages under way.
+        texts: What the first worker brought to each agreement, with its rank.
+        passes: Plans and programs, by number, made by the first worker that needed them.
     """
 
     captures: Captures | None
-    fabric: MemoryFabric = field(default_factory=MemoryFabric)
-    texts: dict[str, str] = field(default_factory=dict)
+    num_workers: int
+    fabric: MemoryFabric = field(default_factory=_TurnsFabric)
+    texts: dict[str, tuple[int, str]] = field(default_factory=dict)
     passes: dict[int, _Passes] = field(default_factory=dict)
+
+    def job(self, rank: int) -> Job:
+        """The job as one of them sees it."""
+        transport = MemoryTransport(self.fabric, generation=1, policy=WaitPolicy())
+        # Graphs that are shared are captured once: that is what they are shared for.
+        every = recapture_every(os.environ) if self.captures is None else 0
+        member = cast(Member, _Member(rank, self))
+        return Job(member, transport, AbortSignal(), recapture_every=every)
 
 
 class _Member:
-    """Membership as a planner sees it."""
+    """Membership as a job sees it where nobody comes, goes or fails."""
+
+    recovery = FAIL_FAST
+    generation = 1
 
     def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.num_workers = shared.num_workers
         self.position = ReportedPosition()
-        self._rank = rank
+        self.state = MemberState("simulated")
         self._texts = shared.texts
 
     def agree(self, topic: str, text: str) -> None:
         """Compare with what the first worker brought."""
-        first = self._texts.setdefault(topic, text)
+        other, first = self._texts.setdefault(topic, (self.rank, text))
         if text == first:
             return
         lines = zip(first.splitlines(), text.splitlines(), strict=False)
         differing = next(((a, b) for a, b in lines if a != b), ("(end)", "(end)"))
         raise PlanMismatchError(
-            f"{topic}: workers 0 and {self._rank} made different plans\n  worker 0: {differing[0]}"
-            f"\n  worker {self._rank}: {differing[1]}\n  Fix: let make_task give equal tasks."
+            f"{topic}: workers {other} and {self.rank} made different plans\n"
+            f"  worker {other}: {differing[0]}\n  worker {self.rank}: {differing[1]}\n"
+            f"  Fix: let make_task give equal tasks."
         )
-
-
-class _Job:
-    """A job as a planner sees it."""
-
-    def __init__(self, rank: int, num_workers: int, shared: _Shared) -> None:
-        self.rank = rank
-        self.num_workers = num_workers
-        self.member = _Member(rank, shared)
-        self.transport = MemoryTransport(shared.fabric, generation=1, policy=WaitPolicy())
-        self.owners = TensorOwners()
-        self._num_plans = 0
-        # Graphs that are shared are captured once: that is what they are shared for.
-        self.recapture_every = recapture_every(os.environ) if shared.captures is None else 0
-
-    @property
-    def following_plan_number(self) -> int:
-        """The number that the plan made next will have."""
-        return self._num_plans
-
-    def next_plan_number(self) -> int:
-        """A number that no other plan of this job has."""
-        number, self._num_plans = self._num_plans, self._num_plans + 1
-        return number
 
 
 class _Planner(Planner):
     """A planner that shares what all workers would compute alike: capture takes most of a test."""
 
-    def __init__(self, task: Task, job: _Job, shared: _Shared) -> None:
-        super().__init__(task, cast(Job, job))
+    def __init__(self, task: Task, job: Job, shared: _Shared) -> None:
+        super().__init__(task, job)
         self._shared = shared
         self._num_asked = 0
 
@@ -186,6 +255,86 @@ class _Planner(Planner):
             self._shared.passes[number] = super()._pure_passes(graph, part)
         return self._shared.passes[number]
 
+    def _runner(self, parts: RunnerParts) -> ProgramRunner:
+        return _Runner(parts)
+
+
+class _Runner(ProgramRunner):
+    """A runner that leaves nothing behind but outputs."""
+
+    def run(self, *args: Any, **options: Any) -> StepState:
+        """See ``ProgramRunner.run``."""
+        state, rank = super().run(*args, **options), self._parts.program.worker
+        left = []
+        for name in ("leaves", "collected", "received"):
+            unused = sorted(key for kept in getattr(state, name) for key in kept)
+            if unused and any(state.roots):
+                left.append(f"worker {rank} never used {name} {unused}")
+        if any(state.pending):
+            left.append(f"worker {rank} never computed some weight gradients")
+        outputs = {output.node for output in self._plan.placed.graph.outputs}
+        kept = {value for values in state.values for value in values} - outputs
+        if kept or state.generators:
+            left.append(f"worker {rank} never freed {sorted(kept)} {sorted(state.generators)}")
+        _refuse_what_is_left(left)
+        return state
+
+
+def _refuse_what_is_left(left: Sequence[str]) -> None:
+    if left:
+        raise SimulationError("the step left something behind:\n  " + "\n  ".join(left))
+
+
+class _Seen(Metric):
+    """Keeps loss and outputs of the batch that an evaluation shows."""
+
+    needs_loss = True
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the batch before."""
+        self.loss: torch.Tensor | None = None
+        self.outputs: Any = None
+
+    def update(
+        self, *, outputs: Any, target: Any, loss: torch.Tensor | None, num_samples: int
+    ) -> None:
+        """See a batch."""
+        self.loss, self.outputs = loss, outputs
+
+    def compute(self) -> float:
+        """Nothing: what it saw is looked at."""
+        return 0.0
+
+
+class _ProcessGenerators:
+    """Python's and NumPy's generators, read and set only where somebody has drawn from them.
+
+    Both take longer than most turns do.
+    """
+
+    def __init__(self) -> None:
+        self._watch = GeneratorWatch()
+        self._state: torch.Tensor | None = None
+
+    def state(self) -> torch.Tensor:
+        """Their states."""
+        if any(self._watch.look()) or self._state is None:
+            self._state = process_generators()
+        return self._state
+
+    def put(self, state: torch.Tensor) -> None:
+        """Set states that ``state`` gave."""
+        if any(self._watch.look()) or self._state is not state:
+            set_process_generators(state)
+            self._watch.look()
+            self._state = state
+
+
+_PROCESS = _ProcessGenerators()
+
 
 @dataclass
 class SimulatedWorker:
@@ -194,41 +343,44 @@ class SimulatedWorker:
     Attributes:
         rank: Its rank.
         task: Its network, loss and optimizer.
-        planner: Its plans, and who owns what.
-        generator: The state of its random generator while others run.
-        process: The states of Python's and NumPy's generators, if it draws from them.
-        progress: How far its training is.
+        engine: Runs its part of every step.
+        position: Where it is.
+        generator: The state of PyTorch's generator while others run.
+        process: Those of Python's and NumPy's.
     """
 
     rank: int
     task: Task
-    planner: Planner
+    engine: ClusterEngine
+    position: ReportedPosition
     generator: torch.Tensor
-    process: torch.Tensor | None = None
-    progress: TrainingProgress = field(default_factory=TrainingProgress)
+    process: torch.Tensor
+
+    @property
+    def planner(self) -> Planner:
+        """Its plans, and who owns what."""
+        return self.engine.planner
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let this worker's generator be the default one."""
+        """Let this worker's generators be those of the process."""
         torch.default_generator.set_state(self.generator)
-        if self.process is not None:
-            set_process_generators(self.process)
+        _PROCESS.put(self.process)
         try:
             yield
         finally:
             self.generator = torch.default_generator.get_state()
-            if self.process is not None:
-                self.process = process_generators()
+            self.process = _PROCESS.state()
 
 
 class SimulatedCluster:
-    """A job whose workers take turns in one thread.
+    """A job whose workers take turns in one process.
 
-    The default generator is left as it was found by every method.
+    The generators of the process are left as they were found by every method.
 
     Args:
-        make_task: Makes one worker's task; called once per worker, each time with the generator in
-            the state it has now, as all processes of a job start from one seed.
+        make_task: Makes one worker's task; called once per worker, each time with the generators in
+            the state they have now, as all processes of a job start from one seed.
         num_workers: Size of the cluster.
         captures: Where to look for graphs, and to keep them, so that each is captured once. None:
             every worker captures and plans by itself, as in a real job, and plans are compared.
@@ -237,59 +389,61 @@ class SimulatedCluster:
     def __init__(
         self, make_task: Callable[[], Task], num_workers: int, *, captures: Captures | None = None
     ) -> None:
-        self._shared = _Shared(captures)
-        self._step = 0
+        self._shared = _Shared(captures, num_workers)
         self.workers: list[SimulatedWorker] = []
-        with _generator_kept():
-            start = torch.default_generator.get_state()
+        with _generators_kept():
+            start, process = torch.default_generator.get_state(), _PROCESS.state()
             for rank in range(num_workers):
                 torch.default_generator.set_state(start)
-                task = make_task()
-                planner = _Planner(task, _Job(rank, num_workers, self._shared), self._shared)
-                state = torch.default_generator.get_state()
-                progress = TrainingProgress(accumulate=task.accumulate)
-                self.workers.append(SimulatedWorker(rank, task, planner, state, progress=progress))
-            self._process = process_generators()
+                _PROCESS.put(process)
+                task, job = make_task(), self._shared.job(rank)
+                engine = ClusterEngine(task, job, _Planner(task, job, self._shared))
+                generators = torch.default_generator.get_state(), _PROCESS.state()
+                worker = SimulatedWorker(rank, task, engine, job.member.position, *generators)
+                self.workers.append(worker)
 
     def train_step(self, arguments: Arguments, *, batch: Any = None) -> list[torch.Tensor]:
         """Train on one batch; returns the loss as each worker knows it.
 
         Args:
-            arguments: The batch, as arguments of the network and the loss.
-            batch: The same as a loader yields it, for tasks with a way of their own to split it.
+            arguments: The batch, as arguments of the network and the loss: all workers are given
+                it.
+            batch: The same as a loader yields it: those read it that need it.
         """
-        divisions = [self._divided(worker.task, arguments, batch) for worker in self.workers]
-        losses: list[list[torch.Tensor]] = [[] for _ in self.workers]
-        planned, phases = self._run(Mode.TRAIN, divisions)
-        for plan, states in phases:
-            loss = plan.placed.graph.loss_node
-            assert loss is not None
-            for found, state in zip(losses, states, strict=True):
-                found += [values[loss] for values in state.values]
-        for worker in self.workers:
-            worker.progress.num_steps += 1
-        return [step.loss(found) for step, found in zip(planned, losses, strict=True)]
 
-    def _divided(self, task: Task, arguments: Arguments, batch: Any) -> Division:
-        """A worker's own copy of a batch, divided."""
-        if batch is None:
-            return task.divider.divide_arguments(copy.deepcopy(arguments))
-        return task.divider.divide(copy.deepcopy(batch), has_loss_fn=task.loss_fn is not None)
+        def train(worker: SimulatedWorker) -> torch.Tensor:
+            if batch is None:
+                divider = worker.task.divider
+                return worker.engine.train_step(divider.divide_arguments(copy.deepcopy(arguments)))
+            (loss,) = worker.engine.train_epoch([copy.deepcopy(batch)])
+            return loss
 
-    def evaluate(self, arguments: Arguments) -> Any:
-        """Evaluate one batch; returns the outputs, after the loss where the task asks for it."""
-        plan, states = self._run_whole(Mode.EVAL, arguments)
-        graph, state = plan.placed.graph, states[plan.home]
-        found = unflatten_outputs(graph, state.values[0], leaves(arguments), state.numbers)
-        return found if graph.loss is None else found[:2]
+        return self.run(train)
+
+    def evaluate(self, batch: Any) -> tuple[torch.Tensor | None, Any]:
+        """Evaluate one batch, as a loader yields it; returns loss and outputs."""
+
+        def evaluate(worker: SimulatedWorker) -> _Seen:
+            seen = _Seen()
+            worker.engine.eval_epoch([copy.deepcopy(batch)], {"seen": seen})
+            return seen
+
+        seen = self._run_evaluating(evaluate)
+        plan = self.latest(Mode.EVAL)
+        assert plan is not None
+        at_home = seen[plan.plan.home]
+        return at_home.loss, at_home.outputs
 
     def predict(self, arguments: Arguments) -> list[Any]:
         """The network's outputs as each worker knows them."""
-        plan, states = self._run_whole(Mode.PREDICT, arguments)
-        return [
-            unflatten_outputs(plan.placed.graph, state.values[0], leaves(arguments), state.numbers)
-            for state in states
-        ]
+        return self._run_evaluating(lambda worker: worker.engine.predict(copy.deepcopy(arguments)))
+
+    def _run_evaluating(self, call: Callable[[SimulatedWorker], T]) -> list[T]:
+        """As ``run``; calls that are kept whole are of the network that was captured first."""
+        with ExitStack() as stack:
+            for worker in self.workers:
+                stack.enter_context(evaluating(worker.task.network))
+            return self.run(call)
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
         """The plan that was used last in a mode, as worker 0 has it."""
@@ -299,115 +453,41 @@ class SimulatedCluster:
         """The worker that owns a parameter or buffer; any, before the first plan."""
         return self.workers[self.workers[0].planner.owners.get(name, 0)]
 
-    def _run_whole(self, mode: Mode, arguments: Arguments) -> tuple[PartitionPlan, list[StepState]]:
-        copies = [copy.deepcopy(arguments) for _ in self.workers]
-        with ExitStack() as stack:
-            for worker in self.workers:
-                stack.enter_context(evaluating(worker.task.network))
-            _, phases = self._run(mode, [Division(one, (one,)) for one in copies])
-        return phases[0]
-
-    def _run(
-        self, mode: Mode, divisions: Sequence[Division]
-    ) -> tuple[list[PlannedStep], list[tuple[PartitionPlan, list[StepState]]]]:
-        """Run a step; returns each worker's plans, and what each phase left on every worker."""
-        with _generator_kept():
-            planned = [
-                self._planned(worker, mode, division)
-                for worker, division in zip(self.workers, divisions, strict=True)
+    def run(self, call: Callable[[SimulatedWorker], T]) -> list[T]:
+        """Let every worker make a call; returns what each gets."""
+        if len(self.workers) == 1:  # it waits for nobody
+            with _generators_kept(), self.workers[0].active():
+                return [call(self.workers[0])]
+        turns = [_Turn(worker, call) for worker in self.workers]
+        for turn in turns:
+            turn.start()
+        try:
+            with _generators_kept():
+                while not all(turn.is_over for turn in turns):
+                    ready = [turn for turn in turns if turn.can_go_on()]
+                    if not ready:
+                        where = "\n  ".join(turn.where() for turn in turns)
+                        raise SimulationError(f"no worker can go on:\n  {where}")
+                    for turn in ready:
+                        turn.take()
+        finally:
+            for turn in turns:
+                turn.abandon()
+        _refuse_what_is_left(
+            [
+                f"a message of plan {plan}, edge {edge}, was never received"
+                for (plan, edge), channel in self._shared.fabric.channels.items()
+                if channel.messages
             ]
-            self._note_draws(planned)
-            by_worker = [
-                made.phases(division if worker.rank in made.consumers else None)
-                for worker, made, division in zip(self.workers, planned, divisions, strict=True)
-            ]
-            number, self._step = self._step, self._step + 1
-            left = [self._run_phase(number, phases) for phases in zip(*by_worker, strict=True)]
-        return planned, left
-
-    def _note_draws(self, planned: Sequence[PlannedStep]) -> None:
-        """From now on workers have Python's and NumPy's generators of their own, if they draw."""
-        if planned[0].first.plan.placed.graph.draws_from_process:
-            for worker in self.workers:
-                worker.process = self._process if worker.process is None else worker.process
-
-    def _planned(self, worker: SimulatedWorker, mode: Mode, division: Division) -> PlannedStep:
-        is_training = mode is Mode.TRAIN
-        with worker.active():
-            if is_training:
-                worker.progress.begin()
-            note = partial(worker.progress.agreement, worker.task.divider) if is_training else str
-            progress = worker.progress if is_training else None
-            return plan_step(worker.planner, mode, division.shape(), note=note, progress=progress)
-
-    def _run_phase(
-        self, step: int, phases: Sequence[StepPhase]
-    ) -> tuple[PartitionPlan, list[StepState]]:
-        states = []
-        for worker, phase in zip(self.workers, phases, strict=True):
-            if phase.mark is not None:
-                phase.mark()
-            microbatches = phase.microbatches(worker.progress) if phase.weights else None
-            planned = phase.planned
-            states.append(planned.runner.begin(step, phase.inputs, planned.numbers, microbatches))
-        self._take_turns([phase.planned.runner for phase in phases], states)
-        plan = phases[0].planned.plan
-        self._check_nothing_left(states, plan)
-        return plan, states
-
-    def _take_turns(self, runners: Sequence[ProgramRunner], states: Sequence[StepState]) -> None:
-        while any(runner.next_instruction() is not None for runner in runners):
-            has_moved = False
-            for worker, runner, state in zip(self.workers, runners, states, strict=True):
-                if not self._can_advance(runner):
-                    continue
-                has_moved = True
-                with worker.active():
-                    while self._can_advance(runner):
-                        runner.advance(state)
-            if not has_moved:
-                raise SimulationError("no worker can go on:\n  " + _positions(runners))
-
-    def _can_advance(self, runner: ProgramRunner) -> bool:
-        instruction = runner.next_instruction()
-        if instruction is None:
-            return False
-        if instruction.opcode not in (Opcode.SEND, Opcode.RECEIVE):
-            return True
-        channel = self._shared.fabric.channels[runner.plan_number, instruction.operand]
-        if instruction.opcode is Opcode.SEND:
-            return len(channel.messages) < runner.depth_of(instruction.operand)
-        return bool(channel.messages)
-
-    def _check_nothing_left(self, states: Sequence[StepState], plan: PartitionPlan) -> None:
-        outputs = {output.node for output in plan.placed.graph.outputs}
-        left = [
-            f"a message of plan {plan}, edge {edge}, was never received"
-            for (plan, edge), channel in self._shared.fabric.channels.items()
-            if channel.messages
-        ]
-        for rank, state in enumerate(states):
-            for name in ("leaves", "collected", "received"):
-                found = sorted(key for kept in getattr(state, name) for key in kept)
-                if found and any(state.roots):
-                    left.append(f"worker {rank} never used {name} {found}")
-            if any(state.pending):
-                left.append(f"worker {rank} never computed some weight gradients")
-            kept = {value for values in state.values for value in values} - outputs
-            if kept or state.generators:
-                left.append(f"worker {rank} never freed {sorted(kept)} {sorted(state.generators)}")
-        if left:
-            raise SimulationError("the step left something behind:\n  " + "\n  ".join(left))
+        )
+        return [turn.result for turn in turns]
 
 
 @contextmanager
-def _generator_kept() -> Iterator[None]:
-    before = all_generators()
+def _generators_kept() -> Iterator[None]:
+    before, process = torch.default_generator.get_state(), _PROCESS.state()
     try:
         yield
     finally:
-        set_all_generators(before)
-
-
-def _positions(runners: Sequence[ProgramRunner]) -> str:
-    return "\n  ".join(f"worker {rank}: {runner.where()}" for rank, runner in enumerate(runners))
+        torch.default_generator.set_state(before)
+        _PROCESS.put(process)

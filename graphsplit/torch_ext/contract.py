@@ -73,8 +73,13 @@ CONTRACT: tuple[PrivateName, ...] = (
     ),
     *_of(
         "torch.utils._python_dispatch",
-        "sees each operator (TorchDispatchMode); leaves capture for a moment",
-        *("TorchDispatchMode", "_disable_current_modes"),
+        "sees each operator (TorchDispatchMode); leaves modes for a moment",
+        *("TorchDispatchMode", "_disable_current_modes", "_pop_mode_temporarily"),
+    ),
+    *_of(
+        "torch._C",
+        "whether other modes of operators stand around those of an own loop",
+        "_len_torch_dispatch_stack",
     ),
     *_of(
         "torch.overrides",

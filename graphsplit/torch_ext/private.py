@@ -45,6 +45,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as gro
 from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
 
 __all__ = [
     "CHECKPOINT",
@@ -89,6 +90,8 @@ __all__ = [
     "make_wrapper",
     "mode_options",
     "nccl_group",
+    "num_dispatch_modes",
+    "pop_mode",
     "pytree",
     "run_backward",
     "set_grad_enabled",
@@ -100,6 +103,7 @@ __all__ = [
 _C: Any = torch._C
 
 SingleLevelFunction: Any = _SingleLevelFunction
+num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 run_backward: Callable[..., Any] = Variable._execution_engine.run_backward
 are_transforms_active: Callable[[], bool] = _C._are_functorch_transforms_active
 foreach_copy_: Callable[..., None] = torch._foreach_copy_

@@ -181,6 +181,7 @@ class ModelArguments:
     compile: Any
     recompute: Any
     keep_outputs: Any
+    gradient_order: Any
 
     def check(self) -> None:
         """Refuse arguments that are not as ``Model`` says; all of them are listed together.
@@ -219,6 +220,7 @@ class ModelArguments:
             compiler=compiler_of(self.compile),
             recompute=recomputed_paths(self.net, self.recompute),
             keep_outputs=self.keep_outputs,
+            gradient_order=self.gradient_order,
         )
 
     def _problems_of_what_runs(self) -> list[str]:
@@ -251,6 +253,8 @@ class ModelArguments:
                 f"keep_outputs=True in a job that runs with {job.recovery_policy}: a worker that "
                 f"comes back would not know the outputs of the steps before"
             )
+        if self.gradient_order not in ("left", "pairs"):
+            problems.append(f"gradient_order={self.gradient_order!r}; expected 'left' or 'pairs'")
         if self.capture != "auto":
             problems.append(f"capture={self.capture!r}; expected 'auto'")
         if self.unplaced not in ("affinity", "worker0"):

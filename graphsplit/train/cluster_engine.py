@@ -18,13 +18,13 @@ from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
-from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.left_by_calls import note_left, share_left
 from graphsplit.feeding.resized_buffers import share_sizes
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
 from graphsplit.planning.modes import evaluating
+from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
 from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
@@ -38,10 +38,16 @@ Values = dict[int, torch.Tensor]  # by node of the graph: what a microbatch leav
 
 
 class ClusterEngine(ClusterState):
-    """Runs this worker's programs; every method is called by all workers in the same order."""
+    """Runs this worker's programs; every method is called by all workers in the same order.
 
-    def __init__(self, task: Task, job: Job) -> None:
-        super().__init__(task, job)
+    Args:
+        task: What is trained.
+        job: The job.
+        planner: Makes the plans; by default one that makes each by itself.
+    """
+
+    def __init__(self, task: Task, job: Job, planner: Planner | None = None) -> None:
+        super().__init__(task, job, planner)
         self._step = 0
         self.progress = TrainingProgress(accumulate=task.accumulate)
         self._leading = Leading(task, job, self.planner, self.progress)
@@ -61,7 +67,6 @@ class ClusterEngine(ClusterState):
 
     def guard(self) -> AbstractContextManager[None]:
         """Report errors raised inside, so that all workers end."""
-        _refuse_autocast_around()
         return self._job.reporting()
 
     def call_on_gradients(self, function: Callable[[], None] | None) -> None:
@@ -272,14 +277,3 @@ def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
     """The outputs of a step without microbatches, in the network's own structure."""
     plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)
-
-
-def _refuse_autocast_around() -> None:
-    """Around a whole step it would reach backward and the optimizer, on some operations only."""
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            raise ConfigurationError(
-                "torch.autocast is on around a call of the Model, or of a distributed network; it "
-                "would reach beyond network and loss\n"
-                "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
-            )

@@ -25,11 +25,11 @@ from graphsplit.transport.hub import Router
 class ClusterState(Engine):
     """The state of a Model over all workers; every method is called by all in the same order."""
 
-    def __init__(self, task: Task, job: Job) -> None:
+    def __init__(self, task: Task, job: Job, planner: Planner | None = None) -> None:
         self._task = task
         self._job = job
         records.trust_network(task.network, task.loss_fn)
-        self.planner = Planner(task, job)
+        self.planner = planner or Planner(task, job)
         self._waiting: dict[str, Callable[[], None]] = {}
         self.planner.on_settled = self._settle
         self.on_first_settled: Callable[[], None] | None = None

@@ -15,11 +15,13 @@ from graphsplit.batches.microbatches import Division
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.job.group import WorkerGroup
+from graphsplit.marks.annotations import check_blocks
 from graphsplit.optimizers.own_step import by_the_model, note_used
 from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import TrainingProgress, total_loss
-from graphsplit.planning.task import Task, materialize_all
+from graphsplit.planning.task import Task, materialize_all, trainable_of
 from graphsplit.planning.trainable import check_value
+from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import NOTHING, Beside
 from graphsplit.witness import Witness
@@ -189,15 +191,23 @@ class EagerEngine(Engine):
         """The gradients of all microbatches, one after the other; the generator is put back."""
         before, losses = torch.default_generator.get_state(), []
         pairs = zip(division.microbatches, division.weights, strict=True)
+        sums, kept_apart = PairwiseSums(), self._kept_apart()
         try:
             for index, (microbatch, weight) in enumerate(pairs):
                 torch.default_generator.set_state(self.progress.rng_state(index))
                 loss = self._loss(microbatch, found)
-                torch.autograd.backward(self._scaled(loss * weight, scale))
+                with sums.apart(kept_apart, index):
+                    torch.autograd.backward(self._scaled(loss * weight, scale))
                 losses.append(loss.detach())
+            sums.end_batch()
         finally:
             torch.default_generator.set_state(before)
         return total_loss(losses, division.weights)
+
+    def _kept_apart(self) -> tuple[torch.Tensor, ...]:
+        """The parameters whose gradients are added in pairs, each once."""
+        is_in_pairs = self._task.gradient_order == "pairs"
+        return tuple(dict.fromkeys(trainable_of(self._task))) if is_in_pairs else ()
 
     def _scaled(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
         task = self._task
@@ -234,6 +244,7 @@ class EagerEngine(Engine):
         )
         assert isinstance(loss, torch.Tensor)
         check_value(loss)
+        check_blocks()
         found.append(beside)
         return loss
 

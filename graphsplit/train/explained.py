@@ -180,7 +180,8 @@ class Explainer:
         if job is not None:
             return job.num_workers
         rules = placement_rules(self._task, num_workers=1, owners={})
-        return max((found.rank for found in asked_placements(graph, rules).values()), default=0) + 1
+        asked = asked_placements(graph, rules).values()
+        return max((found.highest for found in asked), default=0) + 1
 
     def _latest_plan(self, method: str) -> PartitionPlan:
         if isinstance(self._engine, ClusterEngine):

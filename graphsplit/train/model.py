@@ -17,6 +17,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
+from graphsplit.optimizers.update import GradientOrder
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.profiling.profile import Profiling
@@ -85,6 +86,9 @@ class Model(Shown, Steps):
             ``docs/how-to/choose-a-schedule.md``.
         keep_outputs: Hand out what the network returns in training steps, in ``last_outputs`` and
             to callbacks. Every worker is sent it.
+        gradient_order: In which order gradients of microbatches are added: ``"left"``, as a loop of
+            ``backward()`` does, or ``"pairs"``, two by two: ``docs/how-to/microbatches.md`` prints
+            both loops.
 
     Raises:
         ConfigurationError: An argument is not as above, or ``MS_ROLE`` is set and ``gs.init()``
@@ -113,13 +117,14 @@ class Model(Shown, Steps):
         compile: bool | Mapping[str, Any] = False,
         recompute: bool | Sequence[str | nn.Module] = False,
         keep_outputs: bool = False,
+        gradient_order: GradientOrder = "left",
     ) -> None:
         given = ModelArguments(
             net, loss_fn, optimizer, metrics, microbatches=microbatches, split=split,
             loss_weight=loss_weight, schedule=schedule, capture=capture, unplaced=unplaced,
             dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
             set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
-            keep_outputs=keep_outputs,
+            keep_outputs=keep_outputs, gradient_order=gradient_order,
         )  # fmt: skip
         given.check()
         self._given = given

@@ -77,9 +77,12 @@ class Session:
         return secret.encode(), purpose.encode()
 
     def misplacement_of(self, hello: Hello) -> str | None:
-        """The mistake in where a newcomer says that it belongs, or None."""
+        """The mistake in where a newcomer says that it belongs, or None.
+
+        A newcomer has proved nothing yet: it is not told which job this is.
+        """
         if hello.job != self.job:
-            return f"job: expected {self.job!r}, got {hello.job!r}"
+            return "job: this worker belongs to another one"
         if hello.generation != self.generation:
             return f"generation: expected {self.generation}, got {hello.generation}"
         if hello.destination != self.rank:

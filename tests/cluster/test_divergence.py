@@ -94,6 +94,14 @@ def test_in_a_loop_of_the_scripts_own_the_call_of_a_network_is_where_all_should_
         assert "call state_dict() on every worker" in text
 
 
+def test_a_value_that_one_worker_asks_for_is_to_be_asked_for_on_all():
+    calls_of = {0: history("a value's item"), 1: history("a call of Net")}
+    for calls in calls_of.values():
+        assert calls.within is not None
+        text = describe_divergence(calls.within, calls_of)
+        assert "ask for the value on every worker" in text and "print it on one" in text
+
+
 def test_the_call_inside_another_is_the_one_that_is_wrong():
     calls_of = {0: history("train"), 1: history("train", "barrier"), 2: history("train")}
     for calls in calls_of.values():

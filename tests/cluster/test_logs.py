@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 
 import pytest
+from tqdm import tqdm
 
 from graphsplit import logs
 
@@ -61,6 +63,16 @@ def test_a_script_that_logs_in_its_own_way_is_left_alone(stream):
     logs.say("formed", event="formed")
     assert stream.getvalue() == "graphsplit INFO formed formed\n"
     assert logs.LOGGER.handlers == [own]
+
+
+def test_a_progress_bar_makes_room_for_a_line(stream):
+    logs.configure({}, prefix="x", stream=lambda: stream)
+    with tqdm(total=3, file=stream) as bar:
+        logs.say("capturing")
+        bar.update(1)
+    told = re.split(r"[\r\n]", stream.getvalue())
+    assert "[x] capturing" in told, told
+    assert any("0/3" in part for part in told[told.index("[x] capturing") :]), told
 
 
 def test_a_reader_that_has_gone_ends_nothing(stream):

@@ -13,7 +13,7 @@ from cluster_helpers import DEADLINE_S, wait_until
 from security_helpers import SCHEDULER_NAME, protection, worker_name
 
 from graphsplit.cli import status as status_command
-from graphsplit.cli.main import main
+from graphsplit.cli.commands import main
 from graphsplit.cluster.scheduler import server as scheduler_module
 from graphsplit.cluster.status.client import fetch_status
 from graphsplit.cluster.status.job_status import JobStatus, StatusRequest, WorkerStatus

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from loop_helpers import Distribute, Loop, placed
+from loops import small
 from several_networks import layers
 from torch import nn
 from torch.nn import functional
+
+import graphsplit as gs
 
 
 class Recurrent(nn.Module):
@@ -85,4 +88,56 @@ def swapped(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict(), optimizer.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (carried, measured, swapped)
+def logged(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Losses that one worker alone asks for: whole, scaled, in parts, and added up."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen, running = [], torch.zeros(()) if ranks[1] else 0.0
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = net(torch.randn(6, 8))
+        parts = out.square().mean(), out.abs().mean()
+        loss = parts[0] + 0.1 * parts[1]
+        (loss / 4 * torch.tensor(2.0)).backward()
+        optimizer.step()
+        running += loss.detach()
+        numbers = (loss, *parts, running, loss.detach() * 3 - 1)
+        if gs.get_rank() == ranks[0]:
+            seen = [number.item() for number in numbers]
+        seen = [number.item() for number in numbers]
+        yield seen
+
+
+def mixed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Network and criterion under autocast, with a scaler and without; evaluation; then neither."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    labels = torch.arange(6) % 4
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            out = net(torch.randn(6, 8))
+            scores = out @ torch.linspace(-1, 1, 16).view(4, 4)
+            loss = functional.cross_entropy(scores, labels) + out.square().mean()
+        yield out.dtype, scores.dtype, loss.dtype, scores.detach()
+        if dtype is torch.float16:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            yield torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        yield loss.item()
+    net.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        yield net(torch.randn(6, 8)).argmax(1)
+    net.train()
+    net(torch.randn(6, 8)).sum().backward()
+    yield from (p.grad for p in net.parameters())
+    yield dict(net.state_dict())
+
+
+LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged, mixed)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recovery_helpers
 import torch
 from loop_helpers import placed, ranks_for
 from recovery_helpers import ThreadCluster, threads_as_workers
@@ -14,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import graphsplit as gs
+from graphsplit.distribute import forms as following
 from graphsplit.job import joined
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.transport import memory
@@ -156,3 +161,52 @@ def test_the_parameters_of_others_take_no_memory() -> None:
     of_each = run(held)
     assert max(of_each) < 4 * whole
     assert 4 * whole <= sum(of_each) < 4 * whole + 1024
+
+
+def test_forms_of_results_are_found_out_once() -> None:
+    forms: Any = vars(following)["_forms"]
+    forms.clear()
+    x = torch.randn(6, 8, device="meta", requires_grad=True)
+    labels = torch.empty(6, dtype=torch.long, device="meta")
+
+    def step() -> list[Any]:
+        loss = functional.cross_entropy(x.half().float(), labels)
+        made = [loss, *torch.autograd.grad(loss, x), *x.topk(2), x.view(8, 6), labels / 1, x * 1]
+        return [(type(m), m.shape, m.stride(), m.dtype, m.requires_grad, m.device) for m in made]
+
+    expected = step()
+    sizes = []
+    for _ in range(2):
+        with following.Following():
+            assert step() == expected
+        sizes.append(len(forms))
+    assert sizes == [12, 12]  # all but the view
+    torch.set_default_dtype(torch.float64)
+    try:
+        expected = step()
+        with following.Following():
+            assert step() == expected
+        assert len(forms) == 24
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_network_that_nobody_holds_any_more_is_freed_with_its_optimizer() -> None:
+    def seen() -> Any:
+        net = gs.distribute(language())
+        twin = copy.deepcopy(net)
+        optimizer = torch.optim.Adam(net.parameters())
+        words = torch.arange(24).view(4, 6)
+        criterion(net(words), words).backward()
+        optimizer.step()
+        twin(words)
+        held = (net, twin, optimizer, *net.parameters())
+        return joined.current(), [weakref.ref(one) for one in held]
+
+    of_workers = run(seen)
+    vars(vars(recovery_helpers)["_CAPTURES"])["_graphs"].clear()  # of these tests
+    gc.collect()
+    gc.collect()  # what was noted of a network goes when it does
+    for job, held in of_workers:
+        assert job is not None
+        assert [one() is None for one in held] == [True] * 20

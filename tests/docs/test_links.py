@@ -12,6 +12,11 @@ def test_every_relative_link_leads_somewhere(document: Path) -> None:
     assert not broken, f"{document}: {broken}"
 
 
+def test_the_index_lists_a_document_once() -> None:
+    listed = links(ROOT / "docs" / "README.md")
+    assert len(listed) == len(set(listed)), sorted(listed)
+
+
 def test_every_document_is_reached_from_the_readme() -> None:
     reached, waiting = set[Path](), [ROOT / "README.md"]
     while waiting:

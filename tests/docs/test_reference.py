@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,7 +17,7 @@ from documents import ROOT, Block, blocks, table
 
 import graphsplit
 from graphsplit import errors
-from graphsplit.cli.main import main
+from graphsplit.cli.commands import main
 from graphsplit.settings import ClusterSettings
 from graphsplit.train import callbacks, metrics
 
@@ -36,10 +39,18 @@ class Recorded(dict[str, str]):
         return super().get(key, default)
 
 
+@pytest.mark.real_processes
+def test_the_api_pages_are_built(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "docs" / "build_api.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "train_step" in (tmp_path / "graphsplit.html").read_text()
+
+
 def test_the_table_lists_the_variables_that_are_read() -> None:
     environ = Recorded(WORKER)
     ClusterSettings.from_environ(environ)
-    assert environ.asked == set(ENVIRONMENT)
+    assert environ.asked | {"GS_LAUNCHER", "GS_RENDEZVOUS_DIR"} == set(ENVIRONMENT)
 
 
 def test_no_other_variable_is_named_anywhere_in_the_code() -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from documents import ROOT, Block, blocks
+from torch import nn
 
+import graphsplit as gs
 from graphsplit.job import joined
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
@@ -45,6 +47,22 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 def test_a_program_runs_as_it_stands(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     save(block)
     run(block.name, monkeypatch)
+
+
+def test_the_loop_that_adds_in_pairs_has_the_bits_of_a_model() -> None:
+    (block,) = (block for block in ALONE if block.name == "pairs.py")
+    save(block)
+    assert "graphsplit" not in block.text
+    plain = runpy.run_path(block.name)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = gs.Model(
+        net, nn.CrossEntropyLoss(), optimizer, microbatches=plain["M"], gradient_order="pairs"
+    )
+    model.train(1, plain["loader"])
+    for one, other in zip(net.parameters(), plain["net"].parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_checkpoint_that_was_saved_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

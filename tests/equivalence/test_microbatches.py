@@ -349,4 +349,4 @@ def test_workers_with_another_number_of_microbatches_are_refused() -> None:
 
     cluster = SimulatedCluster(make_task, 2)
     with pytest.raises(PlanMismatchError, match="microbatch"):
-        cluster.train_step((batches_of(8, 6)[0], {}))
+        cluster.train_step((batches_of(8, 6)[0], {}), batch=batches_of(8, 6)[0])

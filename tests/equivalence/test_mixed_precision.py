@@ -20,9 +20,10 @@ from pass_helpers import captured
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.capture.graph import CapturedGraph, NodeKind
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.optimizers.clip import GlobalNorm, Value
+from graphsplit.planning.modes import check_around
 from graphsplit.runtime.segments import region_modes
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
@@ -189,12 +190,14 @@ def test_a_parameter_used_as_it_is_and_cast_within_one_operation_is_refused() ->
         graph_of(run)
 
 
-def test_autocast_around_a_call_of_a_cluster_is_refused() -> None:
-    from graphsplit.train.cluster_engine import _refuse_autocast_around
-
-    _refuse_autocast_around()
+def test_modes_around_a_step_of_a_cluster_are_refused() -> None:
+    check_around(Mode.TRAIN)
     with half(), pytest.raises(ConfigurationError, match=r"Model\(..., autocast=torch.bfloat16\)"):
-        _refuse_autocast_around()
+        check_around(Mode.EVAL)
+    with torch.no_grad(), pytest.raises(ConfigurationError, match="gradients are switched off"):
+        check_around(Mode.TRAIN)
+    with torch.no_grad():
+        check_around(Mode.PREDICT)
 
 
 def test_autocast_is_put_back_when_an_operation_raises() -> None:

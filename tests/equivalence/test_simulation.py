@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,11 +13,9 @@ from torch import nn
 from graphsplit.batches.batch import Arguments
 from graphsplit.errors import OwnershipError
 from graphsplit.planning.task import Task
-from graphsplit.program.instruction import Opcode
-from graphsplit.testing import simulate
 from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits
-from graphsplit.testing.simulate import SimulatedCluster, SimulationError
+from graphsplit.testing.simulate import SimulatedCluster, SimulatedWorker, SimulationError
 
 
 class Two(nn.Module):
@@ -57,17 +56,16 @@ def test_what_a_worker_does_not_own_cannot_be_read_there() -> None:
         cluster.workers[0].task.network.second.weight.sum()  # type: ignore[operator, union-attr]
 
 
-def test_a_deadlock_names_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_names_every_worker() -> None:
     cluster = SimulatedCluster(make_task, 2)
     cluster.train_step(arguments())
 
-    def never_sends(self: SimulatedCluster, runner: simulate.ProgramRunner) -> bool:
-        instruction = runner.next_instruction()
-        return instruction is not None and instruction.opcode not in (Opcode.SEND, Opcode.RECEIVE)
+    def wait_for_the_other(worker: SimulatedWorker) -> None:
+        next(worker.engine.group().receive(8, source=1 - worker.rank))
 
-    monkeypatch.setattr(SimulatedCluster, "_can_advance", never_sends)
-    with pytest.raises(SimulationError, match=r"(?s)worker 0: .*SEND.*worker 1: .*RECEIVE"):
-        cluster.train_step(arguments())
+    with pytest.raises(SimulationError, match=r"(?s)worker 0: .* 1 -> w.*worker 1: .* 0 -> w"):
+        cluster.run(wait_for_the_other)
+    assert not [t for t in threading.enumerate() if t.name.startswith("simulated worker")]
 
 
 def test_a_difference_is_named_with_step_parameter_and_worker(

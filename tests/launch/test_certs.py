@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 from cryptography import x509
 
+from graphsplit.cli.commands import main
 from graphsplit.cli.launch.environment import job_children
-from graphsplit.cli.main import main
 from graphsplit.security.names import SCHEDULER, WORKER
 from graphsplit.security.options import SecurityOptions
 from graphsplit.security.protection import load_protection

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from graphsplit.cli.main import main
+from graphsplit.cli.commands import main
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(60)]
 

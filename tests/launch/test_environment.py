@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from graphsplit.cli.launch import environment
-from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.environment import job_children
+from graphsplit.launchers import ports
+from graphsplit.launchers.ports import find_free_port
 
 
 def test_a_scheduler_and_ranked_workers_share_the_address() -> None:
@@ -37,7 +38,7 @@ def test_a_free_port_can_be_bound_and_is_given_to_nobody_else() -> None:
     with socket.socket() as taken, socket.socket() as any_port:
         taken.bind(("127.0.0.1", port))
         any_port.bind(("127.0.0.1", 0))
-        low, high = environment._given_ports()
+        low, high = ports._given_ports()
         assert low <= any_port.getsockname()[1] <= high
         assert not low <= port <= high
 
@@ -46,10 +47,10 @@ def test_any_port_is_taken_where_all_others_are(monkeypatch: pytest.MonkeyPatch)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", find_free_port("127.0.0.1")))
         port = taken.getsockname()[1]
-        monkeypatch.setattr(environment, "_FIRST_PORT", port)
-        monkeypatch.setattr(environment, "_given_ports", lambda: (port + 1, 65_535))
+        monkeypatch.setattr(ports, "_FIRST_PORT", port)
+        monkeypatch.setattr(ports, "_given_ports", lambda: (port + 1, 65_535))
         assert find_free_port("127.0.0.1") not in (0, port)
-    monkeypatch.setattr(environment, "_given_ports", lambda: (1, 65_535))
+    monkeypatch.setattr(ports, "_given_ports", lambda: (1, 65_535))
     assert find_free_port("127.0.0.1") > 0
 
 
@@ -60,8 +61,8 @@ def test_a_system_that_does_not_tell_its_ports(
     path = tmp_path / "range"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(environment, "_GIVEN_PORTS", path)
-    assert environment._given_ports() == (32_768, 65_535)
+    monkeypatch.setattr(ports, "_GIVEN_PORTS", path)
+    assert ports._given_ports() == (32_768, 65_535)
 
 
 def test_a_host_that_is_not_this_one_is_said() -> None:

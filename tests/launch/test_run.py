@@ -317,10 +317,28 @@ def test_a_shell_completes_commands() -> None:
 def test_the_launcher_does_not_import_torch() -> None:
     # The command is recognised by its name: a script that imports graphsplit needs torch anyway.
     code = (
-        "import sys; sys.argv[0] = '/usr/bin/graphsplit'; import graphsplit.cli.main; "
+        "import sys; sys.argv[0] = '/usr/bin/graphsplit'; import graphsplit.cli.commands; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_interrupt_of_the_launchers_imports_is_one_line() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'click': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupts())\n"
+        "sys.argv[0] = 'graphsplit'\n"
+        "from graphsplit.cli.main import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, "run", "-n", "2", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    line = "graphsplit: interrupted by SIGINT; exit status 130\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", line)
 
 
 def test_a_killed_worker_is_started_again_under_wait_rejoin(

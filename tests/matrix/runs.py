@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphsplit.cli.launch.console import Console, Sink
-from graphsplit.cli.launch.environment import find_free_port, job_children
+from graphsplit.cli.launch.environment import job_children
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
+from graphsplit.launchers.ports import find_free_port
 from matrix.faults import HIT, TOLD, Fault
 from matrix.forked import start_forked
 from matrix.table import Row

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph
-from graphsplit.errors import CaptureError
+from graphsplit.errors import CaptureError, PlacementError
 from graphsplit.testing.equivalence import assert_same_bits
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -53,6 +53,31 @@ def test_the_innermost_block_wins() -> None:
         return x.sum()
 
     assert asked_in(body) == {"add": 1, "linear": 2, "mul": 1, "sum_1": None}
+
+
+def test_a_block_is_a_decorator_too_and_the_role_may_be_left_out() -> None:
+    @gs.place(1)
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def body(self: Running, x: torch.Tensor) -> torch.Tensor:
+        return gs.op(torch.sum).place(2)(shifted(shifted(x)) * 2)
+
+    assert asked_in(body) == {"add": 1, "add_1": 1, "mul": None, "sum_1": 2}
+
+
+@pytest.mark.parametrize("ask", [gs.Model.explain, gs.Model.train_step])
+def test_a_block_that_is_not_entered_is_an_error(ask: Callable[..., Any]) -> None:
+    def body(self: Running, x: torch.Tensor) -> torch.Tensor:
+        gs.place("MS_WORKER", 1)
+        return self.a(x).sum()
+
+    network = Running(body)
+    model = gs.Model(network, optimizer=torch.optim.SGD(network.parameters(), lr=0.1))
+    line = rf"{__file__}:{body.__code__.co_firstlineno + 1}\n"
+    problem = rf"gs.place\('MS_WORKER', 1\) places nothing: it is not entered\n +{line}"
+    with pytest.raises(PlacementError, match=problem + r"  Fix: write `with gs.place\("):
+        ask(model, X)
 
 
 def test_an_operation_placed_by_itself_wins_over_the_block_around_it() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from graphsplit.program.instruction import Instruction, Opcode
 
 NUMBERS = st.integers(0, 10_000)
-BARE = (Opcode.ZERO_GRADIENTS, Opcode.REDUCE, Opcode.CLIP, Opcode.OPTIMIZER)
+BARE = (Opcode.ZERO_GRADIENTS, Opcode.ADD_UP, Opcode.REDUCE, Opcode.CLIP, Opcode.OPTIMIZER)
 INSTRUCTIONS = st.one_of(
     st.sampled_from(BARE).map(Instruction),
     st.builds(Instruction, st.sampled_from([o for o in Opcode if o not in BARE]), NUMBERS, NUMBERS),

@@ -54,7 +54,7 @@ def accumulated_uneven_microbatches(place: bool = True) -> Any:
     net = plain_net(place=place)
     model = gs.Model(
         net, nn.CrossEntropyLoss(), adam(net), microbatches=4, accumulate=3,
-        clip=gs.clip.GlobalNorm(0.1),
+        clip=gs.clip.GlobalNorm(0.1), gradient_order="pairs",
     )  # fmt: skip
     found = trained(model, batches(10))
     return found, model.last_gradient_norm

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphsplit.cluster.member.identity import failure_of
-from graphsplit.errors import JobFailedError
+from graphsplit.errors import JobFailedError, PlanMismatchError
 from graphsplit.failure import AbortSignal
 from graphsplit.job import interrupts
 from graphsplit.job.endings import LastWords
@@ -63,6 +63,17 @@ def test_the_same_error_of_two_workers_is_told_whole_once(
     assert "worker 1 ended because worker 0" in said
     assert "ValueError: bad" in said
     assert [cause.rank for cause in reported] == [1]
+
+
+def test_that_workers_disagree_is_told_whole_by_the_scheduler_and_worker_0(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "workers 0 and 1 disagree\n  worker 0: a\n  worker 1: b"
+    with caplog.at_level("ERROR", logger="graphsplit"):
+        said, _ = told(PlanMismatchError(text), FailureCause("disagreement", text), capsys)
+    assert "Traceback" not in said
+    line = "worker 1 ended because workers 0 and 1 disagree; the scheduler's log has the whole"
+    assert line in said + caplog.text
 
 
 @pytest.mark.parametrize("first", [None, ValueError("worse"), KeyError("bad")])

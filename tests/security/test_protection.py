@@ -211,7 +211,7 @@ def test_a_transport_that_cannot_encrypt_is_refused_under_tls_unless_allowed_by_
 
 def test_without_tls_nothing_of_cryptography_is_imported() -> None:
     code = (
-        "import sys; sys.argv[0] = 'graphsplit'; from graphsplit.cli import main; "
+        "import sys; sys.argv[0] = 'graphsplit'; from graphsplit.cli import commands; "
         "from graphsplit.security import protection, grpc_ports; "
         "print([m for m in ('cryptography', 'torch', 'grpc') if m in sys.modules])"
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from system.helpers import Finished, run_job
+from system.helpers import JOBS, Finished, run_command, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
 
 
 def times(job: Finished, what: str) -> list[float]:
@@ -53,8 +55,16 @@ def test_an_error_in_an_operation_names_step_module_operation_and_line():
     assert_told_whole_once(job, 0, "its operands: float32", "StepFailedError: IndexError")
 
 
-def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_seconds():
-    job = run_job("failing.py", "killed", workers=3)
+def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_seconds(
+    tmp_path: Path,
+):
+    """Killed as the tutorial does it."""
+    tutorial = TUTORIAL.read_text()
+    (kill,) = re.findall(r"^\$ (kill -9 .*)$", tutorial, re.MULTILINE)
+    kill = kill.replace("'2'", "'1'")
+    command = f"until {kill} 2>/dev/null; do :; done"  # the log may lag behind
+    options = ["-n", "3", "--log-dir", str(tmp_path / "logs"), "--"]
+    job = run_command(["run", *options, str(JOBS / "failing.py"), "killed", command, str(tmp_path)])
     assert job.status != 0
     for process in ("scheduler", "worker 0", "worker 2"):  # worker 2 was asleep in user code
         said = "\n".join(job.lines_of(process))
@@ -62,6 +72,10 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert "graphsplit: worker 1 was killed by SIGKILL; last position: " in job.output
     assert job.status == 137
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
+    lost = r"\(host \S+, pid \d+\) was lost: its process was killed by SIGKILL; last position: "
+    last = (tmp_path / "logs" / "worker_2.log").read_text().splitlines()[-1]
+    assert re.match(rf"\[graphsplit\] worker 2 ended because worker 1 {lost}", last), job.output
+    assert re.search(rf"^\[graphsplit\] worker 4 ended because worker 2 {lost}", tutorial, re.M)
 
 
 def test_a_child_that_the_script_forks_ends_as_any_other_process():

@@ -78,7 +78,7 @@ def _serve() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     fork_server.import_all()
     from graphsplit.cli import job
-    from graphsplit.cli.main import main
+    from graphsplit.cli.commands import main
 
     job.WarmStart = _ForkedStart  # type: ignore[misc]
     line.send(b"ready")

@@ -189,3 +189,14 @@ def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
         "capturing the predict step again: the batch has other shapes or dtypes",
         "capturing the predict step again: net.doubles was False, is True",
     ]
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_that_segments_are_compiled_is_told(caplog: pytest.LogCaptureFixture):
+    def script(_: int) -> None:
+        gs.Model(nn.Linear(2, 2), compile={"backend": "eager"}).predict(torch.ones(1, 2))
+
+    with caplog.at_level("INFO", logger="graphsplit"):
+        ThreadCluster(script, 2).run()
+    line = "planned the predict step: 1 segment, 1 worker; compiling each segment as it first runs"
+    assert line in [record.getMessage() for record in caplog.records]

@@ -176,7 +176,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old_save(
     old, found = trained(1), trained(0)
     save(old, tmp_path)
     disk = SmallDisk(room)
-    monkeypatch.setattr(files, "open", disk.open, raising=False)
+    monkeypatch.setattr(files, "open_instead", disk.open)
     with pytest.raises(CheckpointError, match=r"(?s)nothing was saved to .*No space left"):
         save(trained(3), tmp_path)
     monkeypatch.undo()

@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_error_on_all_workers_and_they_stay_in_step(
 ) -> None:
     old, new, groups = trained(1), trained(2), groups_of(3)
     all_well(save(old, groups, lambda rank: tmp_path, gather=gather))
-    monkeypatch.setattr(files, "open", SmallDisk(room).open, raising=False)
+    monkeypatch.setattr(files, "open_instead", SmallDisk(room).open)
     results = save(new, groups, lambda rank: tmp_path, gather=gather)
     monkeypatch.undo()
     assert all(isinstance(result, CheckpointError) for result in results), results

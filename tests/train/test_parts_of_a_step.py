@@ -115,6 +115,15 @@ def test_parts_of_a_step_give_the_bits_of_the_plain_loop(options: dict[str, Any]
         assert difference(expected, found) is None
 
 
+def test_gradients_that_are_added_in_pairs_are_those_of_one_process() -> None:
+    """Its own bits are compared with a plain loop in ``equivalence/test_gradient_order.py``."""
+    options: dict[str, Any] = {"microbatches": 6, "gradient_order": "pairs", "extras": True}
+    expected = parts(place=False, **options)
+    assert difference(expected, parts(place=False, **{**options, "gradient_order": "left"}))
+    for found in ThreadCluster(lambda _: parts(**options), NUM_WORKERS).run():
+        assert difference(expected, found) is None
+
+
 @pytest.mark.parametrize("extras", [False, True])
 def test_the_three_parts_are_a_training_step(extras: bool) -> None:
     def script(train: Callable[[gs.Model, Any], torch.Tensor]) -> Any:

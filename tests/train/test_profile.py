@@ -130,7 +130,8 @@ def test_a_plan_is_lowered_again_with_costs_and_the_bits_stay(
     assert first.programs != second.programs
     assert second.runner.plan_number == first.runner.plan_number + 1
     assert not measured.workers[0].planner.lowers_again
-    assert {plan for plan, _ in measured._shared.fabric.channels} == {0, 1}
+    channels = measured._shared.fabric.channels
+    assert {plan for plan, _ in channels if plan >= 0} == {0, 1}
     assert_same(parameters_of(measured), parameters_of(plain))
 
 

@@ -227,6 +227,30 @@ def test_microbatches_go_on_with_their_seed_and_step(tmp_path: Path) -> None:
     )
 
 
+def test_gradients_added_in_pairs_are_saved_between_batches_and_another_order_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_resumes(
+        lambda: DataLoader(DATA, batch_size=10, shuffle=True),
+        (2, 99),
+        tmp_path,
+        microbatches=5,
+        accumulate=3,
+        gradient_order="pairs",
+    )
+    assert not [r for r in caplog.records if "gradient_order" in r.message]
+    net = nn.Sequential(nn.Linear(4, 3))
+    for order in ("pairs", "left"):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = gs.Model(
+            net, nn.CrossEntropyLoss(), optimizer, microbatches=2, gradient_order=order
+        )
+        if order == "pairs":
+            model.save(tmp_path / "pairs")
+    model.load(tmp_path / "pairs")
+    assert "made with gradient_order='pairs', and this Model has 'left'" in caplog.text
+
+
 @pytest.mark.parametrize("stop", [(1, 2), (2, 99)])
 def test_gradients_that_are_being_added_up_are_saved(tmp_path: Path, stop: tuple[int, int]) -> None:
     assert_resumes(LOADERS["shuffled"], stop, tmp_path, accumulate=3)

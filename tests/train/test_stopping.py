@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,18 +149,29 @@ def watched(values: list[float], folder: Path | None = None, **options: Any) -> 
         ([float("nan"), 1.0, 2.0], {"patience": 0}, 1),
     ],
 )
-def test_early_stopping(values: list[float], options: dict[str, Any], epochs: int):
+def test_early_stopping(
+    values: list[float],
+    options: dict[str, Any],
+    epochs: int,
+    capsys: pytest.CaptureFixture[str],
+):
     assert watched(values, **options)[0] == epochs
+    line = rf"epoch: {epochs}, what is watched has not improved for \d epochs?( \(best .*\))?"
+    expected = rf"{line}: training ends\n" if epochs < len(values) else ""
+    assert re.fullmatch(expected, capsys.readouterr().out)
 
 
 @on_threads
-def test_the_best_is_kept(tmp_path: Path):
+def test_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     values = [3.0, 1.0, 2.0, 2.0, 2.0]
     here = watched(values, tmp_path / "one", patience=1)
     assert here[:2] == (4, 2)
+    line = "epoch: 4, what is watched has not improved for 2 epochs (best 1): training ends\n"
+    assert capsys.readouterr().out == line
     cluster = ThreadCluster(lambda _: watched(values, tmp_path / "all", patience=1), NUM_WORKERS)
     for found in cluster.run():
         assert difference(here, found) is None
+    assert capsys.readouterr().out == line
 
 
 def exploding() -> Any:
@@ -188,20 +200,24 @@ class Notes(gs.callbacks.Callback):
 
 def validated() -> Any:
     net, notes = plain_net(place=True), Notes()
+    monitor = gs.callbacks.LossMonitor()
     metrics = {"Loss": gs.metrics.Loss()}
     model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), metrics=metrics)
     loader = [next(iter(batches()))]
     stops = gs.callbacks.EarlyStopping("Loss", patience=3)
-    model.train(2, batches(), [notes, stops], validation=loader)
+    model.train(2, batches(), [notes, stops, monitor], validation=loader)
     return notes.found, model.eval(loader) == notes.found[-1]
 
 
 @on_threads
-def test_validation_after_each_epoch():
+def test_validation_after_each_epoch(capsys: pytest.CaptureFixture[str]):
     here = validated()
     assert here[1] and len(here[0]) == 2
+    told = capsys.readouterr().out
+    assert f"\nepoch: 2 validation: Loss {here[0][1]['Loss']:.6g}\n" in told
     for found in ThreadCluster(lambda _: validated(), NUM_WORKERS).run():
         assert found == here
+    assert capsys.readouterr().out == told
 
 
 def train_with(*callbacks: Any, **options: Any) -> None:

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
 from graphsplit.errors import PlanMismatchError
-from graphsplit.guards.check import Guards
+from graphsplit.guards.check import Guards, Watched
+from graphsplit.guards.places import entry
+from graphsplit.guards.values import MISSING, freeze
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.testing.compare import difference
 
@@ -277,7 +279,7 @@ def test_a_rate_that_the_data_set_changes_is_that_of_workers_that_read_nothing_t
     ("key", "said"),
     [
         ("lr", "lr of the optimizer's group 0 is 0.5 on worker 1, 0.1 on worker 0"),
-        ("weight_decay", r"settings are .*'weight_decay': 0.5.* on worker 1, and others on"),
+        ("dampening", "dampening of the optimizer's group 0 is 0.5 on worker 1, 0.0 on worker 0"),
     ],
 )
 def test_a_setting_that_one_worker_alone_changes_is_named(key: str, said: str) -> None:
@@ -290,3 +292,81 @@ def test_a_setting_that_one_worker_alone_changes_is_named(key: str, said: str) -
 
     with pytest.raises(PlanMismatchError, match=said):
         ThreadCluster(train, NUM_WORKERS, is_recoverable=False).run()
+
+
+def another_loss(model: Any) -> None:
+    model.loss_fn = F.l1_loss
+
+
+def another_optimizer(model: Any) -> None:
+    model.optimizer = torch.optim.Adam(model.network.parameters(), lr=0.02)
+
+
+def train_swapping(swap: Callable[[Any], None]) -> Any:
+    torch.manual_seed(0)
+    net = InThree()
+    model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    losses = Losses()
+
+    def change(index: int, num_read: int) -> None:
+        if num_read in (5, 17):  # in the second step of both epochs
+            swap(model)
+
+    model.train(2, DataLoader(Changing(change), 4), [losses])
+    return copy.deepcopy([losses.seen, model.state_dict(), model.optimizer_state_dict()])
+
+
+@pytest.mark.parametrize("swap", [another_loss, another_optimizer])
+def test_a_data_set_may_swap_what_the_model_holds(swap: Callable[[Any], None]) -> None:
+    expected = train_swapping(swap)
+    for found in ThreadCluster(lambda rank: train_swapping(swap), NUM_WORKERS).run():
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("swap", [another_loss, another_optimizer])
+@pytest.mark.parametrize("alone", range(NUM_WORKERS))
+def test_a_swap_by_one_worker_alone_is_named(swap: Callable[[Any], None], alone: int) -> None:
+    """Whether that is the worker that reads, another one, or one that reads nothing."""
+
+    def train(rank: int) -> Any:
+        torch.manual_seed(0)
+        net = InThree()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+        swapping = Calling(lambda num_steps: num_steps == 2 and rank == alone and swap(model))
+        model.train(1, DataLoader(Changing(lambda index, num_read: None), 4), [swapping])
+
+    one, all_others = {
+        another_loss: (r"model\.loss_fn is <function l1_loss", "<function mse_loss"),
+        another_optimizer: (r"model\.optimizer is Adam\(lr=0\.02\)", r"SGD\(lr=0\.1\)"),
+    }[swap]
+    said = rf"{one}.* on worker {alone}, {all_others}.* on worker"
+    with pytest.raises(PlanMismatchError, match=said):
+        ThreadCluster(train, NUM_WORKERS, is_recoverable=False).run()
+
+
+def test_a_value_that_the_worker_that_reads_alone_changes_is_named_with_that_of_others() -> None:
+    def train(rank: int) -> Any:
+        torch.manual_seed(0)
+        net = Scaled()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+        changing = Calling(lambda num_steps: rank == 0 and setattr(net, "scale", 0.5))
+        model.train(1, DataLoader(Changing(lambda index, num_read: None), 4), [changing])
+
+    with pytest.raises(PlanMismatchError, match=r"net\.scale is 0\.5 on worker 0, 1\.0 on worker"):
+        ThreadCluster(train, NUM_WORKERS, is_recoverable=False).run()
+
+
+def test_a_value_is_found_by_the_name_under_which_its_change_is_told() -> None:
+    held: dict[str, Any] = {"net": {"list": [1.0, ({"k": 2.0},)], "k": 0.5}, "mode": (1, {"k": 3})}
+    places = [entry(held, name, f"held.{name}") for name in held]
+    guards = Guards([Watched(place, freeze(place.read())) for place in places])
+    assert guards.hold()
+    held["net"]["list"][0] = held["net"]["list"][1][0]["k"] = held["mode"][1]["k"] = 7
+    held["net"]["k"] = 7
+    told = guards.failures()
+    assert [failure.old for failure in told] == [1.0, 2.0, 0.5, 3]
+    names = [failure.place.label for failure in told]
+    assert names == ["held.net[0]", "held.net['k']", "held.net['k']", "held.mode['k']"]
+    assert guards.value_at("held.net[0]") == 1.0
+    assert guards.value_at("held.mode['k']") == 3
+    assert guards.value_at("held.other") is MISSING

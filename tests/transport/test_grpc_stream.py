@@ -117,7 +117,7 @@ def header(sequence: int = 0, generation: int = 1) -> bytes:
 @pytest.mark.parametrize(
     ("hello", "reason"),
     [
-        (replace(HELLO, job="other"), "job: expected 'job', got 'other'"),
+        (replace(HELLO, job="other"), "job: this worker belongs to another one"),
         (replace(HELLO, generation=2), "generation: expected 1, got 2"),
         (replace(HELLO, source=2), "source: expected a rank below 2, got 2"),
         (replace(HELLO, source=-1), "source: expected a rank below 2, got -1"),

@@ -70,7 +70,7 @@ def say(stranger: socket.socket, packet: bytes, *fds: int) -> bytes:
     ("packet", "answer"),
     [
         (encode_hello(HELLO), b"GSW1"),
-        (encode_hello(replace(HELLO, job="other")), b"GSR1job: expected 'job', got 'other'"),
+        (encode_hello(replace(HELLO, job="other")), b"GSR1job: this worker belongs to another one"),
         (encode_hello(replace(HELLO, generation=2)), b"GSR1generation: expected 1, got 2"),
         (encode_hello(replace(HELLO, source=2)), b"GSR1source: expected a rank below 2, got 2"),
         (encode_hello(replace(HELLO, source=-1)), b"GSR1source: expected a rank below 2, got -1"),

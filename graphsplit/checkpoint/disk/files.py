@@ -25,6 +25,7 @@ from graphsplit.checkpoint.layout import (
 )
 from graphsplit.encoding.fields import integer
 from graphsplit.errors import CheckpointError, InvariantError
+from graphsplit.security.private_files import open_instead
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides, octets_of
 
 PART = ".part"  # ends the name of a file that is being written
@@ -67,7 +68,7 @@ class TensorFileWriter:
         self._tick = tick
         self._checksums: dict[str, int] = {}
         self._part = path.with_name(path.name + PART)
-        self._file = open(self._part, "wb")  # noqa: SIM115  closed by finish or abandon
+        self._file = open_instead(self._part)  # closed by finish or abandon
         try:
             self._file.write(layout.header({}))
         except BaseException:
@@ -156,7 +157,7 @@ def write_text(path: Path, text: str) -> None:
     """
     part = path.with_name(path.name + PART)
     try:
-        with open(part, "wb") as file:
+        with open_instead(part) as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

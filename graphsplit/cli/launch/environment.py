@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
-import socket
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from graphsplit.cli.launch.ending import SCHEDULER
 
 GIB, MIB = 1 << 30, 1 << 20
 
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT, _LAST_PORT = 10_000, 65_535  # well-known services have lower ones
-_PORT_TRIES = 50
 _OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
@@ -47,8 +40,10 @@ def job_children(
     host: str,
     port: int,
     certificates: Path | None = None,
+    ranks: Sequence[int] | None = None,
+    has_scheduler: bool = True,
 ) -> tuple[ChildSpec, ...]:
-    """Return the scheduler and the workers.
+    """Return the scheduler and the workers, or those of them that this launcher starts.
 
     Where ``base`` has no secret for the job, they get one that nobody else knows.
 
@@ -58,6 +53,8 @@ def job_children(
         host: Where the scheduler listens.
         port: Its port.
         certificates: A folder with a certificate for each of them, for mutual TLS.
+        ranks: The workers to start; None: all.
+        has_scheduler: Whether to start the scheduler, too.
     """
     shared = {**_defaults(), **base}
     if not (base.get("GS_JOB_TOKEN") or base.get("GS_JOB_TOKEN_FILE")):
@@ -71,8 +68,8 @@ def job_children(
     # One that the shell left behind must not become the rank of every process.
     shared.pop("MS_NODE_ID", None)
     own = {"MS_ROLE": "MS_SCHED", **_tls(certificates, "scheduler")}
-    children = [ChildSpec(SCHEDULER, {**shared, **own})]
-    for rank in range(num_workers):
+    children = [ChildSpec(SCHEDULER, {**shared, **own})] if has_scheduler else []
+    for rank in range(num_workers) if ranks is None else ranks:
         own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
         own |= _tls(certificates, f"worker-{rank}")
         children.append(ChildSpec(f"worker {rank}", {**shared, **own}))
@@ -84,6 +81,7 @@ def lone_child(base: Mapping[str, str], name: str) -> ChildSpec:
     variables = {**_defaults(), **base}
     for variable in _OF_A_JOB:
         variables.pop(variable, None)
+    variables["GS_LAUNCHER"] = "none"  # another one may have started the command
     return ChildSpec(name, variables)
 
 
@@ -115,47 +113,3 @@ def _mmap_threshold_bytes() -> int:
     except (OSError, ValueError):
         return 32 * MIB
     return GIB if (major, minor) >= (2, 35) else 32 * MIB
-
-
-def find_free_port(host: str) -> int:
-    """Return a TCP port that is free on ``host`` right now.
-
-    The scheduler imports for seconds before it listens. So this is none of the ports that the
-    kernel gives to whoever wants any, where one can be had: else another program may be given it
-    meanwhile, and the scheduler can only say so.
-
-    Raises:
-        OSError: Nothing can listen on ``host``.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    low, high = _given_ports()
-    others = [*range(_FIRST_PORT, low), *range(high + 1, _LAST_PORT + 1)]
-    for _ in range(_PORT_TRIES if others else 0):
-        with suppress(_TakenError):
-            return _bind(family, (address[0], secrets.choice(others), *address[2:]))
-    return _bind(family, address)
-
-
-class _TakenError(OSError):
-    """Somebody has this port."""
-
-
-def _bind(family: int, address: tuple[Any, ...]) -> int:
-    """Bind a port for a moment; which one it was."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise _TakenError(error.errno, error.strerror) from None
-            raise
-        return int(probe.getsockname()[1])
-
-
-def _given_ports() -> tuple[int, int]:
-    """The first and the last port that the kernel gives to whoever wants any."""
-    try:
-        low, high = map(int, _GIVEN_PORTS.read_text().split())
-    except (OSError, ValueError):
-        return 32_768, 65_535  # all that some system or other gives
-    return low, high

@@ -31,6 +31,7 @@ from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
 from graphsplit.cluster.scheduler.job.rules import JobRules
 from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import JournalError
+from graphsplit.security.private_files import open_instead
 
 HEADER = b"GSJRNL" + struct.pack("<H", 1)
 _RECORD = struct.Struct("<III")
@@ -173,12 +174,9 @@ class Journal:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         other = self._path.with_name(self._path.name + ".new")
         content = HEADER + record_of(payload, 0)
-        file = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            _write_all(file, content, at=0)
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with open_instead(other) as file:
+            _write_all(file.fileno(), content, at=0)
+            os.fsync(file.fileno())
         os.replace(other, self._path)
         folder = os.open(self._path.parent, os.O_RDONLY)
         try:

@@ -179,6 +179,8 @@ END_OF_SCRIPT = "the end of the script"
 """The name of the last call of every worker."""
 CALL_OF = "a call of "
 """How the name begins of a network's call in a loop of the script's own; its class follows."""
+ASKING = "a value's "
+"""How the name begins of a question for a value of such a loop; what the script wrote follows."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,8 @@ def _times(path: str, number: str) -> int:
 def _tree(plan: PartitionPlan) -> list[_Branch]:
     """The network, and the loss where it computes something."""
     network, loss = _Branch(""), _Branch(LOSS_PATH)
-    for position, node in enumerate(plan.placed.graph.nodes):
+    for position in plan.counted():
+        node = plan.placed.graph.nodes[position]
         if plan.placed.workers[position] == EVERYWHERE:
             continue
         parts = node.module_path.split(".") if node.module_path else []
@@ -136,13 +137,14 @@ def _row(
     parameters = [n for n in nodes if n.kind is NodeKind.PARAMETER]
     operations = [n for n in nodes if n.kind is NodeKind.OPERATION]
     elements = sum(n.meta.num_elements for n in parameters if n.meta is not None)
+    num_lanes = max(1, len(plan.lanes))
     cells = (
         "own" if is_own else "",
         _list(sorted({plan.placed.workers[p] for p in positions})),
         str(elements),
         str(_size(parameters)),
-        str(len(operations)),
-        str(_size(operations)),
+        str(len(operations) // num_lanes),
+        str(_size(operations) // num_lanes),
         _why(plan, path, positions) if has_why else "",
     )
     return Row(path, cells, frozenset({6}))

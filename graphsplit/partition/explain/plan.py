@@ -87,12 +87,15 @@ def _indent(line: str) -> str:
 
 def _unit(plan: PartitionPlan) -> str:
     """The unit of the sizes: a step, or a microbatch where a batch is split."""
+    if plan.lanes:
+        return f"per microbatch, {len(plan.lanes)} lanes together"
     return "per microbatch" if plan.is_microbatched else "per step"
 
 
 def _headline(plan: PartitionPlan) -> str:
     nodes = plan.placed.graph.nodes
     operations = sum(node.kind is NodeKind.OPERATION for node in nodes)
+    operations //= max(1, len(plan.lanes))
     return (
         f"{plan.placed.graph.mode.value} graph on {plan.num_workers} worker(s): "
         f"{operations} operations in {len(plan.segments)} segment(s), {len(plan.edges)} edge(s), "
@@ -118,7 +121,7 @@ def _totals(plan: PartitionPlan, optimizer_copies: float | None) -> list[str]:
 
 def _totals_of(plan: PartitionPlan, worker: int, optimizer_copies: float) -> tuple[str, ...]:
     workers, graph = plan.placed.workers, plan.placed.graph
-    nodes = [n for n, where in zip(graph.nodes, workers, strict=True) if where == worker]
+    nodes = [graph.nodes[p] for p in plan.counted() if workers[p] == worker]
     parameters = [n for n in nodes if n.kind is NodeKind.PARAMETER]
     trained = [n for n in parameters if n.requires_grad and graph.has_gradients]
     operations = [n for n in nodes if n.kind is NodeKind.OPERATION]

@@ -23,6 +23,7 @@ from graphsplit.runtime.segments.autograd import (
     keep_apart,
     run_tensor_hooks,
 )
+from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
 from graphsplit.runtime.step_state import Gradient, StepState
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
@@ -38,6 +39,7 @@ class BackwardBinder:
         state: Parameters and buffers of this worker, by node.
         updater: Knows the gradient with which the backward of a loss begins.
         hook_state: Python state that hooks on parameters of several workers share.
+        pairs: Adds the gradients of microbatches in pairs; None: one after the other, in ``.grad``.
     """
 
     def __init__(
@@ -46,17 +48,25 @@ class BackwardBinder:
         state: Mapping[int, torch.Tensor],
         updater: Updater,
         hook_state: Sequence[HookState] = (),
+        pairs: PairwiseSums | None = None,
     ) -> None:
         self._plan = plan
         self._state = state
         self._updater = updater
         self._hook_state = hook_state
+        self._pairs = pairs
         # For each segment whose backward runs in two parts: what the first part leaves.
         self.pending: dict[int, list[Pending]] = {}
 
     def bind(self, instruction: Instruction) -> Action:
         """Bind an instruction: a function of the step's state."""
-        run, held = self._bind(instruction), self._hook_state
+        pairs, held = self._pairs, self._hook_state
+        if instruction.opcode is Opcode.ADD_UP:
+            return lambda state: None if pairs is None else pairs.end_batch()
+        run = self._bind(instruction)
+        given_to = self._given_to(instruction) if pairs is not None else ()
+        if pairs is not None and given_to:
+            run = _apart(run, pairs, given_to, instruction.microbatch)
         if not held:
             return run
 
@@ -76,11 +86,30 @@ class BackwardBinder:
             return self._leaving_weights(instruction, run)
         return run
 
+    def _given_to(self, instruction: Instruction) -> list[torch.Tensor]:
+        """The parameters to whose gradient an instruction adds a microbatch's part."""
+        operand, nodes = instruction.operand, self._plan.placed.graph.nodes
+        if instruction.opcode is Opcode.ACCUMULATE:
+            found = {operand}
+        else:
+            found = set(self._plan.io[operand].parameters)
+            if instruction.opcode is not Opcode.BACKWARD:
+                later = {
+                    nodes[use.position].reads[index]
+                    for use in self._plan.splits[operand].uses
+                    for index, leaf in zip(use.operands, use.leaves, strict=True)
+                    if leaf < 0
+                }
+                is_later = instruction.opcode is Opcode.BACKWARD_WEIGHT
+                found = later if is_later else found - later
+        return [self._state[p] for p in sorted(found) if nodes[p].kind is NodeKind.PARAMETER]
+
     def _bind_backward(self, instruction: Instruction) -> Action:
         segment, microbatch = instruction.operand, instruction.microbatch
         io = self._plan.io[segment]
         sums = [(root, self._plan.gradient_sums.get(root, ())) for root in io.roots]
         loss, given = self._plan.placed.graph.loss_node, self._plan.placed.graph.given_roots
+        losses = {root for root in io.roots if self._plan.in_first_lane(root) == loss}
         parameters = [self._state[p] for p in io.parameters]
         leaves, loss_gradient = io.leaves, self._updater.loss_gradient
         made = frozenset(made_leaves(self._plan, instruction))
@@ -103,7 +132,7 @@ class BackwardBinder:
                     gradient = gradient_sum((state.given.get(root), *later))
                 else:
                     gradient = _gradient_sum(state, microbatch, terms)
-                if root == loss:
+                if root in losses:
                     one = loss_gradient(tensor)
                     if state.microbatches is not None:
                         one = one * state.microbatches.weights[microbatch]
@@ -196,6 +225,19 @@ class BackwardBinder:
                 accumulate(parameter, gradient, is_shared=is_shared)
 
         return accumulate_shared
+
+
+def _apart(
+    run: Action, pairs: PairwiseSums, parameters: Sequence[torch.Tensor], microbatch: int
+) -> Action:
+    """Keep what an instruction gives to parameters for the sum in pairs."""
+
+    def run_apart(state: StepState) -> None:
+        start = state.microbatches.start if state.microbatches is not None else 0
+        with pairs.apart(parameters, start + microbatch):
+            run(state)
+
+    return run_apart
 
 
 def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:

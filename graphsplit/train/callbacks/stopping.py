@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.train.callbacks.base import Callback, RunContext
+from graphsplit.train.callbacks.usual import print_line
 
 Watched = str | Callable[[RunContext], float]
 
@@ -72,7 +73,7 @@ def check_watched(callbacks: Sequence[Callback], names: Iterable[str]) -> None:
 
 
 class EarlyStopping(_Best):
-    """Ends training once a number has not improved for some epochs.
+    """Ends training once a number has not improved for some epochs, and says so on worker 0.
 
     Args:
         metric: The name of a metric of ``train(..., validation=loader)``, or a function of the
@@ -102,6 +103,13 @@ class EarlyStopping(_Best):
         """Look at the number."""
         self._num_bad = 0 if self._improves(context) else self._num_bad + 1
         if self._num_bad > self._patience:
+            if context.rank == 0:
+                name = repr(self._metric) if isinstance(self._metric, str) else "what is watched"
+                best = "" if self.best is None else f" (best {self.best:.6g})"
+                print_line(
+                    f"epoch: {context.epoch}, {name} has not improved for {self._num_bad} "
+                    f"epoch{'s' * (self._num_bad > 1)}{best}: training ends"
+                )
             context.stop()
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,10 +159,9 @@ class TerminateOnNaN(Callback):
         """Look at the loss."""
         if context.loss is not None and not math.isfinite(float(context.loss)):
             if context.rank == 0:
-                print(
+                print_line(
                     f"epoch: {context.epoch} step: {context.step}, loss is {float(context.loss)}: "
-                    f"training ends",
-                    flush=True,
+                    f"training ends"
                 )
             context.stop()
 

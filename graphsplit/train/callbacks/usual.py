@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from graphsplit.train.callbacks.base import Callback, RunContext
 
 class LossMonitor(Callback):
     """Prints the loss on worker 0: the last, and the mean of those since it printed before.
+
+    At the end of an epoch also what ``train(..., validation=loader)`` gave.
 
     Args:
         every: Print every so many steps; 0 prints at the end of an epoch only.
@@ -39,20 +42,23 @@ class LossMonitor(Callback):
             self._print(context)
 
     def on_epoch_end(self, context: RunContext) -> None:
-        """Print the last loss of the epoch, unless it was just printed."""
-        if context.loss is not None and not (self._every and context.step % self._every == 0):
-            self._print(context)
+        """Print the last loss of the epoch, unless it was just printed, and the validation."""
+        self.on_stop(context)
+        if context.rank == 0 and context.metrics:
+            found = ", ".join(f"{name} {value:.6g}" for name, value in context.metrics.items())
+            print_line(f"epoch: {context.epoch} validation: {found}")
 
     def on_stop(self, context: RunContext) -> None:
         """Print the last loss, unless it was just printed."""
-        self.on_epoch_end(context)
+        if context.loss is not None and not (self._every and context.step % self._every == 0):
+            self._print(context)
 
     def _print(self, context: RunContext) -> None:
         if context.rank != 0 or context.loss is None:
             return
         mean = f", mean {float(self._sum) / self._num_losses:.6g}" if self._num_losses else ""
         loss = float(context.loss)
-        _print(f"epoch: {context.epoch} step: {context.step}, loss is {loss}{mean}")
+        print_line(f"epoch: {context.epoch} step: {context.step}, loss is {loss}{mean}")
         self._forget()
 
     def _forget(self) -> None:
@@ -73,7 +79,7 @@ class TimeMonitor(Callback):
         num_steps = context.step - self._first_step
         per_step = spent_ms / num_steps if num_steps else 0.0
         if context.rank == 0:
-            _print(
+            print_line(
                 f"epoch: {context.epoch} time: {spent_ms:.3f} ms, per step time: {per_step:.3f} ms"
             )
 
@@ -254,10 +260,12 @@ class ProgressBar(Callback):
         self.on_epoch_end(context)
 
 
-def _print(line: str) -> None:
+def print_line(line: str) -> None:
+    """Print a line; a progress bar makes room for it."""
     try:
         from tqdm import tqdm
     except ImportError:
         print(line, flush=True)
     else:
         tqdm.write(line)
+        sys.stdout.flush()

@@ -244,10 +244,10 @@ class GrpcTransport(Transport):
     def _carry(self, stream: _Stream, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
         """Serve the stream of one source; runs on a thread of the server."""
         hello = hello_of(context)
-        reason = "no hello" if hello is None else self._session.misplacement_of(hello)
-        if hello is not None and reason is None and self._protection.tls is not None:
-            reason = why_not_worker(caller_of(context), hello.source)
-        if hello is None or reason is not None:
+        reason = "no hello"
+        if hello is not None:
+            reason = self._why_not(hello, context)
+        if hello is None or reason:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         assert hello is not None
         refusal = self._start_reader(stream, hello.source, messages, context)
@@ -260,6 +260,13 @@ class GrpcTransport(Transport):
         yield from inbound.credits()
         if isinstance(inbound.broken, FrameError):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(inbound.broken))
+
+    def _why_not(self, hello: Hello, context: Any) -> str:
+        """The reason to refuse who says that it is a source; its certificate comes first."""
+        why = None
+        if self._protection.tls is not None:
+            why = why_not_worker(caller_of(context), hello.source)
+        return why or self._session.misplacement_of(hello) or ""
 
     def _start_reader(
         self, stream: _Stream, source: int, messages: Iterator[Any], context: Any

@@ -58,9 +58,15 @@ def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def own_loop(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net = gs.distribute(net)
     for step in range(60):
-        loss = loss_fn(net(BATCH[0]), BATCH[1])
+        outputs = net(BATCH[0])
+        loss = loss_fn(outputs, BATCH[1])
+        accuracy = (outputs.argmax(1) == BATCH[1]).float().mean()
         loss.backward()
         optimizer.step()
+        if gs.get_rank() == 0:
+            print(loss.item())  # which all have been told
+        if step == 40 and is_due("an own loop that asks"):
+            print(accuracy.item())
         if step == 40 and is_due("an own loop"):  # later than calls are remembered
             net.state_dict()
 
@@ -74,7 +80,7 @@ def main() -> None:
     if WHAT == "a full queue":
         net[1].table = nn.Parameter(torch.zeros(MORE_THAN_A_QUEUE, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    if WHAT == "an own loop":
+    if WHAT.startswith("an own loop"):
         own_loop(net, optimizer)
         return
     model = gs.Model(net, loss_fn, optimizer, metrics={"zero": metric})

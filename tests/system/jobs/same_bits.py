@@ -48,7 +48,7 @@ class Scenario:
 
     name: str
     make: Callable[[], nn.Module]
-    placement: dict[str, int]
+    placement: dict[str, int | list[int]]
     shape: tuple[int, ...]
     unplaced: str = "affinity"
     size: int = 20
@@ -56,8 +56,10 @@ class Scenario:
     readers: set[int] | None = None
     deferred: bool = False
     microbatches: int = 1
+    gradient_order: str = "left"
     max_norm: float | None = None
     scaled: bool = False
+    keeps_readers: bool = False  # processes of the loader that live from epoch to epoch
     optimizer: Callable[[Any], torch.optim.Optimizer] = field(
         default=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
     )
@@ -86,7 +88,10 @@ def scaler_of(scenario: Scenario) -> torch.amp.GradScaler:
 
 def loader(scenario: Scenario) -> tuple[DataLoader, Counted]:
     data = Counted(scenario.shape, scenario.size)
-    return DataLoader(data, batch_size=scenario.batch, shuffle=True), data
+    options: dict[str, Any] = {}
+    if scenario.keeps_readers:
+        options = {"num_workers": 1, "persistent_workers": True}
+    return DataLoader(data, batch_size=scenario.batch, shuffle=True, **options), data
 
 
 def plain(scenario: Scenario) -> State:
@@ -140,13 +145,27 @@ def accumulated(
     """The loop that the documents print for several microbatches."""
     before, losses = torch.get_rng_state(), []
     microbatches = gs.split_microbatches((inputs, target), scenario.microbatches)
+    parameters, parts = list(net.parameters()), []
     for m, ((some_inputs, some_target), weight) in enumerate(microbatches):
         torch.set_rng_state(gs.microbatch_rng_state(3, step, m))
         loss = nn.functional.cross_entropy(net(some_inputs), some_target)
         (loss * weight).backward()
         losses.append(loss.detach() * weight)
+        if scenario.gradient_order == "pairs":
+            parts.append([parameter.grad for parameter in parameters])
+            net.zero_grad()
+    for parameter, own in zip(parameters, zip(*parts, strict=True), strict=bool(parts)):
+        parameter.grad = tree(own, 0, 8)
     torch.set_rng_state(before)
     return sum(losses)
+
+
+def tree(parts: tuple[torch.Tensor, ...], first: int, size: int) -> torch.Tensor | None:
+    """The sum of up to 8 parts in pairs."""
+    if size == 1:
+        return parts[first] if first < len(parts) else None
+    one, other = (tree(parts, start, size // 2) for start in (first, first + size // 2))
+    return one if other is None else one + other
 
 
 class Losses(gs.callbacks.Callback):
@@ -174,6 +193,7 @@ def split(scenario: Scenario) -> tuple[State, int]:
     model = gs.Model(net, nn.CrossEntropyLoss(), scenario.optimizer(net.parameters()),
                      {"Accuracy": gs.metrics.Accuracy()}, unplaced=scenario.unplaced,
                      microbatches=scenario.microbatches, scaler=scaler,
+                     gradient_order=scenario.gradient_order,
                      clip=clip)  # fmt: skip
     batches, _ = loader(scenario)
     keep = Losses()
@@ -229,7 +249,7 @@ def scenarios() -> list[Scenario]:
         Scenario("LeNet as in the example", LeNet, MAIN, image, readers={2, 3}),
         Scenario("LeNet, unplaced to worker 0", LeNet, MAIN, image, unplaced="worker0"),
         Scenario("LeNet, built deferred", LeNet, MAIN, image, deferred=True, size=16),
-        Scenario("LeNet by Adam", LeNet, MAIN, image, size=16,
+        Scenario("LeNet by Adam", LeNet, MAIN, image, size=16, keeps_readers=True,
                  optimizer=lambda p: torch.optim.AdamW(p, lr=0.01)),
         Scenario("LeNet on one worker of five", LeNet, {"": 2}, image, size=16, readers={2}),
         Scenario("nothing placed", LeNet, {}, image, size=16),
@@ -242,6 +262,11 @@ def scenarios() -> list[Scenario]:
         Scenario("dropout and the rest in 4 microbatches, the last batch ragged", Fan,
                  {"stem": 0, "left": 1, "middle": 2, "right": 3, "back": 0, "head": 4}, (12,),
                  size=34, batch=12, microbatches=4),
+        Scenario("LeNet shared by 2 and by 3 replicas", LeNet,
+                 {"": [0, 1], "fc1": [2, 3, 4]}, image, microbatches=4, readers={0, 1},
+                 optimizer=lambda p: torch.optim.Adam(p, lr=0.01)),
+        Scenario("LeNet in replicas, added in pairs", LeNet, {"": [0, 1, 2, 3, 4], "fc3": 1}, image,
+                 microbatches=7, gradient_order="pairs"),
         Scenario("LeNet, clipped and scaled", LeNet, MAIN, image, max_norm=0.5, scaled=True),
         Scenario("a value of 64 MiB", Wide, {"spread": 1, "gather": 3}, (16,), size=8, batch=8),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from graphsplit.cluster.text import join_numbers
-from graphsplit.cluster.wire.messages import CALL_OF, END_OF_SCRIPT, CallMade, CallsMade
+from graphsplit.cluster.wire.messages import ASKING, CALL_OF, END_OF_SCRIPT, CallMade, CallsMade
 
 _MOST_GROUPS = 8
 
@@ -77,6 +77,11 @@ def describe_divergence(call: CallMade, calls_of: Mapping[int, CallsMade]) -> st
         call = next(iter(others or [o for o in within if o.name != END_OF_SCRIPT]), call)
     if call.name == END_OF_SCRIPT:
         fix = "let every worker come to the end of the script alike"
+    elif call.name.startswith(ASKING):
+        fix = (
+            "ask for the value on every worker, as in number = value.item(), and print it on one. "
+            "A loss may be asked for on one worker alone once backward() was called on it"
+        )
     else:
         fix = f"call {call.name}() on every worker, and not below an `if` on the rank"
     return (

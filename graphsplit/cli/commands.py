@@ -1,0 +1,40 @@
+"""The command ``graphsplit``. It starts fast: nothing here imports torch."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from graphsplit.cli.certs import certs
+from graphsplit.cli.check import check
+from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, job_options, run_job
+from graphsplit.cli.status import status
+from graphsplit.cli.trace import trace
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="graphsplit")
+def main() -> None:
+    """Run one PyTorch model, cut into a program per worker, as if in one process."""
+
+
+main.add_command(certs)
+main.add_command(check)
+main.add_command(status)
+main.add_command(trace)
+
+
+@main.command(context_settings=SCRIPT_SETTINGS)
+@job_options
+@click.pass_context
+def run(context: click.Context, options: JobOptions) -> None:
+    """Start a scheduler and N workers of SCRIPT on this machine.
+
+    Every output line is prefixed by its process. Ctrl-C ends all. When a process fails, the
+    others get 5 seconds to name the cause, then they are ended; the exit status is that of the
+    first failure (128+N for signal N).
+
+    Example: graphsplit run -n 5 train.py --epochs 3
+    """
+    context.exit(run_job(options, os.environ))

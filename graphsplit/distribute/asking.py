@@ -1,0 +1,126 @@
+"""Values that the script asks for, and losses, which all workers are told without asking.
+
+A worker that does not have a value tells the one that has it that it asks, and waits; that one
+waits for all others. So a question that only some workers ask moves nothing that another one could
+be given for its own, and the scheduler finds it by the calls that all workers note.
+
+A loss that backward begins at, and the single numbers that it was made of, are told to all
+meanwhile, as a step of a ``Model`` tells its loss: a script that prints one on one worker asks
+nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphsplit.cluster.wire.messages import ASKING
+from graphsplit.distribute.loop import Loop, laid_out
+from graphsplit.job.group import WorkerGroup
+from graphsplit.job.script import ModelCall
+from graphsplit.tensor_meta import TensorMeta
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+
+# Operations on single numbers whose result every worker may find by itself: IEEE 754 fixes it.
+_EXACT = frozenset(
+    (
+        *("add", "sub", "__rsub__", "mul", "div", "true_divide", "neg"),
+        *("add_", "sub_", "mul_", "div_", "detach", "clone", "sum", "mean"),
+    )
+)
+
+_MOST_TOLD = 16  # of one backward
+
+
+def ask(loop: Loop, held: torch.Tensor, home: int, what: str) -> torch.Tensor:
+    """The value that one worker has, on all workers, each of which asks for it.
+
+    Args:
+        loop: The workers.
+        held: The value on its worker, its shape elsewhere.
+        home: That worker.
+        what: The function of the script that asks.
+    """
+    call = ModelCall(ASKING + what, _ask, (loop, held, home))
+    value: torch.Tensor = loop.job.script.collective(call)
+    return value
+
+
+def _ask(loop: Loop, held: torch.Tensor, home: int) -> torch.Tensor:
+    group = loop.job.asked
+    with loop.job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
+        meta, others = TensorMeta.of(held), group.others(home)
+        if loop.rank != home:
+            group.send(torch.empty(0, dtype=torch.uint8), to=(home,))
+            return laid_out(group.receive_tensor(meta, source=home), meta)
+        for peer in others:
+            group.receive_text(source=peer)
+        group.send(held.detach(), to=others)
+        return held.detach().clone()
+
+
+def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
+    """Single numbers among values, and those that they were made of: what not all know yet."""
+    waiting, found = list(outputs), dict[int, Any]()
+    while waiting and len(found) < _MOST_TOLD:
+        value = waiting.pop(0)
+        if id(value) not in found and value.is_untold_number:
+            found[id(value)] = value
+            waiting += value.parts
+        value.parts = ()
+    return list(found.values())
+
+
+@contextmanager
+def telling(loop: Loop, values: Sequence[Any]) -> Iterator[None]:
+    """Inside, these single numbers come to all workers; afterwards all know them."""
+    group, homes = loop.job.asked, sorted({value.home for value in values})
+    of = {home: [value for value in values if value.home == home] for home in homes}
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        own = [(loop.is_own_memory(v.held), v.held.clone()) for v in of.get(loop.rank, ())]
+        if own:  # as one message, which nobody has to wait for
+            pieces = [piece for is_own, number in own for piece in (torch.tensor([is_own]), number)]
+            group.send(*pieces, to=group.others(loop.rank))
+    try:
+        yield
+    finally:
+        for home in homes:
+            told = own if home == loop.rank else _told(group, of[home], home)
+            for value, (is_fixed, number) in zip(of[home], told, strict=True):
+                value.learn(number, is_fixed=is_fixed)
+
+
+def _told(group: WorkerGroup, values: Sequence[Any], home: int) -> list[tuple[bool, torch.Tensor]]:
+    sizes = [size for value in values for size in (1, value.held.nbytes)]
+    pieces = iter(torch.cat(list(group.receive(sum(sizes), source=home))).split(sizes))
+    dtypes = [value.held.dtype for value in values]
+    return [(bool(next(pieces)), next(pieces).clone().view(dtype).view(())) for dtype in dtypes]
+
+
+def follow(
+    func: Callable[..., Any], name: str, operands: Sequence[Any]
+) -> Callable[[], Any] | None:
+    """A function that finds a result of numbers that all workers know; None: not all do.
+
+    Args:
+        func: The operation.
+        name: Its name.
+        operands: Its arguments, all given by position.
+    """
+    if name not in _EXACT:
+        return None
+    numbers = []
+    for operand in operands:
+        known = operand if type(operand) in (int, float) else getattr(operand, "known_number", None)
+        if known is None:
+            return None
+        numbers.append(known.clone() if isinstance(known, torch.Tensor) else known)
+
+    def find() -> Any:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            return func(*numbers)
+
+    return find

@@ -1,0 +1,1 @@
+"""Jobs whose processes somebody else's launcher has started: torchrun, srun, mpirun, Kubernetes."""

@@ -1,0 +1,323 @@
+"""Who started this process, and as which of how many: a pure reading of the environment.
+
+In this order, and the first that is there counts::
+
+    MS_ROLE                   graphsplit's own variables; nothing else is looked at
+    torchrun                  TORCHELASTIC_RUN_ID; in a Slurm step or under mpirun it is torchrun
+    RANK, WORLD_SIZE, ...     all four variables of ``env://``, as Kubeflow's PyTorchJob sets them
+    PET_*                     torchrun's own settings, where PyTorchJob starts no torchrun
+    Open MPI                  OMPI_COMM_WORLD_*; its processes may inherit a Slurm step's variables
+    Slurm                     a step of srun, never a batch script or an interactive shell
+    Kubernetes                JOB_COMPLETION_INDEX of an Indexed Job, with MS_WORKER_NUM
+
+The inner one wins: torchrun and mpirun start processes inside what Slurm or Kubernetes gave them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from graphsplit.errors import ConfigurationError
+from graphsplit.settings import (
+    FAIL_FAST,
+    MAX_WORKERS,
+    RESTART,
+    WAIT_REJOIN,
+    recovery_policy,
+)
+
+TORCHRUN, ENV, MPI, SLURM, KUBERNETES = "torchrun", "env", "mpi", "slurm", "kubernetes"
+AUTO, NONE = "auto", "none"
+LAUNCHERS = (TORCHRUN, ENV, MPI, SLURM, KUBERNETES)
+IN_WORDS = {
+    TORCHRUN: "torchrun",
+    ENV: "the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    MPI: "Open MPI",
+    SLURM: "a Slurm step",
+    KUBERNETES: "a Kubernetes Indexed Job",
+}
+
+_ENV_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PET_NAMES = ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Slurm's steps that are none: of a batch script, of an interactive shell, and others inside it.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+# What other libraries take for an order to start data parallelism of their own.
+_TAKEN_AWAY = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME"
+    r"|ROLE_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_\w+|PET_\w+"
+    r"|OMPI_COMM_WORLD_\w+|PMI_\w+|PMIX_\w+|MV2_COMM_WORLD_\w+"
+    r"|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|TASK_PID|STEP_NUM_TASKS|STEP_TASKS_PER_NODE"
+    r"|TASKS_PER_NODE|NTASKS_PER_NODE)|JOB_COMPLETION_INDEX"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A process that another launcher has started as one of several.
+
+    Attributes:
+        launcher: ``"torchrun"``, ``"env"``, ``"mpi"``, ``"slurm"`` or ``"kubernetes"``.
+        rank: Its rank.
+        num_workers: How many there are.
+        host: A host that all can reach, where rank 0 runs; empty if the launcher names none.
+        port: Where torchrun's store listens on ``host``; 0 without one.
+        is_one_host: Whether all of them are known to run on one host.
+        job: Tells this start of this job from others, where the launcher says it; else empty.
+    """
+
+    launcher: str
+    rank: int
+    num_workers: int
+    host: str = ""
+    port: int = 0
+    is_one_host: bool = False
+    job: str = ""
+
+
+def find_launcher(environ: Mapping[str, str]) -> Found | None:
+    """Read who started this process; None where ``MS_ROLE`` says it, or it runs by itself.
+
+    Raises:
+        ConfigurationError: The variables are incomplete or contradict each other, or the launcher
+            cannot do what ``GS_RECOVERY`` asks for. Names every one of them.
+    """
+    if environ.get("MS_ROLE", "").strip():
+        return None
+    reader = _Reader(environ)
+    found = _find(reader)
+    if found is not None:
+        _compare_own(reader, found)
+        _check_recovery(reader, found)
+    reader.raise_if_any()
+    return found
+
+
+def left_to_others(environ: Mapping[str, str]) -> set[str]:
+    """The variables by which other libraries would start data parallelism of their own."""
+    return {name for name in environ if _TAKEN_AWAY.fullmatch(name)}
+
+
+class _Reader:
+    """Reads variables, and collects what is wrong with them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self._problems: list[str] = []
+
+    def text(self, name: str) -> str:
+        return self.environ.get(name, "").strip()
+
+    def has(self, *names: str) -> bool:
+        return all(self.text(name) for name in names)
+
+    def number(self, name: str, *, lowest: int = 0, highest: int = MAX_WORKERS) -> int:
+        value = self.text(name)
+        if re.fullmatch(r"[0-9]{1,9}", value) and lowest <= int(value) <= highest:
+            return int(value)
+        self.problem(f"{self.shown(name)}; expected a whole number from {lowest} to {highest}")
+        return lowest
+
+    def shown(self, name: str) -> str:
+        value = self.environ.get(name)
+        return f"{name} is not set" if value is None else f"{name}={value[:60]!r}"
+
+    def problem(self, text: str) -> None:
+        if text not in self._problems:
+            self._problems.append(text)
+
+    def raise_if_any(self) -> None:
+        if self._problems:
+            lines = "\n  ".join(self._problems)
+            raise ConfigurationError(
+                f"gs.init() cannot tell which worker this process is (MS_ROLE is not set)\n  "
+                f"{lines}\n  Fix: mend the variables, or say whom to believe: GS_LAUNCHER="
+                f"{' or '.join(LAUNCHERS)}; GS_LAUNCHER=none trains in this process alone."
+            )
+
+
+def _find(reader: _Reader) -> Found | None:
+    wanted = reader.text("GS_LAUNCHER") or AUTO
+    if wanted == NONE:
+        return None
+    if wanted not in (AUTO, *LAUNCHERS):
+        reader.problem(f"{reader.shown('GS_LAUNCHER')}; expected auto, none or a launcher's name")
+        return None
+    for launcher, (is_there, read) in _READERS.items():
+        if wanted == launcher or (wanted == AUTO and is_there(reader)):
+            found = read(reader)
+            if not 0 <= found.rank < found.num_workers:
+                reader.problem(
+                    f"{IN_WORDS[launcher]}: rank {found.rank} of {found.num_workers} processes"
+                )
+            if wanted == AUTO:
+                _compare_others(reader, found)
+            return found if found.num_workers > 1 else None
+    if reader.has("RANK", "WORLD_SIZE") and reader.text("WORLD_SIZE") != "1":
+        missing = [name for name in _ENV_NAMES if not reader.has(name)]
+        reader.problem(f"RANK and WORLD_SIZE are set, and {' and '.join(missing)} not")
+    return None
+
+
+def _is_torchrun(reader: _Reader) -> bool:
+    return reader.has("TORCHELASTIC_RUN_ID")
+
+
+def _torchrun(reader: _Reader) -> Found:
+    size = reader.number("WORLD_SIZE", lowest=1)
+    return Found(
+        TORCHRUN,
+        reader.number("RANK"),
+        size,
+        _host(reader, "MASTER_ADDR"),
+        reader.number("MASTER_PORT", lowest=1, highest=65535),
+        is_one_host=reader.text("LOCAL_WORLD_SIZE") == str(size),
+        job=f"{reader.text('TORCHELASTIC_RUN_ID')}.{reader.text('MASTER_PORT')}"
+        f".{reader.text('TORCHELASTIC_RESTART_COUNT')}",
+    )
+
+
+def _is_env(reader: _Reader) -> bool:
+    return reader.has(*_ENV_NAMES)
+
+
+def _env(reader: _Reader) -> Found:
+    host = _host(reader, "MASTER_ADDR")
+    size = reader.number("WORLD_SIZE", lowest=1)
+    return Found(ENV, reader.number("RANK"), size, host, is_one_host=host in LOOPBACK)
+
+
+def _is_pet(reader: _Reader) -> bool:
+    return reader.has(*_PET_NAMES)
+
+
+def _pet(reader: _Reader) -> Found:
+    if reader.text("PET_NPROC_PER_NODE") not in ("", "1"):
+        reader.problem(
+            f"{reader.shown('PET_NPROC_PER_NODE')} asks for several processes on each node, which "
+            f"torchrun starts: use `torchrun train.py` as the command"
+        )
+    host = _host(reader, "PET_MASTER_ADDR")
+    return Found(ENV, reader.number("PET_NODE_RANK"), reader.number("PET_NNODES", lowest=1), host)
+
+
+def _is_mpi(reader: _Reader) -> bool:
+    return reader.has("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+
+
+def _mpi(reader: _Reader) -> Found:
+    size = reader.number("OMPI_COMM_WORLD_SIZE", lowest=1)
+    return Found(
+        MPI,
+        reader.number("OMPI_COMM_WORLD_RANK"),
+        size,
+        is_one_host=reader.text("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size),
+        job=reader.text("PMIX_NAMESPACE"),
+    )
+
+
+def _is_slurm(reader: _Reader) -> bool:
+    """Whether a step of ``srun`` started this; a shell that it started for a person did not."""
+    step = reader.text("SLURM_STEP_ID")
+    is_step = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+    return is_step and reader.has("SLURM_PROCID") and not reader.has("SLURM_PTY_PORT")
+
+
+def _slurm(reader: _Reader) -> Found:
+    tasks = "SLURM_STEP_NUM_TASKS" if reader.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    hosts = reader.text("SLURM_STEP_NODELIST") or reader.text("SLURM_JOB_NODELIST")
+    nodes = reader.text("SLURM_STEP_NUM_NODES") or reader.text("SLURM_NNODES")
+    job = f"{reader.text('SLURM_JOB_ID')}.{reader.text('SLURM_STEP_ID')}"
+    return Found(
+        SLURM,
+        reader.number("SLURM_PROCID"),
+        reader.number(tasks, lowest=1),
+        first_host(hosts),
+        is_one_host=nodes == "1",
+        job=f"{job}.{reader.text('SLURM_RESTART_COUNT')}",
+    )
+
+
+def _is_kubernetes(reader: _Reader) -> bool:
+    """Whether this is a worker of an Indexed Job; without a number, each pod works by itself."""
+    return reader.has("JOB_COMPLETION_INDEX", "MS_WORKER_NUM")
+
+
+def _kubernetes(reader: _Reader) -> Found:
+    size = reader.number("MS_WORKER_NUM", lowest=1)
+    return Found(KUBERNETES, reader.number("JOB_COMPLETION_INDEX"), size)
+
+
+_READERS = {
+    TORCHRUN: (_is_torchrun, _torchrun),
+    ENV: (_is_env, _env),
+    "pet": (_is_pet, _pet),
+    MPI: (_is_mpi, _mpi),
+    SLURM: (_is_slurm, _slurm),
+    KUBERNETES: (_is_kubernetes, _kubernetes),
+}
+
+
+def _host(reader: _Reader, name: str) -> str:
+    value = reader.text(name)
+    if not re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", value):
+        reader.problem(f"{reader.shown(name)}; expected a host name or an IP address")
+    return value
+
+
+def first_host(nodes: str) -> str:
+    """The first of Slurm's list of nodes: ``a01`` of ``a[01-03,7],b``."""
+    match = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes)
+    return (match[1] + (match[2] or "")) if match else ""
+
+
+def _compare_others(reader: _Reader, found: Found) -> None:
+    """Launchers of which neither runs inside the other one must agree.
+
+    torchrun and mpirun number their processes anew inside of a step, so those do not count.
+    """
+    if found.launcher != ENV:
+        return
+    for is_there, read in (_READERS[MPI], _READERS[SLURM]):
+        if is_there(reader):
+            other = read(reader)
+            if (other.rank, other.num_workers) != (found.rank, found.num_workers):
+                reader.problem(
+                    f"by {IN_WORDS[ENV]} this is rank {found.rank} of {found.num_workers}, and by "
+                    f"{IN_WORDS[other.launcher]} it is rank {other.rank} of {other.num_workers}"
+                )
+
+
+def _compare_own(reader: _Reader, found: Found) -> None:
+    """Own variables that are set must agree with what the launcher says."""
+    said = {"MS_WORKER_NUM": found.num_workers, "MS_NODE_ID": found.rank}
+    for name, value in said.items():
+        own = reader.text(name)
+        if own and own != str(value) and (name == "MS_WORKER_NUM" or own.isdecimal()):
+            reader.problem(f"{reader.shown(name)}, and by {IN_WORDS[found.launcher]} it is {value}")
+
+
+_CANNOT = {
+    (TORCHRUN, WAIT_REJOIN): "torchrun ends all processes when one is lost",
+    (MPI, WAIT_REJOIN): "mpirun ends all processes when one is lost",
+    (MPI, RESTART): "mpirun starts nothing again",
+    (SLURM, WAIT_REJOIN): "srun starts no process again",
+    (SLURM, RESTART): "srun starts no process again",
+}
+
+
+def _check_recovery(reader: _Reader, found: Found) -> None:
+    """A policy that the launcher cannot do is refused now, not after the first loss."""
+    policy = recovery_policy(reader.environ)
+    why = _CANNOT.get((found.launcher, policy))
+    if (found.launcher, policy) == (TORCHRUN, RESTART) and reader.text(
+        "TORCHELASTIC_MAX_RESTARTS"
+    ) in ("", "0"):
+        why = "torchrun starts nothing again without --max-restarts"
+    if why is not None:
+        reader.problem(
+            f"GS_RECOVERY={policy}, and {why}; {IN_WORDS[found.launcher]} can do {FAIL_FAST}"
+        )

@@ -1,0 +1,89 @@
+"""Refusals, by name, of networks that cannot run in replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.operations.opaque_call import opaque_call
+from graphsplit.errors import PlacementError
+from graphsplit.marks.annotations import Annotation
+from graphsplit.settings import FAIL_FAST
+
+
+def refuse_unreplicable(
+    graph: CapturedGraph,
+    modules: Mapping[str, Annotation],
+    num_microbatches: int,
+    *,
+    is_compiled: bool = False,
+) -> None:
+    """Refuse a graph whose microbatches cannot be shared among replicas with the same bits.
+
+    Args:
+        graph: The graph.
+        modules: Annotation of every placed module, by module path.
+        num_microbatches: Into how many microbatches the Model splits a batch.
+        is_compiled: Whether segments are compiled.
+
+    Raises:
+        PlacementError: It cannot; names each reason, and the lines that place replicas.
+    """
+    if graph.mode is not Mode.TRAIN:
+        raise PlacementError(
+            f"replicas share the microbatches of a Model's training step; a network under the "
+            f"script's own loop (gs.distribute) has none\n  {_sources(modules)}\n"
+            f"  Fix: train it by gs.Model, or place each module on one worker."
+        )
+    replicated = {path: a for path, a in modules.items() if a.replicas}
+    problems = [
+        f"{f'module {path!r}' if path else 'the network'} is placed on {len(a.replicas)} workers, "
+        f"and the Model has microbatches={num_microbatches}; expected at least one microbatch for "
+        f"each\n    {a.source}"
+        for path, a in replicated.items()
+        if num_microbatches < len(a.replicas)
+    ]
+    if is_compiled:
+        problems.append("compile= compiles what each worker runs, and replicas cannot be compiled")
+    problems += _problems_of(graph)
+    if problems:
+        lines = "\n  ".join(problems)
+        raise PlacementError(
+            f"replicas cannot run this network:\n  {lines}\n  Fix: raise microbatches, or place on "
+            f"one worker each what is placed on several at\n  {_sources(modules)}"
+        )
+
+
+def refuse_in_recovery(modules: Mapping[str, Annotation], policy: str) -> None:
+    """Refuse replicas in a job that goes on without a lost worker.
+
+    Raises:
+        PlacementError: There are some.
+    """
+    if policy != FAIL_FAST and any(a.replicas for a in modules.values()):
+        raise PlacementError(
+            f"replicas are not tried in a job that runs with {policy}\n  {_sources(modules)}\n"
+            f"  Fix: start the job with GS_RECOVERY=fail_fast, or place each module on one worker."
+        )
+
+
+def _sources(modules: Mapping[str, Annotation]) -> str:
+    """The lines that place replicas."""
+    return "\n  ".join(dict.fromkeys(a.source for a in modules.values() if a.replicas))
+
+
+def _problems_of(graph: CapturedGraph) -> Iterator[str]:
+    """All that would have to pass from one microbatch to the next, so from replica to replica."""
+    for position in sorted(graph.modified):
+        node = graph.nodes[position]
+        kind = "an input" if not node.is_state else f"{node.kind.value} {node.target}"
+        yield f"forward changes {kind} in place, one microbatch after the other"
+    for change in graph.changes:
+        yield f"forward leaves {change.told()}, one microbatch after the other"
+    if graph.draws_from_process:
+        yield "forward draws from Python's or NumPy's generator, which runs through microbatches"
+    for fx_node in graph.fx_nodes.values():
+        call = opaque_call(fx_node)
+        if call is not None:
+            yield f"{call.label} is kept whole, and may keep something between microbatches"
+            return

@@ -1,0 +1,120 @@
+"""Gradients of microbatches added in pairs: ``gradient_order="pairs"`` of a Model.
+
+Each microbatch gives a parameter one *part* of its gradient. Parts are added like the digits of a
+binary number: a sum of 2 ** k parts is added to its neighbour on the left of the same size::
+
+    parts     0   1   2   3   4   5   6
+    pairs     (0 + 1) (2 + 3) (4 + 5) 6
+              ((0 + 1) + (2 + 3))     6       kept: sums of 4, 2 and 1
+    total     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
+
+So the bits depend on the number of the parts alone, not on who adds which, and for m parts at most
+``ceil(log2(m)) + 1`` gradients are held. A part that is None, as of a parameter that a microbatch
+does not use, has its place and adds nothing.
+
+Between a batch's first backward and its end ``.grad`` holds what was there before the batch: zeros,
+or the sum of the batches before, which the total is then added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from graphsplit.errors import InvariantError
+from graphsplit.runtime.step_state import Gradient
+
+
+@dataclass
+class PairwiseSum:
+    """The gradient of one parameter, while its parts are added.
+
+    Attributes:
+        parameter: The parameter.
+        blocks: Sums of parts, the largest block of parts first.
+        num_parts: How many parts have been added; those that are None included.
+    """
+
+    parameter: torch.Tensor
+    blocks: list[Gradient] = field(default_factory=list)
+    num_parts: int = 0
+
+    def add(self, number: int, part: Gradient) -> None:
+        """Add a part; those between the last one and this one are None.
+
+        Args:
+            number: Its number in the batch.
+            part: A tensor that nobody else holds; it may be changed.
+        """
+        if number < self.num_parts:
+            raise InvariantError(f"part {number} of a gradient comes after {self.num_parts}")
+        while self.num_parts < number:
+            self._carry(None)
+        self._carry(part)
+
+    def _carry(self, part: Gradient) -> None:
+        digits = self.num_parts
+        while digits % 2:
+            part = _add(self.blocks.pop(), part)
+            digits //= 2
+        self.blocks.append(part)
+        self.num_parts += 1
+
+    def total(self) -> Gradient:
+        """The sum of all parts."""
+        total: Gradient = None
+        for block in reversed(self.blocks):
+            total = _add(block, total)
+        return total
+
+
+class PairwiseSums:
+    """The gradients of a batch, on one worker or in one process."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, PairwiseSum] = {}  # by the parameter's id
+
+    def begin_batch(self) -> None:
+        """Forget what a batch has left that did not come to its end."""
+        self._sums.clear()
+
+    @contextmanager
+    def apart(self, parameters: Sequence[torch.Tensor], number: int) -> Iterator[None]:
+        """Take what a backward inside gives to parameters as their parts.
+
+        Args:
+            parameters: The parameters, each once.
+            number: The number of the microbatch in the batch.
+        """
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+            for parameter in parameters:
+                self._sum_of(parameter).add(number, parameter.grad)
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _sum_of(self, parameter: torch.Tensor) -> PairwiseSum:
+        return self._sums.setdefault(id(parameter), PairwiseSum(parameter))
+
+    def end_batch(self) -> None:
+        """Add the totals to ``.grad``."""
+        for one in self._sums.values():
+            one.parameter.grad = _add(one.parameter.grad, one.total())
+        self._sums.clear()
+
+
+def _add(left: Gradient, right: Gradient) -> Gradient:
+    """``left + right``, in the memory of ``left`` where that holds it; None adds nothing."""
+    if left is None or right is None:
+        return right if left is None else left
+    if left.is_sparse and not right.is_sparse:
+        return right + left
+    left += right
+    return left

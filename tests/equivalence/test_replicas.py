@@ -1,0 +1,306 @@
+"""Microbatches shared among replicas give the bits of one process, whatever their number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence_helpers import batches_of, rows_against_target
+from test_microbatches import Everything, Tied, num_tokens, tokens
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import PlacementError
+from graphsplit.marks.annotations import annotations_of
+from graphsplit.partition import splitting
+from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
+from graphsplit.planning.task import Task
+from graphsplit.program.instruction import Opcode
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
+from graphsplit.testing.simulate import Captures, SimulatedCluster
+
+ORDERS = ("left", "pairs")
+
+
+class Net(nn.Module):
+    """A body with dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 6), nn.Tanh()
+        )
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+class Block(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+        x = x + self.drop(self.out(mixed))
+        return x + self.drop(self.narrow(F.gelu(self.wide(self.norm2(x)))))
+
+
+class SmallGPT(nn.Module):
+    """An embedding that is the head as well, around two blocks; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(5, 8)
+        self.blocks = nn.ModuleList([Block(8), Block(8)])
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def whole(*ranks: int) -> Any:
+    return lambda net: net.place("MS_WORKER", list(ranks))
+
+
+def stage(net: Any) -> None:
+    net.body.place("MS_WORKER", [1, 2])
+    net.head.place("MS_WORKER", 0)
+
+
+def blocks(net: Any) -> None:
+    net.place("MS_WORKER", 0)
+    net.blocks.place("MS_WORKER", [1, 2])
+
+
+_net, _gpt = Captures(), Captures()
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("place", "num_workers"),
+    [(whole(0, 1), 2), (whole(2, 0, 1), 3), (stage, 3)],
+    ids=["two", "three", "one stage"],
+)
+def test_an_mlp(place: Any, num_workers: int, order: str, microbatches: int) -> None:
+    assert_same_bits(
+        Net,
+        batches_of(8, 6, 6, num=2),
+        num_workers=num_workers,
+        loss_fn=rows_against_target,
+        place=place,
+        microbatches=microbatches,
+        make_optimizer=adam if microbatches == 8 else sgd_with_momentum,
+        gradient_order=order,
+        captures=_net,
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("place", "num_workers", "microbatches"),
+    [(whole(0, 1), 2, 4), (whole(0, 1, 2), 3, 8), (blocks, 3, 4)],
+    ids=["two", "three", "blocks"],
+)
+def test_a_small_gpt_with_tied_weights(
+    place: Any, num_workers: int, microbatches: int, order: str
+) -> None:
+    assert_same_bits(
+        SmallGPT,
+        tokens(8, 8),
+        num_workers=num_workers,
+        place=place,
+        microbatches=microbatches,
+        loss_weight=num_tokens,
+        make_optimizer=adam,
+        gradient_order=order,
+        captures=_gpt,
+    )
+
+
+def test_every_number_of_workers_gives_one_result() -> None:
+    found = []
+    for num_workers in (1, 2, 3, 4, 8):
+        place = whole(*range(num_workers)) if num_workers > 1 else None
+        cluster = assert_same_bits(
+            Net,
+            batches_of(9, 6, 6, num=1),
+            num_workers=num_workers,
+            loss_fn=rows_against_target,
+            place=place,
+            microbatches=8,
+            gradient_order="pairs",
+            captures=_net,
+        )
+        state = {
+            name: dict(cluster.owner_of(name).task.network.named_parameters())[name]
+            for name in ("body.0.weight", "head.weight")
+        }
+        found.append(torch.cat([tensor.detach().flatten() for tensor in state.values()]))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpipe", "clip": gs.clip.GlobalNorm(0.05)},
+        {"schedule": "zero_bubble", "accumulate": 2},
+        {"schedule": "interleaved_1f1b", "set_to_none": False, "accumulate": 2},
+        {"schedule": "auto", "make_scaler": lambda: torch.amp.GradScaler("cpu")},
+        {"recompute": True, "plan_everywhere": True},
+        {"recompute": ("body",)},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_schedules_and_all_that_comes_between_backward_and_step(options: Any) -> None:
+    for place, order in zip((whole(0, 1, 2), stage), ORDERS, strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(splitting, "_LEAST_WORK", 1)
+            assert_same_bits(
+                Net,
+                batches_of(8, 6, 6, num=4),
+                num_workers=3,
+                loss_fn=rows_against_target,
+                place=place,
+                microbatches=4,
+                gradient_order=order,
+                captures=None if "plan_everywhere" in options else _net,
+                **options,
+            )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_modules_of_different_counts_ragged_and_short_batches(order: str) -> None:
+    def place(net: Any) -> None:
+        net.embedding.place("MS_WORKER", [2, 0])
+        net.body.place("MS_WORKER", [0, 1, 3])
+        net.head.place("MS_WORKER", 2)
+
+    assert_same_bits(
+        Tied,
+        tokens(6, 5, 7, 2, 1),  # one microbatch and two of 6: some workers have nothing to run
+        num_workers=4,
+        place=place,
+        microbatches=6,
+        loss_weight=num_tokens,
+        make_optimizer=adam,
+        gradient_order=order,
+    )
+
+
+def test_frozen_parameters_and_hooks() -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.body[0].weight.requires_grad_(False)
+        net.head.weight.register_hook(lambda gradient: gradient * 0.3)
+        net.unused = nn.Linear(2, 2)
+        return net
+
+    assert_same_bits(
+        make,
+        batches_of(8, 6, 6, num=2),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=4,
+    )
+
+
+def planned(place: Any, make: Any = Net, microbatches: int = 4) -> Any:
+    def make_task() -> Task:
+        torch.manual_seed(0)
+        net = make()
+        place(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return Task(
+            net, rows_against_target, optimizer, "affinity", False, divider=Divider(microbatches)
+        )
+
+    cluster = SimulatedCluster(make_task, 3, captures=Captures())
+    (batch,) = batches_of(8, 6, 6, num=1)
+    cluster.train_step((batch, {}))
+    return cluster.latest(Mode.TRAIN)
+
+
+def test_replicas_compute_at_the_same_time_and_share_the_parameters_out() -> None:
+    found = planned(whole(0, 1))
+    plan, programs = found.plan, found.programs
+    for worker in (0, 1):
+        parts = [i.microbatch for i in programs[worker].instructions if i.opcode is Opcode.FORWARD]
+        assert parts == [2 * worker, 2 * worker + 1]
+    seconds = {segment.index: 1.0 for segment in plan.segments}
+    timeline = simulate(plan, programs, Costs(seconds, seconds, {}))
+    assert timeline.step_s == pytest.approx(4.0)  # two forwards and backwards each, not four
+    sizes = [0, 0]
+    for position in plan.placed.graph.state_names:
+        if plan.lane_of(position) == 0:
+            node = plan.placed.graph.nodes[position]
+            sizes[plan.placed.workers[position]] += node.meta.size_bytes
+    assert max(sizes) <= 0.6 * sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("place", "make", "microbatches", "why"),
+    [
+        (whole(0, 1, 2), Net, 2, "placed on 3 workers, and the Model has microbatches=2"),
+        (whole(0, 1), Everything, 4, "forward changes buffer norm.num_batches_tracked in place"),
+        (whole(0, 3), Net, 4, "placed on MS_WORKER 3, but the job has workers 0 to 2"),
+    ],
+)
+def test_what_cannot_run_in_replicas_is_refused_by_name(
+    place: Any, make: Any, microbatches: int, why: str
+) -> None:
+    with pytest.raises(PlacementError, match=why):
+        planned(place, make, microbatches)
+
+
+def test_jobs_and_loops_without_replicas_say_so() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    net.body.place("MS_WORKER", [0, 1])
+    modules = annotations_of(net)
+    graph = planned(whole(0, 1)).plan.placed.graph
+    with pytest.raises(PlacementError, match=r"runs with wait_rejoin\n  .*test_replicas.py"):
+        refuse_in_recovery(modules, "wait_rejoin")
+    with pytest.raises(PlacementError, match=r"gs.distribute\) has none"):
+        refuse_unreplicable(replace(graph, mode=Mode.CALL), modules, 4)
+    with pytest.raises(PlacementError, match="replicas cannot be compiled"):
+        refuse_unreplicable(graph, modules, 4, is_compiled=True)
+    model = gs.Model(net, rows_against_target, adam(net), microbatches=4)
+    (batch,) = batches_of(8, 6, 6, num=1)
+    with pytest.raises(PlacementError, match="rules name one worker each"):
+        model.placement(*batch)
+    told = model.explain(*batch)
+    assert "per microbatch, 2 lanes together" in told
+    assert " 112 " in told.partition("body.0")[2].partition("\n")[0]  # each parameter once
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, -1], [0, "1"]])
+def test_ranks_that_are_none_are_refused(ranks: list[Any]) -> None:
+    with pytest.raises(PlacementError, match=r"worker|negative|expected an int"):
+        Net().place("MS_WORKER", ranks)

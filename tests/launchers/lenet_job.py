@@ -1,0 +1,38 @@
+"""Trains LeNet for STEPS steps; says the digest of what it has learned. The same by itself."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import graphsplit as gs
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "lenet_mnist"))
+from lenet import LeNet5
+
+
+def say(line: str) -> None:
+    """In one write: print writes the end of a line by itself, and others write there too."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+gs.init()
+torch.manual_seed(0)
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+    assert name not in os.environ
+network = LeNet5()
+network.conv2.place("MS_WORKER", gs.get_world_size() - 1)
+network.fc3.place("MS_WORKER", gs.get_world_size() - 1)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+model = gs.Model(network, torch.nn.CrossEntropyLoss(), optimizer)
+for step in range(int(os.environ["STEPS"])):
+    loss = model.train_step(torch.randn(8, 1, 32, 32), torch.randint(0, 10, (8,)))
+    if step == 2:
+        say(f"worker {gs.get_rank()} has pid {os.getpid()} and trains")
+learned = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+say(f"learned {float(loss).hex()} {hashlib.sha256(learned).hexdigest()}")
