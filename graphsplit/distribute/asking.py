@@ -5,14 +5,13 @@ waits for all others. So a question that only some workers ask moves nothing tha
 be given for its own, and the scheduler finds it by the calls that all workers note.
 
 A loss that backward begins at, and the single numbers that it was made of, are told to all
-meanwhile, as a step of a ``Model`` tells its loss: a script that prints one on one worker asks
+before it, as a step of a ``Model`` tells its loss: a script that prints one on one worker asks
 nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,22 +73,19 @@ def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
-@contextmanager
-def telling(loop: Loop, values: Sequence[Any]) -> Iterator[None]:
-    """Inside, these single numbers come to all workers; afterwards all know them."""
-    group, homes = loop.job.asked, sorted({value.home for value in values})
-    of = {home: [value for value in values if value.home == home] for home in homes}
+def tell(loop: Loop, values: Sequence[Any]) -> None:
+    """Let all workers know these single numbers; a home sends its own as one message."""
+    group = loop.job.asked
     with DisableTorchFunctionSubclass(), torch.no_grad():
-        own = [(loop.is_own_memory(v.held), v.held.clone()) for v in of.get(loop.rank, ())]
-        if own:  # as one message, which nobody has to wait for
-            pieces = [piece for is_own, number in own for piece in (torch.tensor([is_own]), number)]
-            group.send(*pieces, to=group.others(loop.rank))
-    try:
-        yield
-    finally:
-        for home in homes:
-            told = own if home == loop.rank else _told(group, of[home], home)
-            for value, (is_fixed, number) in zip(of[home], told, strict=True):
+        for home in sorted({value.home for value in values}):
+            of_home = [value for value in values if value.home == home]
+            if home == loop.rank:
+                told = [(loop.is_own_memory(v.held), v.held.clone()) for v in of_home]
+                pieces = [piece for own, number in told for piece in (torch.tensor([own]), number)]
+                group.send(*pieces, to=group.others(home))
+            else:
+                told = _told(group, of_home, home)
+            for value, (is_fixed, number) in zip(of_home, told, strict=True):
                 value.learn(number, is_fixed=is_fixed)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.distribute.asking import numbers_behind, telling
+from graphsplit.distribute.asking import numbers_behind, tell
 from graphsplit.distribute.calls import Call, steps_behind
 from graphsplit.distribute.forms import Following, casting_dtype
 from graphsplit.distribute.loop import Loop
@@ -158,9 +158,9 @@ class _Wanted:
         with (
             loop.job.reporting(),
             loop.adding_up(totals),
-            telling(loop, numbers_behind(self.outputs)),
             Following(),
         ):
+            tell(loop, numbers_behind(self.outputs))
             held = [output.held for output in self.outputs]
             if self.inputs is None:
                 torch.autograd.backward(held, given, retain_graph=self.retain)
