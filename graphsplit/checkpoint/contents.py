@@ -19,8 +19,7 @@ from graphsplit.logs import say
 from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
-from graphsplit.torch_ext.attributes import EXTRA_STATE, STATE_VERSIONS
-from graphsplit.torch_ext.buffer_forms import is_waiting
+from graphsplit.torch_ext.attributes import EXTRA_STATE, STATE_VERSIONS, is_waiting
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"

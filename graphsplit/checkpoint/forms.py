@@ -15,10 +15,10 @@ from graphsplit.errors import CheckpointError, StateError
 from graphsplit.guards.values import MISSING
 from graphsplit.optimizers.ownership import free, is_elsewhere
 from graphsplit.planning.task import Task
-from graphsplit.torch_ext.attributes import buffers_of
-from graphsplit.torch_ext.buffer_forms import (
+from graphsplit.torch_ext.attributes import (
     BufferForm,
     add_form,
+    buffers_of,
     first_forms,
     forget_waiting,
     form_in,

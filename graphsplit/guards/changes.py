@@ -38,7 +38,7 @@ from graphsplit.guards.values import (
     shown,
     thaw,
 )
-from graphsplit.torch_ext.buffer_forms import BufferForm
+from graphsplit.torch_ext.attributes import BufferForm
 from graphsplit.torch_ext.private import FakeTensor
 
 

@@ -10,8 +10,7 @@ from types import CellType, SimpleNamespace
 from typing import Any
 
 from graphsplit.guards.values import MISSING, holder_of
-from graphsplit.torch_ext.attributes import PARAMETERS
-from graphsplit.torch_ext.buffer_forms import form_in, put_form
+from graphsplit.torch_ext.attributes import PARAMETERS, form_in, put_form
 
 
 class PlaceKind(Enum):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.buffer_forms import buffer_of_form
+from graphsplit.torch_ext.attributes import buffer_of_form
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides

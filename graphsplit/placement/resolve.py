@@ -30,7 +30,7 @@ from graphsplit.marks.annotations import WORKER_ROLE, Annotation, faults_found
 from graphsplit.marks.rules import OperationRule
 from graphsplit.placement.match import Matched, match_rules
 from graphsplit.placement.whole import branches_placed_apart, modules_inside, nearest, torn_apart
-from graphsplit.torch_ext.buffer_forms import buffer_of_form
+from graphsplit.torch_ext.attributes import buffer_of_form
 
 UnplacedRule = Literal["affinity", "worker0"]
 EVERYWHERE = -1

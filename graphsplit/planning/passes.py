@@ -49,7 +49,7 @@ from graphsplit.rewrite.known_results import with_known_results
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.orders import checked
 from graphsplit.schedule.policies import policy_of
-from graphsplit.torch_ext.buffer_forms import buffer_of_form
+from graphsplit.torch_ext.attributes import buffer_of_form
 from graphsplit.torch_ext.stand_ins import as_ordinary
 
 

@@ -6,7 +6,7 @@ read before stays as it was for backward (`graphsplit.capture.state.old_values`)
 
 Where the new tensor has another form, where there was none, or where forward registers the buffer
 itself, the copy goes into a tensor of that form, which is put in the buffer's place at each step
-(`graphsplit.torch_ext.buffer_forms`)::
+(`graphsplit.torch_ext.attributes`)::
 
     if self.mask.size(0) < n:                     a step that reads the old table, and
         self.mask = make_mask(n)                  leaves the new one
@@ -29,11 +29,13 @@ from graphsplit.guards.values import MISSING
 from graphsplit.torch_ext.attributes import (
     BUFFERS,
     NOT_SAVED,
+    BufferForm,
     buffers_of,
+    form_in,
+    name_of_form,
     parameters_of,
     storage_of,
 )
-from graphsplit.torch_ext.buffer_forms import BufferForm, form_in, name_of_form
 from graphsplit.users_line import users_line_now
 
 

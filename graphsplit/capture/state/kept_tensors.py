@@ -40,8 +40,13 @@ from graphsplit.guards.values import (
     put_into,
     with_leaves,
 )
-from graphsplit.torch_ext.attributes import buffers_of, named_tensors, storage_of
-from graphsplit.torch_ext.buffer_forms import BufferForm, add_form
+from graphsplit.torch_ext.attributes import (
+    BufferForm,
+    add_form,
+    buffers_of,
+    named_tensors,
+    storage_of,
+)
 from graphsplit.torch_ext.private import FakeTensor
 from graphsplit.torch_ext.stand_ins import StandIn
 

@@ -34,8 +34,7 @@ from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.torch_ext.attributes import writes_of
-from graphsplit.torch_ext.buffer_forms import is_waiting, num_changes
+from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
 from graphsplit.train.cluster_engine import ClusterEngine
 
 _count = itertools.count()
