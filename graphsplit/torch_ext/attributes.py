@@ -194,7 +194,7 @@ class _Changes:
 
 @dataclass(frozen=True)
 class BufferForm:
-    """What is in a buffer's place.
+    """The present of a place for a buffer.
 
     Attributes:
         tensor: The tensor; None: the buffer is None; ``MISSING``: there is no such buffer.
@@ -242,7 +242,7 @@ def buffer_of_form(name: str) -> str:
 
 
 def form_in(attributes: Mapping[str, Any], name: str, missing: Any) -> BufferForm:
-    """What is in a buffer's place now, in a module with these attributes."""
+    """The present form of a buffer, in a module with these attributes."""
     return BufferForm(attributes[BUFFERS].get(name, missing), name not in attributes[NOT_SAVED])
 
 
@@ -303,6 +303,6 @@ def _wait(attributes: dict[str, Any], tensor: torch.Tensor) -> None:
 
 
 def _sort(buffers: dict[str, Any]) -> None:
-    """What waits comes last, in an order that does not depend on when it was put there."""
+    """Let forms that wait come last, in an order that does not depend on when they were put there."""
     for name in sorted(filter(is_waiting, buffers)):
         buffers[name] = buffers.pop(name)

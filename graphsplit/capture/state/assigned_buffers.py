@@ -120,7 +120,7 @@ class AssignedBuffers:
                     vars(module)[NOT_SAVED] = not_saved
 
     def _changes_of(self, module: nn.Module) -> Iterator[_Assigned]:
-        """What is not as it was in a module's table."""
+        """The entries of a module's table that are not as they were."""
         buffers, not_saved = self._before[module]
         for name in {**buffers, **buffers_of(module)}:
             was = BufferForm(buffers.get(name, MISSING), name not in not_saved)
