@@ -303,6 +303,6 @@ def _wait(attributes: dict[str, Any], tensor: torch.Tensor) -> None:
 
 
 def _sort(buffers: dict[str, Any]) -> None:
-    """Let forms that wait come last, in an order that does not depend on when they were put there."""
+    """Let forms that wait come last, in an order that does not depend on when they came."""
     for name in sorted(filter(is_waiting, buffers)):
         buffers[name] = buffers.pop(name)
