@@ -153,20 +153,25 @@ class Swaps:
 
     Args:
         task: Its task.
+
+    Attributes:
+        plans: The plans that nothing runs any more; empty if there is nothing to compare.
     """
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._plans: list[int] = []  # that nothing runs any more
+        self.plans: list[int] = []
         self._then = self._now()
 
     def note(self, plans: Iterable[int]) -> None:
         """Note that the task has another loss or optimizer, for which no open plan holds."""
-        self._plans += plans
+        self.plans += plans
+        if not self.plans:
+            self._then = self._now()
 
     def changed(self) -> list[Failure]:
         """The swaps that other workers must have made too; none if there were no plans."""
-        if not self._plans:
+        if not self.plans:
             return []
         now, then = self._now(), self._then
         found = [
@@ -183,7 +188,7 @@ class Swaps:
 
     def settle(self) -> list[int]:
         """All workers have been given the same: the plans to close."""
-        plans, self._plans = self._plans, []
+        plans, self.plans = self.plans, []
         self._then = self._now()
         return plans
 

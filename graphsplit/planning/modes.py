@@ -4,34 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
-import torch
 from torch import nn
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 
 
-def check_around(mode: Mode) -> None:
+def refuse_around(is_cast: bool) -> NoReturn:
     """Refuse modes of torch around a step, before anything is told or planned.
 
     Autocast would reach backward and the optimizer, on some operations only.
 
+    Args:
+        is_cast: Whether autocast is on; else gradients are off around a step of training.
+
     Raises:
-        ConfigurationError: One is on.
+        ConfigurationError: Always.
     """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if is_cast:
         raise ConfigurationError(
             "torch.autocast is on around a call of the Model; it would reach beyond network and "
             "loss\n"
             "  Fix: Model(..., autocast=torch.bfloat16), or use torch.autocast inside forward."
         )
-    if mode is Mode.TRAIN and not torch.is_grad_enabled():
-        raise ConfigurationError(
-            "gradients are switched off around a step of training (torch.no_grad, "
-            "torch.set_grad_enabled, torch.inference_mode), where in plain PyTorch backward fails\n"
-            "  Fix: leave that out, or use it inside forward."
-        )
+    raise ConfigurationError(
+        "gradients are switched off around a step of training (torch.no_grad, "
+        "torch.set_grad_enabled, torch.inference_mode), where in plain PyTorch backward fails\n"
+        "  Fix: leave that out, or use it inside forward."
+    )
 
 
 def ensure_training(network: nn.Module) -> None:

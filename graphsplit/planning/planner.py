@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphsplit.batches.batch import Signature
-from graphsplit.capture.graph import LOSS_PATH, CapturedGraph, Mode, NodeKind
+from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
@@ -30,7 +30,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.many_sizes import SizesSeen
-from graphsplit.planning.modes import as_in, check_around
+from graphsplit.planning.modes import as_in, refuse_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
 from graphsplit.planning.passes import (
     all_owners,
@@ -48,6 +48,7 @@ from graphsplit.planning.task import (
     describe_optimizers,
     module_annotations,
     named_state,
+    state_names,
     stateful_modules,
     trainable_of,
 )
@@ -159,7 +160,9 @@ class Planner:
 
     def begin_step(self, mode: Mode) -> None:
         """A step of training finds the network in train mode, whatever was made of it meanwhile."""
-        check_around(mode)
+        is_cast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        if is_cast or (mode is Mode.TRAIN and not torch.is_grad_enabled()):
+            refuse_around(is_cast)
         if mode is Mode.TRAIN and not self._task.network.training:
             self._task.network.train()
 
@@ -182,7 +185,10 @@ class Planner:
         if found is None:
             return PythonStep.of(self.recordings.changed(mode, signature), rates)
         lifted = tuple(map(float, found.lifted))
-        return PythonStep.of(self._swaps.changed(), rates, found.recording.number + 1, lifted)
+        number = found.recording.number + 1
+        if not self._swaps.plans:
+            return PythonStep(number, lifted, settings=rates)
+        return PythonStep.of(self._swaps.changed(), rates, number, lifted)
 
     def check_python_step(
         self,
@@ -228,8 +234,9 @@ class Planner:
             CaptureError: The network cannot be captured.
             PlanMismatchError: Workers recorded different graphs.
         """
-        for number in self._swaps.settle():
-            self._job.transport.close_plan(number)
+        if self._swaps.plans:
+            for number in self._swaps.settle():
+                self._job.transport.close_plan(number)
         looked, self._found = self._found, None
         if looked is None or looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
@@ -467,9 +474,10 @@ class Planner:
         tensors = self._tensors()
         self._job.owners.fix(tensors, self.owners)
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
+        owned = [name for name, owner in self.owners.items() if owner == self._job.rank]
         for module in stateful_modules(self._task):
             if is_deferred(module):
-                materialize(module, self._owned_names(module))
+                materialize(module, state_names(self._task, module, owned))
         for name, tensor in tensors.items():
             if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
                 free(tensor, name=name, owner=self.owners[name], strides=strides[name])
@@ -478,16 +486,6 @@ class Planner:
         )
         self.on_settled()
         return_now()
-
-    def _owned_names(self, module: nn.Module) -> list[str]:
-        prefix = "" if module is self._task.network else f"{LOSS_PATH}."
-        return [
-            name.removeprefix(prefix)
-            for name, owner in self.owners.items()
-            if owner == self._job.rank
-            and name.startswith(prefix)
-            and name.startswith(LOSS_PATH) == bool(prefix)
-        ]
 
     def modules(self) -> dict[str, Annotation]:
         """The placement written on each module of network and loss, by path."""

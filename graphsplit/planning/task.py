@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,16 @@ class Task:
 def stateful_modules(task: Task) -> list[nn.Module]:
     """The modules that may hold parameters: the network, and a loss that is a module."""
     return [m for m in (task.network, task.loss_fn) if isinstance(m, nn.Module)]
+
+
+def state_names(task: Task, module: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of some names of a task's state that are a stateful module's, as the module has them."""
+    prefix = "" if module is task.network else f"{LOSS_PATH}."
+    return [
+        name.removeprefix(prefix)
+        for name in names
+        if name.startswith(prefix) and name.startswith(LOSS_PATH) == bool(prefix)
+    ]
 
 
 def trainable_of(task: Task) -> tuple[nn.Parameter, ...]:

@@ -23,7 +23,7 @@ import graphsplit as gs
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.optimizers.clip import GlobalNorm, Value
-from graphsplit.planning.modes import check_around
+from graphsplit.planning.task import Task
 from graphsplit.runtime.segments import region_modes
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures, SimulatedCluster
@@ -191,13 +191,15 @@ def test_a_parameter_used_as_it_is_and_cast_within_one_operation_is_refused() ->
 
 
 def test_modes_around_a_step_of_a_cluster_are_refused() -> None:
-    check_around(Mode.TRAIN)
+    task = Task(Runs(lambda net, x: net.one(x)), loss_fn=rows_against_target)
+    begin = SimulatedCluster(lambda: task, 1).workers[0].planner.begin_step
+    begin(Mode.TRAIN)
     with half(), pytest.raises(ConfigurationError, match=r"Model\(..., autocast=torch.bfloat16\)"):
-        check_around(Mode.EVAL)
+        begin(Mode.EVAL)
     with torch.no_grad(), pytest.raises(ConfigurationError, match="gradients are switched off"):
-        check_around(Mode.TRAIN)
+        begin(Mode.TRAIN)
     with torch.no_grad():
-        check_around(Mode.PREDICT)
+        begin(Mode.PREDICT)
 
 
 def test_autocast_is_put_back_when_an_operation_raises() -> None:
