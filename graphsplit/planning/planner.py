@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
@@ -27,6 +26,7 @@ from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.checks.replicated import refuse_in_recovery
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.placement.replicas import is_replicated
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.many_sizes import SizesSeen
@@ -122,6 +122,7 @@ class Planner:
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = lambda: None
         self._max_plans = _MAX_PLANS
+        self.has_replicas = False  # whether some module is placed on several workers
         self._swaps = swaps = Swaps(task)
         self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
         self.python_values = PythonValues(self.recordings, task)
@@ -318,6 +319,7 @@ class Planner:
     def _renew(self, *, force: bool = False) -> None:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
+        self.has_replicas = is_replicated(self.modules())
         self.trainable = trainable_of(self._task)
         if not force and list(map(id, parameters)) == list(map(id, self.parameters)):
             return  # they are held, so that identities stay their own

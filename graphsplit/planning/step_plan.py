@@ -23,7 +23,6 @@ import torch
 from graphsplit.batches.batch import leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
-from graphsplit.placement.replicas import is_replicated
 from graphsplit.planning.announced import Note
 from graphsplit.planning.planner import Planner, ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad
@@ -212,7 +211,6 @@ def plan_step(
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[bool, ...]] = []
-    has_replicas = is_replicated(planner.modules())
     waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     while waiting:
         (signature, count), *later = waiting
@@ -225,8 +223,8 @@ def plan_step(
             last=closes and not later,
             is_microbatched=True,
             adds_up=planner.pairs is not None and not later,
-            start=sum(sizes) if has_replicas else 0,
-            num_parts=num_parts if has_replicas else 0,
+            start=sum(sizes) if planner.has_replicas else 0,
+            num_parts=num_parts if planner.has_replicas else 0,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)

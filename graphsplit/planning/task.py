@@ -94,7 +94,7 @@ def stateful_modules(task: Task) -> list[nn.Module]:
 
 
 def state_names(task: Task, module: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of some names of a task's state that are a stateful module's, as the module has them."""
+    """The names of a task's state that are in a stateful module, as the module has them."""
     prefix = "" if module is task.network else f"{LOSS_PATH}."
     return [
         name.removeprefix(prefix)

@@ -191,7 +191,7 @@ def test_a_parameter_used_as_it_is_and_cast_within_one_operation_is_refused() ->
 
 
 def test_modes_around_a_step_of_a_cluster_are_refused() -> None:
-    task = Task(Runs(lambda net, x: net.one(x)), loss_fn=rows_against_target)
+    task = Task(Runs(lambda net, x: net.one(x)), rows_against_target, None, "affinity", True)
     begin = SimulatedCluster(lambda: task, 1).workers[0].planner.begin_step
     begin(Mode.TRAIN)
     with half(), pytest.raises(ConfigurationError, match=r"Model\(..., autocast=torch.bfloat16\)"):

@@ -213,6 +213,8 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
     planner = SimpleNamespace(
         begin_step=lambda mode: None,
         requires_grad=lambda: (),
+        has_replicas=False,
+        pairs=None,
         trainable=(),
         plan_for=lambda *a, **k: planned,
         keep_at_least=lambda number: None,
