@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import graphsplit as gs
 from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.capture.state.kept_tensors import keeps_tensors
 from graphsplit.cluster.member.calls import CallHistory
@@ -372,7 +373,13 @@ class ThreadCluster:
 def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every thread find its own job."""
     monkeypatch.setattr(joined, "current", lambda: getattr(_here, "job", None))
-    monkeypatch.setattr(joined, "get_rank", lambda: _here.job.rank if hasattr(_here, "job") else 0)
+
+    def get_rank() -> int:
+        return _here.job.rank if hasattr(_here, "job") else 0
+
+    # graphsplit keeps the names that were asked for: a patch of their home alone may stay there.
+    for place in (gs, joined):
+        monkeypatch.setattr(place, "get_rank", get_rank)
 
     def wait(self: Any) -> None:
         self._changed.release()

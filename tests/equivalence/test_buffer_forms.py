@@ -109,6 +109,13 @@ class Queue(Net):
         return h + self.queue.mean(0)
 
 
+class MakesALossEachTime(Net):
+    """As transformers' models do: a loss without weights registers a buffer that is None."""
+
+    def middle(self, h: torch.Tensor) -> torch.Tensor:
+        return h + nn.CrossEntropyLoss(label_smoothing=0.1)(h, h.detach().argmax(1))
+
+
 def sizes(*rows: int) -> list[Any]:
     return [batch for number in rows for batch in batches_of(number, 3, num=1)]
 
@@ -122,6 +129,7 @@ def sizes(*rows: int) -> list[Any]:
         (TakesTurns, 1),
         (Queue, 2),
         (PastTheModule, 1),
+        (MakesALossEachTime, 2),
     ],
 )
 def test_buffers_take_the_form_that_forward_gives_them(

@@ -170,7 +170,8 @@ class AssignedBuffers:
         if isinstance(module, torch.fx.GraphModule) or get_proxy_mode() is None:
             return
         current = buffers_of(module).get(name, MISSING)
-        if module not in self._before and value is not current:
+        # A module that forward makes may have a buffer that is None, as a loss without weights has.
+        if module not in self._before and isinstance(value, torch.Tensor) and value is not current:
             change = f"{_look(current)} by {_look(value)}"
             raise _refusal(module, name, change, users_line_now())
         if value is not current:
