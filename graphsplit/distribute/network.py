@@ -72,8 +72,8 @@ def distribute(
         The network. In one process it is as it was.
 
     Raises:
-        ConfigurationError: It is no module, or is distributed already; ``MS_ROLE`` is set and
-            ``gs.init()`` was not called; or lost workers may come back in this job.
+        ConfigurationError: It is no module, or is distributed already; this is one process of
+            several and ``gs.init()`` was not called; or lost workers may come back in this job.
     """
     _check(net)
     job = joined.current()

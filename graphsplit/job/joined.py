@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
 from graphsplit.job.script import ModelCall
 from graphsplit.job.when_joined import on_joined
+from graphsplit.launchers.environment import IN_WORDS, find_launcher
 from graphsplit.launchers.join import Joined, join_launcher
 from graphsplit.marks.annotations import WORKER_ROLE, never_used
 from graphsplit.metrics_port import serve_metrics
@@ -248,14 +250,28 @@ def current() -> Job | None:
     """The joined job, or None in one process.
 
     Raises:
-        ConfigurationError: ``MS_ROLE`` is set, but ``gs.init()`` was not called.
+        ConfigurationError: This is one process of several, by ``MS_ROLE`` or by the launcher that
+            started it, and ``gs.init()`` was not called.
     """
-    if _job is None and not _one_process and os.environ.get("MS_ROLE", "").strip():
-        raise ConfigurationError(
-            f"MS_ROLE={os.environ['MS_ROLE']} is set, but gs.init() was not called; this process "
-            f"would train alone\n  Fix: call gs.init() before building a Model, or unset MS_ROLE."
-        )
+    if _job is None and not _one_process:
+        _require_alone(os.environ)
     return _job
+
+
+def _require_alone(environ: Mapping[str, str]) -> None:
+    """Refuse to train in this process alone what was started as one of several."""
+    role, found = environ.get("MS_ROLE", "").strip(), find_launcher(environ)
+    if role:
+        why, way_out = f"MS_ROLE={role} is set", "unset MS_ROLE"
+    elif found is not None:
+        why = f"by {IN_WORDS[found.launcher]} this is rank {found.rank} of {found.num_workers}"
+        way_out = "set GS_LAUNCHER=none for runs that have nothing to do with each other"
+    else:
+        return
+    raise ConfigurationError(
+        f"{why}, but gs.init() was not called; this process would train alone\n"
+        f"  Fix: call gs.init() before building a Model, or {way_out}."
+    )
 
 
 def is_initialized() -> bool:

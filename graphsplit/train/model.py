@@ -91,8 +91,8 @@ class Model(Shown, Steps):
             both loops.
 
     Raises:
-        ConfigurationError: An argument is not as above, or ``MS_ROLE`` is set and ``gs.init()``
-            was not called.
+        ConfigurationError: An argument is not as above; or this is one process of several
+            (``MS_ROLE``, torchrun, srun, ...) and ``gs.init()`` was not called.
     """
 
     def __init__(
