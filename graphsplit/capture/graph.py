@@ -136,6 +136,27 @@ class Output:
 
 
 @dataclass(frozen=True)
+class BufferUpdate:
+    """An update of buffers that nothing else in a step looks at: made once forward has run.
+
+    Attributes:
+        buffers: Names of the buffers' nodes.
+        reads: Names of the nodes whose values it reads, which are kept for it.
+        beside: The operation on whose worker it runs; None where its module's placement decides.
+        module_path: The module that it belongs to.
+        source: ``file:line`` of the user's code.
+        update: Takes the buffers, then what it reads, and modifies the buffers.
+    """
+
+    buffers: tuple[str, ...]
+    reads: tuple[str, ...]
+    beside: str | None
+    module_path: str
+    source: str
+    update: torch.fx.Graph
+
+
+@dataclass(frozen=True)
 class CapturedGraph:
     """A whole computation: forward and, in train mode, the loss.
 
@@ -153,6 +174,7 @@ class CapturedGraph:
         sizes: For which sizes of its inputs it holds, where it holds for several.
         state: The Python values that it depends on, and what it leaves of them.
         buffers: Attributes whose tensors forward changes, and that are buffers since the capture.
+        buffer_updates: Updates of buffers that were taken out of it, where replicas share microbatches.
     """
 
     mode: Mode
@@ -167,6 +189,7 @@ class CapturedGraph:
     sizes: DynamicSizes | None = None
     state: PythonState = NO_STATE
     buffers: tuple[Key, ...] = ()
+    buffer_updates: tuple[BufferUpdate, ...] = ()
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -192,6 +215,11 @@ class CapturedGraph:
     def draws_from_process(self) -> bool:
         """Whether an operation may draw from Python's or NumPy's generator."""
         return any(node.draws_from_process for node in self.nodes)
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether ``gs.place`` and ``gs.op`` have placed operations on several workers."""
+        return any(n.annotation is not None and n.annotation.replicas for n in self.nodes)
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -281,6 +309,10 @@ class CapturedGraph:
             lines.append(f"  constant {name}: {_digest(self.constants[name])}")
         lines += self.code_of_branches()
         lines += [f"  leaves {change.told()}" for change in self.changes]
+        lines += [
+            f"  updates {' '.join(f.buffers)} beside {f.beside}: {f.update}"
+            for f in self.buffer_updates
+        ]
         outputs = ", ".join(
             repr(out.constant) if out.node is None else f"%{out.node}" for out in self.outputs
         )

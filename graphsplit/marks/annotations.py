@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch.compiler
@@ -66,16 +67,44 @@ class Annotation:
         by_rule: Whether ``gs.apply_placement`` has written it.
         replicas: The workers that share its microbatches, of which ``rank`` is one; empty where one
             worker runs all.
+        rows: How the microbatches are divided among these, in proportion; empty: evenly.
     """
 
     rank: int
     source: str
     by_rule: bool = False
     replicas: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
 
-    def is_just(self, rank: int) -> bool:
-        """Whether it names one worker, and that."""
-        return self.rank == rank and not self.replicas
+    def blocks(self, num_parts: int) -> tuple[int, ...]:
+        """How many of some microbatches each replica runs: what is over goes to the first ones."""
+        shares = self.rows or (1,) * len(self.replicas)
+        sizes = [num_parts * share // sum(shares) for share in shares]
+        over = [num_parts * share % sum(shares) for share in shares]
+        by_rest = sorted(range(len(shares)), key=lambda index: -over[index])
+        for index in by_rest[: num_parts - sum(sizes)]:
+            sizes[index] += 1
+        return tuple(sizes)
+
+    def block_of(self, part: int, num_parts: int) -> int:
+        """The replica, by its index, that runs a microbatch: replicas run contiguous blocks."""
+        ends = itertools.accumulate(self.blocks(num_parts))
+        return next(index for index, end in enumerate(ends) if part < end)
+
+    def in_lane(self, part: int, num_parts: int) -> Annotation:
+        """The placement of one microbatch."""
+        if not self.replicas:
+            return self
+        return replace(self, rank=self.replicas[self.block_of(part, num_parts)])
+
+    def is_like(self, other: Annotation) -> bool:
+        """Whether it places as another one does."""
+        return (self.where, self.rows) == (other.where, other.rows)
+
+    @property
+    def where(self) -> int | list[int]:
+        """The worker, or the workers."""
+        return list(self.replicas) or self.rank
 
     @property
     def highest(self) -> int:
@@ -109,27 +138,47 @@ def problem_with(role: object, rank: object) -> tuple[str, str] | None:
     return None
 
 
-def _check(what: str, role: object, rank: Any, source: str) -> Annotation:
-    found = problem_with(role, rank)
+def problem_with_ranks(role: object, ranks: Any, rows: Any = None) -> tuple[str, str] | None:
+    """As ``problem_with``, for what may be one rank, or several that share the microbatches."""
+    if not isinstance(ranks, (list, tuple)):
+        many = "rows= divides microbatches among several workers", "pass a list of ranks"
+        return problem_with(role, ranks) if rows is None else many
+    for rank in ranks:
+        found = problem_with(role, rank)
+        if found is not None:
+            return found
+    if not ranks or len(set(ranks)) < len(ranks):
+        return (
+            f"{ranks!r} names {'a worker twice' if ranks else 'no worker'}",
+            "name each worker that runs some of the microbatches once",
+        )
+    is_list = isinstance(rows, (list, tuple)) and len(rows) == len(ranks)
+    if rows is not None and not (is_list and all(type(r) is int and r > 0 for r in rows)):
+        return (
+            f"rows={rows!r} does not divide microbatches among {len(ranks)} workers",
+            "pass as many positive ints as ranks, for example rows=(2, 1) for place([0, 1])",
+        )
+    return None
+
+
+def annotation_of(ranks: Any, rows: Any, source: str, *, by_rule: bool = False) -> Annotation:
+    """A placement without a fault, on one worker or on several."""
+    if not isinstance(ranks, (list, tuple)):
+        return Annotation(ranks, source, by_rule)
+    if len(ranks) == 1:
+        return Annotation(ranks[0], source, by_rule)
+    return Annotation(ranks[0], source, by_rule, tuple(ranks), tuple(rows or ()))
+
+
+def _check_ranks(what: str, role: object, ranks: Any, rows: Any, source: str) -> Annotation:
+    """A placement on one worker, or on several that share the microbatches."""
+    found = problem_with_ranks(role, ranks, rows)
     if found is not None:
         raise PlacementError(f"{what}: {found[0]}\n  {source}\n  Fix: {found[1]}.")
-    return Annotation(rank, source)
+    return annotation_of(ranks, rows, source)
 
 
-def _check_ranks(what: str, role: object, ranks: Any, source: str) -> Annotation:
-    """A placement on one worker, or on several that share the microbatches."""
-    if not isinstance(ranks, (list, tuple)):
-        return _check(what, role, ranks, source)
-    if not ranks or len(set(ranks)) < len(ranks):
-        raise PlacementError(
-            f"{what}: {ranks!r} names {'a worker twice' if ranks else 'no worker'}\n  {source}\n"
-            f"  Fix: name each worker that runs some of the microbatches once."
-        )
-    first, *others = (_check(what, role, rank, source) for rank in ranks)
-    return replace(first, replicas=tuple(ranks)) if others else first
-
-
-def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
+def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> nn.Module:
     """Let a module, and everything inside it that has no placement of its own, run on one worker.
 
     Or on several, which share a step's microbatches: ``module.place("MS_WORKER", [1, 2])``.
@@ -144,6 +193,8 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
         rank: The worker, from 0 to the number of workers less one. The upper bound is checked
             when the cluster's size is known. A list of workers: each runs a contiguous block of
             the microbatches, see ``docs/how-to/replicate-modules.md``.
+        rows: With a list of workers: how the microbatches are divided among them, in proportion,
+            as in ``rows=(2, 1, 1)``.
 
     Returns:
         The module itself, so that calls can be chained.
@@ -154,7 +205,7 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
     """
     source = callers_line(3)  # past the installed method
     name = type(module).__name__
-    annotation = _check_ranks(f"{name}.place", role, rank, source)
+    annotation = _check_ranks(f"{name}.place", role, rank, rows, source)
     children = list(module.children()) if isinstance(module, _CONTAINERS) else []
     if any(_has_been_planned(placed) for placed in (module, *children)):
         raise PlacementError(
@@ -163,9 +214,9 @@ def place_module(module: nn.Module, role: Any, rank: Any) -> nn.Module:
             f"predict or explain of a Model."
         )
     found = module_annotation(module)
-    if found is not None and found.by_rule and (found.rank != rank or annotation.replicas):
+    if found is not None and found.by_rule and not found.is_like(annotation):
         raise PlacementError(
-            f"{name}.place({role!r}, {rank}): a rule puts this module on {role} {found.rank}\n"
+            f"{name}.place({role!r}, {rank}): a rule puts this module on {role} {found.where}\n"
             f"  {source}\n  {found.source}\n  Fix: leave out one of the two."
         )
     module.__dict__[_MODULE_ATTRIBUTE] = annotation
@@ -205,10 +256,10 @@ def annotations_of(network: nn.Module) -> dict[str, Annotation]:
             annotation = outside[-1]
         if annotation is None:
             continue
-        if annotation.by_rule and outside and outside[-1].rank != annotation.rank:
+        if annotation.by_rule and outside and not outside[-1].is_like(annotation):
             conflicts.append(
-                f"module {path!r} is placed on {WORKER_ROLE} {annotation.rank} by a rule, and on "
-                f"{outside[-1].rank} as part of a slice\n"
+                f"module {path!r} is placed on {WORKER_ROLE} {annotation.where} by a rule, and on "
+                f"{outside[-1].where} as part of a slice\n"
                 f"    {annotation.source}\n    {outside[-1].source}"
             )
         found[path] = annotation
@@ -268,7 +319,7 @@ class PlacedBlock(ContextDecorator):
 
     def __enter__(self) -> None:
         self._is_used = True
-        noted = {NODE_KEY: (self._annotation.rank, self._annotation.source)}
+        noted = {NODE_KEY: astuple(self._annotation)}
         self._entered.append(torch.fx.traceback.annotate(noted))
         self._entered[-1].__enter__()
 
@@ -285,11 +336,11 @@ class PlacedBlock(ContextDecorator):
 
     def __del__(self) -> None:
         if not self.__dict__.get("_is_used", True):
-            _never_entered[self._annotation.source] = self._annotation.rank
+            _never_entered[self._annotation.source] = self._annotation.where
 
 
 # Blocks of gs.place that were thrown away without a ``with``: their rank, by the user's line.
-_never_entered: dict[str, int] = {}
+_never_entered: dict[str, int | list[int]] = {}
 
 
 def check_blocks() -> None:
@@ -303,21 +354,27 @@ def check_blocks() -> None:
         raise faults_found(lines, fix="write `with gs.place(...):` before the operations.")
 
 
-def place(role: str | int, rank: int | None = None) -> PlacedBlock:
-    """Let the operations inside a ``with`` block run on one worker.
+def place(
+    role: str | int | Sequence[int],
+    rank: int | Sequence[int] | None = None,
+    *,
+    rows: Sequence[int] | None = None,
+) -> PlacedBlock:
+    """Let the operations inside a ``with`` block run on one worker, or share the microbatches.
 
     Used inside ``forward``. The innermost block wins, and any block wins over the placement of
     modules around it. In one process it does nothing.
 
     Args:
         role: ``"MS_WORKER"``; may be left out: ``gs.place(1)``.
-        rank: The worker.
+        rank: The worker, or a list of workers that share a step's microbatches.
+        rows: As for ``Module.place``.
 
     Raises:
         PlacementError: Unknown role, or a rank that is negative or no int.
     """
     _refuse_inside_branches()
-    return PlacedBlock(_check("gs.place", *_named(role, rank), callers_line(2)))
+    return PlacedBlock(_check_ranks("gs.place", *_named(role, rank), rows, callers_line(2)))
 
 
 def _named(role: Any, rank: Any) -> tuple[Any, Any]:
@@ -340,15 +397,23 @@ class PlaceableOperation(Generic[P, R]):
         self._function = function
         self._annotation: Annotation | None = None
 
-    def place(self, role: str | int, rank: int | None = None) -> PlaceableOperation[P, R]:
-        """Return this operation bound to one worker; ``place(1)`` is ``place("MS_WORKER", 1)``.
+    def place(
+        self,
+        role: str | int | Sequence[int],
+        rank: int | Sequence[int] | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+    ) -> PlaceableOperation[P, R]:
+        """Return this operation bound to a worker; ``place(1)`` is ``place("MS_WORKER", 1)``.
+
+        A list of workers shares a step's microbatches, by ``rows`` as for ``Module.place``.
 
         Raises:
             PlacementError: Unknown role, or a rank that is negative or no int.
         """
         placed = PlaceableOperation(self._function)
-        found = _check("gs.op(...).place", *_named(role, rank), callers_line(2))
-        placed._annotation = found
+        named = _named(role, rank)
+        placed._annotation = _check_ranks("gs.op(...).place", *named, rows, callers_line(2))
         return placed
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -356,7 +421,7 @@ class PlaceableOperation(Generic[P, R]):
         if self._annotation is None:
             return self._function(*args, **kwargs)
         _refuse_inside_branches()
-        noted = {NODE_KEY: (self._annotation.rank, self._annotation.source)}
+        noted = {NODE_KEY: astuple(self._annotation)}
         with torch.fx.traceback.annotate(noted):
             return self._function(*args, **kwargs)
 
@@ -370,9 +435,13 @@ def install() -> None:
     """Give every ``torch.nn.Module`` the method ``place``."""
 
     def place(
-        self: Any, role: str | int | Sequence[int], rank: int | Sequence[int] | None = None
+        self: Any,
+        role: str | int | Sequence[int],
+        rank: int | Sequence[int] | None = None,
+        *,
+        rows: Sequence[int] | None = None,
     ) -> Any:
-        return place_module(self, *_named(role, rank))
+        return place_module(self, *_named(role, rank), rows)
 
     place.__doc__, place.__qualname__ = place_module.__doc__, "Module.place"
     nn.Module.place = place  # type: ignore[attr-defined]

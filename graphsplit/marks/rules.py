@@ -85,8 +85,9 @@ def apply_placement(network: NetworkT, source: Mapping[str, Any] | str | Path) -
     Replaces the rules of an earlier call. The sections, all optional, are ``modules`` (module
     pattern to worker), ``operations`` (module pattern to a mapping from operations to workers) and
     ``parameters`` (pattern of names to the owner); without any of them the source is the section
-    ``modules``. A worker is its rank, ``[role, rank]``, or ``{role: ..., rank: ...}``. For the
-    patterns see ``docs/how-to/place-modules-and-operations.md``.
+    ``modules``. A worker is its rank, ``[role, rank]``, or ``{role: ..., rank: ...}``. Several that
+    share the microbatches are ``[0, 1]``, or ``{ranks: [0, 1], rows: [2, 1]}``. For the patterns
+    see ``docs/how-to/place-modules-and-operations.md``.
 
     Args:
         network: The network.
@@ -129,6 +130,17 @@ def kept_rules(network: nn.Module) -> KeptRules:
     return found if isinstance(found, KeptRules) else KeptRules()
 
 
+def has_replicas(network: nn.Module, modules: Mapping[str, Annotation]) -> bool:
+    """Whether modules, or operations by rules, are placed on several workers.
+
+    Args:
+        network: The network; its rules of operations are looked at.
+        modules: Annotation of every placed module, by module path.
+    """
+    ruled = (rule.rule.placement for rule in kept_rules(network).operations)
+    return any(annotation.replicas for annotation in (*modules.values(), *ruled))
+
+
 class _Applier:
     """Finds what each rule names, and every fault on the way."""
 
@@ -159,10 +171,7 @@ class _Applier:
         self._check_hidden(matched, decided)
         self._check_code(decided)
         modules = dict(self._network.named_modules(remove_duplicate=False))
-        return [
-            (modules[path], Annotation(rule.rank, rule.source, by_rule=True))
-            for path, rule in decided.items()
-        ]
+        return [(modules[path], rule.placement) for path, rule in decided.items()]
 
     def operations(self) -> tuple[OperationRule, ...]:
         """Rules of operations, with the modules that they speak of."""
@@ -216,11 +225,9 @@ class _Applier:
             if name not in decided:
                 continue
             other = by_tensor.setdefault(id(tensor), (name, decided[name]))
-            if other[1].rank != decided[name].rank:
+            if not other[1].placement.is_like(decided[name].placement):
                 self._fault(decided[name], f"{name!r} is the same tensor as {other[0]!r}", other[1])
-        return {
-            name: Annotation(rule.rank, rule.source, by_rule=True) for name, rule in decided.items()
-        }
+        return {name: rule.placement for name, rule in decided.items()}
 
     def _names(self, pattern: ModulePattern) -> list[str]:
         """Names of the parameters and buffers that a pattern matches."""
@@ -265,15 +272,15 @@ class _Applier:
         told: set[tuple[Rule, Annotation]] = set()
         for path, rule in decided.items():
             first = names.setdefault(modules[path], path)
-            if decided[first].rank != rule.rank:
+            if not decided[first].placement.is_like(rule.placement):
                 self._fault(rule, f"{path!r} is the same module as {first!r}", decided[first])
             found = code.get(path)
-            if found is None or (rule, found) in told or found.is_just(rule.rank):
+            if found is None or (rule, found) in told or found.is_like(rule.placement):
                 continue
             told.add((rule, found))
             what = f"module {path!r}" if path else "the network"
             self.faults.append(
-                f"{rule}: {what} is placed on {WORKER_ROLE} {found.rank} in the code\n"
+                f"{rule}: {what} is placed on {WORKER_ROLE} {found.where} in the code\n"
                 f"    {rule.source}\n    {found.source}"
             )
 

@@ -3,6 +3,7 @@
     modules:
       model.layers.{0..3}: 0
       lm_head: [MS_WORKER, 1]
+      vision: {ranks: [0, 1], rows: [2, 1]}
     operations:
       model.layers.3.self_attn:
         "softmax*": 1
@@ -23,11 +24,16 @@ from typing import Any
 import yaml
 
 from graphsplit.errors import PlacementError
-from graphsplit.marks.annotations import WORKER_ROLE, problem_with
+from graphsplit.marks.annotations import (
+    WORKER_ROLE,
+    Annotation,
+    annotation_of,
+    problem_with_ranks,
+)
 
 MODULES, OPERATIONS, PARAMETERS = "modules", "operations", "parameters"
 SECTIONS = (MODULES, OPERATIONS, PARAMETERS)
-_RULE_KEYS = ("role", "rank")
+_RULE_KEYS = ("role", "rank", "ranks", "rows")
 # Aliases make a small file stand for a huge one: no placement has this many keys and values.
 _MAX_NODES = 100_000
 
@@ -40,20 +46,23 @@ class Rule:
         section: ``modules``, ``operations`` or ``parameters``.
         path: Pattern for modules (for parameters: for their names).
         operation: Pattern for operations; "" in other sections.
-        rank: The worker.
-        source: ``file:line``.
+        placement: The worker, or workers that share the microbatches, and ``file:line``.
     """
 
     section: str
     path: str
     operation: str
-    rank: int
-    source: str
+    placement: Annotation
+
+    @property
+    def source(self) -> str:
+        """``file:line``."""
+        return self.placement.source
 
     def __str__(self) -> str:
         inside = f": {self.operation!r}" if self.operation else ""
         kind = "rule" if self.section == MODULES else f"rule of {self.section}"
-        return f"{kind} {self.path!r}{inside} -> {self.rank}"
+        return f"{kind} {self.path!r}{inside} -> {self.placement.where}"
 
 
 @dataclass(frozen=True)
@@ -263,26 +272,33 @@ def _read_rule(
 ) -> None:
     source = source or key.source
     what = f"{key.content!r}: {operation!r}" if operation else f"{key.content!r}"
-    role, rank, unknown = _role_and_rank(value)
+    role, ranks, rows, unknown = _role_and_ranks(value)
     if unknown:
         near = difflib.get_close_matches(unknown, _RULE_KEYS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "expected role and rank"
+        hint = f"did you mean {near[0]!r}?" if near else "expected role and rank, or ranks and rows"
         read.faults.append(f"{what}: unknown key {unknown!r}; {hint}\n    {source}")
         return
-    problem = problem_with(role, rank)
+    problem = problem_with_ranks(role, ranks, rows)
+    if problem is None and section == PARAMETERS and isinstance(ranks, (list, tuple)):
+        problem = f"{ranks!r} are several workers, and a parameter lives on one", ""
     if problem is not None:
         read.faults.append(f"{what}: {problem[0]}\n    {source}")
         return
-    read.rules.append(Rule(section, key.content, operation, rank, source))
+    placement = annotation_of(ranks, rows, source, by_rule=True)
+    read.rules.append(Rule(section, key.content, operation, placement))
 
 
-def _role_and_rank(value: _Value) -> tuple[Any, Any, str]:
-    """Role, rank, and a key that is not known: of ``1``, ``[MS_WORKER, 1]`` and ``{rank: 1}``."""
+def _role_and_ranks(value: _Value) -> tuple[Any, Any, Any, str]:
+    """Role, ranks, rows, and a key that is not known.
+
+    Of ``1``, ``[0, 1]``, ``[MS_WORKER, 1]``, ``{rank: 1}`` and ``{ranks: [0, 1], rows: [2, 1]}``.
+    """
     content = value.content
     if value.is_mapping:
         entries = {str(key.content): inner.content for key, inner in content}
         unknown = next((name for name in entries if name not in _RULE_KEYS), "")
-        return entries.get("role", WORKER_ROLE), entries.get("rank"), unknown
-    if isinstance(content, (list, tuple)) and len(content) == 2:
-        return content[0], content[1], ""
-    return WORKER_ROLE, content, ""
+        ranks = entries.get("ranks", entries.get("rank"))
+        return entries.get("role", WORKER_ROLE), ranks, entries.get("rows"), unknown
+    if isinstance(content, (list, tuple)) and len(content) == 2 and isinstance(content[0], str):
+        return content[0], content[1], None, ""
+    return WORKER_ROLE, content, None, ""

@@ -35,6 +35,11 @@ def describe_plan(plan: PartitionPlan) -> str:
             f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
             f"{format_bytes(edge.meta)}"
         )
+    for first, chain in plan.chains.items():
+        lines.append(
+            f"  v{first}: updates {list(chain.updates)} of {list(chain.buffers)} of worker "
+            f"{chain.owner}, on workers {list(chain.workers)}, by edges {list(chain.edges)}"
+        )
     if plan.reduction is not None:
         lines.append(
             f"  reduction of {list(plan.reduction.sizes)} numbers by worker, gathered by worker "

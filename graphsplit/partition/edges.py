@@ -294,4 +294,7 @@ class _Partitioner:
         needed = {output.node for output in self.graph.outputs if output.node is not None}
         for position, node in enumerate(self.nodes):
             needed.update(r for r in node.reads if segment_of[r] != segment_of[position])
+        if self.graph.buffer_updates:
+            kept = {name for fold in self.graph.buffer_updates for name in fold.reads}
+            needed.update(p for p, node in enumerate(self.nodes) if node.name in kept)
         return {edge.value for edge in self.edges if edge.kind is EdgeKind.VALUE} | needed

@@ -21,6 +21,7 @@ class EdgeKind(Enum):
     GRADIENT = "gradient"
     GENERATOR = "generator"
     PROCESS_GENERATORS = "process generators"
+    BUFFERS = "buffers"
     REDUCTION = "reduction"
 
 
@@ -31,9 +32,11 @@ class Edge:
     Attributes:
         index: Position among all edges of the plan.
         kind: Forward value, gradient, the state of the random generator, those of Python's and
-            NumPy's generators where these do not go with it, or numbers about gradients.
+            NumPy's generators where these do not go with it, buffers of a chain, or numbers about
+            gradients.
         value: The node it carries (for a generator state: the random operation that left it; for
-            numbers about gradients: the first parameter, which stands for all).
+            numbers about gradients: the first parameter, which stands for all; for buffers of a
+            chain: the first one).
         source: Sending worker.
         destination: Receiving worker.
         meta: What is carried.
@@ -144,6 +147,25 @@ class Reduction:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class BufferChain:
+    """Buffers that go from worker to worker, each of which updates them by its microbatches.
+
+    Attributes:
+        updates: Which of the graph's buffer updates, by their indices.
+        buffers: The buffers, by their numbers in the first lane.
+        owner: Where they live.
+        workers: Who updates them, by lane.
+        edges: The edge on which they come to each lane, and the one home; None: they are there.
+    """
+
+    updates: tuple[int, ...]
+    buffers: tuple[int, ...]
+    owner: int
+    workers: tuple[int, ...]
+    edges: tuple[int | None, ...]
+
+
 @dataclass(frozen=True)
 class PartitionPlan:
     """A placed graph, cut.
@@ -166,6 +188,8 @@ class PartitionPlan:
         run_twice: Operations that forward runs twice, instead of once more in backward.
         lanes: The microbatches of each lane, where their workers differ: every value then has a
             number in each lane; see ``partition.lanes``. Empty: all run the same.
+        chains: The buffers into which the microbatches are folded, by the first one's number in the
+            first lane; see ``partition.buffer_chains``.
     """
 
     placed: PlacedGraph
@@ -182,6 +206,12 @@ class PartitionPlan:
     recomputed: Mapping[int, tuple[RecomputedGroup, ...]] = field(default_factory=dict)
     run_twice: frozenset[int] = frozenset()
     lanes: tuple[range, ...] = ()
+    chains: Mapping[int, BufferChain] = field(default_factory=dict)
+
+    @property
+    def num_values(self) -> int:
+        """How many values a lane has."""
+        return len(self.placed.graph.nodes) // max(1, len(self.lanes))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -190,11 +220,11 @@ class PartitionPlan:
 
     def lane_of(self, value: int) -> int:
         """The lane of a value."""
-        return value // (len(self.placed.graph.nodes) // len(self.lanes)) if self.lanes else 0
+        return value // self.num_values
 
     def in_first_lane(self, value: int) -> int:
         """The number that a value has in the first lane; its own where there are no lanes."""
-        return value % (len(self.placed.graph.nodes) // len(self.lanes)) if self.lanes else value
+        return value % self.num_values
 
     def is_in(self, microbatch: int, value: int) -> bool:
         """Whether a microbatch runs the lane of a value."""

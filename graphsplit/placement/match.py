@@ -114,11 +114,11 @@ def _contradictions(graph: CapturedGraph, deciding: dict[int, OperationRule]) ->
     found: dict[tuple[OperationRule, str], str] = {}
     for position, rule in deciding.items():
         annotation = graph.nodes[position].annotation
-        if annotation is not None and annotation.rank != rule.rule.rank:
+        if annotation is not None and not annotation.is_like(rule.rule.placement):
             found.setdefault(
                 (rule, annotation.source),
                 f"{rule.rule}: operation {graph.nodes[position].name!r} is placed on {WORKER_ROLE} "
-                f"{annotation.rank} by gs.place in the code\n"
+                f"{annotation.where} by gs.place in the code\n"
                 f"    {rule.rule.source}\n    {annotation.source}",
             )
     return list(found.values())

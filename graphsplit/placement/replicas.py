@@ -15,34 +15,35 @@ Within a lane a placement is one as ever: ``in_lane`` gives the rules for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 
+from graphsplit.capture.graph import CapturedGraph
 from graphsplit.marks.annotations import Annotation
-from graphsplit.placement.resolve import PlacementRules
+from graphsplit.placement.resolve import PlacementRules, asked_placements
 from graphsplit.placement.whole import nearest
 
 
-def is_replicated(modules: Mapping[str, Annotation]) -> bool:
-    """Whether some module is placed on several workers."""
-    return any(annotation.replicas for annotation in modules.values())
+def replicated(graph: CapturedGraph, rules: PlacementRules) -> dict[str, Annotation]:
+    """All that is placed on several workers, in words."""
+    return {what: a for what, a in asked_placements(graph, rules).items() if a.replicas}
 
 
-def lanes_of(modules: Mapping[str, Annotation], parts: range, num_parts: int) -> tuple[range, ...]:
+def lanes_of(annotations: Iterable[Annotation], parts: range, num_parts: int) -> tuple[range, ...]:
     """The lanes of some microbatches, each as a range of them.
 
     Args:
-        modules: Annotation of every placed module, by module path.
+        annotations: Placements on several workers.
         parts: The microbatches, by their numbers in the batch.
         num_parts: How many the whole batch has.
     """
-    counts = sorted({len(a.replicas) for a in modules.values() if a.replicas})
+    ways = list({(len(a.replicas), a.rows): a for a in annotations}.values())
     found: list[range] = []
     before: list[int] | None = None
     for part in parts:
-        blocks = [_block_of(part, num_parts, count) for count in counts]
+        blocks = [annotation.block_of(part, num_parts) for annotation in ways]
         if blocks == before:
             found[-1] = range(found[-1].start, part + 1)
         else:
@@ -59,28 +60,16 @@ def in_lane(rules: PlacementRules, part: int, num_parts: int) -> PlacementRules:
         part: One of the lane's microbatches.
         num_parts: How many the batch has.
     """
-    modules = {
-        path: replace(a, rank=a.replicas[_block_of(part, num_parts, len(a.replicas))])
-        if a.replicas
-        else a
-        for path, a in rules.modules.items()
-    }
-    return replace(rules, modules=modules)
-
-
-def _block_of(part: int, num_parts: int, num_blocks: int) -> int:
-    """The block that a part is in: blocks are contiguous, and the first ones have one more."""
-    size, num_larger = divmod(num_parts, num_blocks)
-    in_larger = num_larger * (size + 1)
-    if part < in_larger:
-        return part // (size + 1)
-    return num_larger + (part - in_larger) // size
+    modules = {path: a.in_lane(part, num_parts) for path, a in rules.modules.items()}
+    return replace(rules, modules=modules, lane=(part, num_parts))
 
 
 def shared_out(
     modules: Mapping[str, Annotation], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, int]:
     """The owners of replicated modules' parameters and buffers: whole tensors, balanced by bytes.
+
+    Buffers are with the first replica, which updates them by the first microbatches.
 
     Args:
         modules: Annotation of every placed module, by module path.
@@ -94,8 +83,10 @@ def shared_out(
         if id(tensor) not in owner_of:
             if placed is None or not placed[1].replicas:
                 continue
-            owner = min(placed[1].replicas, key=lambda worker: bytes_of.get(worker, 0))
-            bytes_of[owner] = bytes_of.get(owner, 0) + tensor.numel() * tensor.element_size()
+            owner = placed[1].replicas[0]
+            if isinstance(tensor, torch.nn.Parameter):
+                owner = min(placed[1].replicas, key=lambda worker: bytes_of.get(worker, 0))
+                bytes_of[owner] = bytes_of.get(owner, 0) + tensor.numel() * tensor.element_size()
             owner_of[id(tensor)] = owner
         found[name] = owner_of[id(tensor)]
     return found

@@ -50,6 +50,8 @@ class PlacementRules:
         shared_out: Owners that replicas have shared out among them, by name.
         in_lanes: Whether other microbatches run elsewhere: gradients of parameters then go through
             a sum of their own, for their order is that of all microbatches.
+        lane: One of the microbatches that these rules are for, and how many there are, where
+            replicas share them; modules are those of that lane already.
     """
 
     num_workers: int
@@ -60,6 +62,7 @@ class PlacementRules:
     parameters: Mapping[str, Annotation] = field(default_factory=dict)
     shared_out: Mapping[str, int] = field(default_factory=dict)
     in_lanes: bool = False
+    lane: tuple[int, int] = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def asked_placements(graph: CapturedGraph, rules: PlacementRules) -> dict[str, A
         if node.annotation is not None:
             placed[f"operation {node.name!r}"] = node.annotation
     for rule in rules.operations:
-        placed[str(rule.rule)] = Annotation(rule.rule.rank, rule.rule.source)
+        placed[str(rule.rule)] = rule.rule.placement
     for name, annotation in rules.parameters.items():
         placed[f"parameter {name!r}"] = annotation
     return placed
@@ -231,10 +234,12 @@ class _Resolver:
             return self._place_beside_operand(position, node)
         if node.annotation is not None:
             where = node.annotation.source
-            return self._set(position, node.annotation.rank, f"gs.place at {where}")
+            rank = node.annotation.in_lane(*self.rules.lane).rank
+            return self._set(position, rank, f"gs.place at {where}")
         if position in self.matched.deciding:
             rule = self.matched.deciding[position].rule
-            return self._set(position, rule.rank, f"rule {rule.operation!r} at {rule.source}")
+            rank = rule.placement.in_lane(*self.rules.lane).rank
+            return self._set(position, rank, f"rule {rule.operation!r} at {rule.source}")
         placed = self._nearest(node)
         if position in self.inside:
             self.deciding.update(self.inside[position])

@@ -25,7 +25,7 @@ from graphsplit.marks.pattern import NETWORK, read_names, read_pattern, read_sli
 from graphsplit.marks.rules import OperationRule
 from graphsplit.marks.source import MODULES, OPERATIONS, PARAMETERS, Rule
 from graphsplit.placement.match import operations_by_module
-from graphsplit.placement.replicas import is_replicated
+from graphsplit.placement.replicas import replicated
 from graphsplit.placement.resolve import PlacedGraph, PlacementRules, resolve
 from graphsplit.placement.whole import nearest
 
@@ -95,12 +95,12 @@ def write_placement(
         network: The network; only its names are looked at.
 
     Raises:
-        PlacementError: Modules are replicated, which no rule can say.
+        PlacementError: Modules are replicated: a placement names one worker each.
     """
-    if is_replicated(rules.modules):
+    if replicated(placed.graph, rules):
         raise PlacementError(
-            "this network has modules on several workers, and rules name one worker each\n"
-            "  Fix: keep .place in the code; there is nothing to write for it."
+            "this network has modules on several workers, and what is written names one worker "
+            "each\n  Fix: keep .place in the code, or your rules; there is nothing to write."
         )
     writer = _Writer(placed, rules, network)
     writer.choose_modules()
@@ -287,7 +287,7 @@ class _Writer:
 def _rule(path: str, operation: str, rank: int) -> OperationRule:
     name, which = read_slice(operation)
     return OperationRule(
-        Rule(OPERATIONS, path or NETWORK, operation, rank, ""),
+        Rule(OPERATIONS, path or NETWORK, operation, Annotation(rank, "")),
         frozenset({path}),
         read_pattern(path) if path.partition(".")[0] == LOSS_PATH else None,
         read_names(name).pattern,

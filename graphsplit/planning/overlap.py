@@ -58,7 +58,8 @@ def check_overlapping(
 def modified_state(placed: PlacedGraph) -> set[str]:
     """The names of the parameters and buffers that a graph modifies."""
     graph = placed.graph
-    return {graph.nodes[p].target for p in graph.modified if graph.nodes[p].is_state}
+    folded = (graph.positions[name] for fold in graph.buffer_updates for name in fold.buffers)
+    return {graph.nodes[p].target for p in (*graph.modified, *folded) if graph.nodes[p].is_state}
 
 
 def check_used(

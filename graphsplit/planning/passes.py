@@ -14,10 +14,11 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
+from graphsplit.partition.buffer_chains import with_chains
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
-from graphsplit.partition.checks.replicated import refuse_unreplicable
+from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
 from graphsplit.partition.lanes import merge_lanes
@@ -25,7 +26,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.reduction import check_reduction, with_reduction
 from graphsplit.partition.splitting import with_splits
-from graphsplit.placement.replicas import in_lane, is_replicated, lanes_of, shared_out
+from graphsplit.placement.replicas import in_lane, lanes_of, replicated, shared_out
 from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
@@ -44,11 +45,13 @@ from graphsplit.program.lower import (
 )
 from graphsplit.program.proof import verify_programs
 from graphsplit.rewrite.branches import take_branches_apart
+from graphsplit.rewrite.buffer_updates import take_updates_apart
 from graphsplit.rewrite.keep_together import keep_memory_together
 from graphsplit.rewrite.known_results import with_known_results
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.orders import checked
 from graphsplit.schedule.policies import policy_of
+from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import buffer_of_form
 from graphsplit.torch_ext.stand_ins import as_ordinary
 
@@ -109,24 +112,32 @@ def make_plan(
     num_workers: int,
     owners: Mapping[str, int],
     part: StepPart,
+    recovery: str = FAIL_FAST,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
     """All pure passes in a row: resolve, partition, lower; each result is verified.
 
     Where replicas share the microbatches, each lane is placed and partitioned by itself.
     """
     rules = placement_rules(task, num_workers=num_workers, owners=owners)
-    if is_replicated(rules.modules) and graph.mode not in (Mode.EVAL, Mode.PREDICT):
+    replicas = replicated(graph, rules)
+    refuse_in_recovery(replicas, recovery)
+    if replicas and graph.mode not in (Mode.EVAL, Mode.PREDICT):
         number, is_compiled = task.divider.num_microbatches, task.compiler is not None
-        refuse_unreplicable(graph, rules.modules, number, is_compiled=is_compiled)
+        graph = take_updates_apart(graph)
+        refuse_unreplicable(graph, replicas, number, is_compiled=is_compiled)
     check_graph(graph)
     num_parts = part.num_parts or part.num_microbatches
-    lanes = lanes_of(rules.modules, part.parts, num_parts)
+    lanes = lanes_of(replicas.values(), part.parts, num_parts)
     rules = replace(rules, in_lanes=len(lanes) > 1)
     plans: list[PartitionPlan] = []
+    modules: list[Mapping[str, Annotation]] = []
     for lane in lanes:
-        plans.append(_partitioned(graph, task, in_lane(rules, lane.start, num_parts), part))
+        its_rules = in_lane(rules, lane.start, num_parts)
+        plans.append(_partitioned(graph, task, its_rules, part))
+        modules.append(its_rules.modules)
         rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
     plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
+    plan = with_chains(plan, modules)
     if part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)

@@ -18,15 +18,14 @@ from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
+from graphsplit.marks.rules import has_replicas
 from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
-from graphsplit.partition.checks.replicated import refuse_in_recovery
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.placement.replicas import is_replicated
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.announced import Note, PythonStep, Swaps, compare
 from graphsplit.planning.many_sizes import SizesSeen
@@ -108,8 +107,7 @@ class Planner:
     def __init__(self, task: Task, job: Job) -> None:
         self._task = task
         self._job = job
-        # By the number of a recording and the part of a step.
-        self._plans: OrderedDict[tuple[int, StepPart], ReadyPlan] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, StepPart], ReadyPlan] = OrderedDict()  # by recording
         self._numbers: dict[tuple[int, StepPart], int] = {}
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
@@ -122,7 +120,7 @@ class Planner:
         self.expected_owners: dict[str, int] = {}
         self.on_settled: Callable[[], None] = lambda: None
         self._max_plans = _MAX_PLANS
-        self.has_replicas = False  # whether some module is placed on several workers
+        self.has_replicas = False  # whether several workers share what is placed outside forward
         self._swaps = swaps = Swaps(task)
         self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
         self.python_values = PythonValues(self.recordings, task)
@@ -319,7 +317,7 @@ class Planner:
     def _renew(self, *, force: bool = False) -> None:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
-        self.has_replicas = is_replicated(self.modules())
+        self.has_replicas = has_replicas(self._task.network, self.modules())
         self.trainable = trainable_of(self._task)
         if not force and list(map(id, parameters)) == list(map(id, self.parameters)):
             return  # they are held, so that identities stay their own
@@ -435,9 +433,11 @@ class Planner:
         self, graph: CapturedGraph, part: StepPart
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
-        refuse_in_recovery(self.modules(), self._job.recovery_policy)
         owners, num_workers = self.known_owners(), self._job.num_workers
-        return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
+        policy = self._job.recovery_policy
+        return make_plan(
+            graph, self._task, num_workers=num_workers, owners=owners, part=part, recovery=policy
+        )
 
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""

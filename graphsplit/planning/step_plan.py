@@ -217,14 +217,15 @@ def plan_step(
         found = planner.recording_for(mode, signature, note=note)
         if count > 1 and found.recording.graph.is_other_after:
             later, count = [(signature, count - 1), *later], 1
+        has_replicas = planner.has_replicas or found.recording.graph.has_replicas
         part = StepPart(
             count,
             first=opens and not plans,
             last=closes and not later,
             is_microbatched=True,
             adds_up=planner.pairs is not None and not later,
-            start=sum(sizes) if planner.has_replicas else 0,
-            num_parts=num_parts if planner.has_replicas else 0,
+            start=sum(sizes) if has_replicas else 0,
+            num_parts=num_parts if has_replicas else 0,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)

@@ -7,6 +7,7 @@
 ``BACKWARD_INPUT mb0 seg2``   the part of it that others wait for
 ``BACKWARD_WEIGHT mb0 seg2``  the rest of it: gradients of large weights
 ``ACCUMULATE mb0 v7``         sum the gradients of a parameter that several segments use
+``FOLD mb0 v9``               fold a microbatch into buffers: running statistics
 ``SEND mb0 edge3``            send the edge's value to its destination
 ``RECEIVE mb0 edge3``         wait for the edge's value from its source
 ``ADD_UP``                    add the sums of the batch's parts to the owned gradients
@@ -32,6 +33,7 @@ class Opcode(Enum):
     BACKWARD_INPUT = "BACKWARD_INPUT"
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
     ACCUMULATE = "ACCUMULATE"
+    FOLD = "FOLD"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
     ADD_UP = "ADD_UP"
@@ -46,6 +48,7 @@ _OPERAND = {
     Opcode.BACKWARD_INPUT: "seg",
     Opcode.BACKWARD_WEIGHT: "seg",
     Opcode.ACCUMULATE: "v",
+    Opcode.FOLD: "v",
     Opcode.SEND: "edge",
     Opcode.RECEIVE: "edge",
 }

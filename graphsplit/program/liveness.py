@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from graphsplit.partition.buffer_chains import kept_values
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
@@ -53,6 +54,11 @@ class _Uses:
             each, once = self._of_segment(operand)
             yield from ((microbatch, value) for value in each)
             yield from ((0, value) for value in once)
+        elif instruction.opcode is Opcode.FOLD:
+            first = self._plan.in_first_lane(operand)
+            for value in kept_values(self._plan, self._plan.chains[first]):
+                if self._is_held(value + operand - first):
+                    yield microbatch, value + operand - first
         elif instruction.opcode in (Opcode.SEND, Opcode.RECEIVE):
             edge = self._plan.edges[operand]
             if self._is_freed(edge):

@@ -16,8 +16,8 @@ from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.traffic import PlanTraffic
 
-# A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD and
-# ACCUMULATE instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD
+# A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD, ACCUMULATE
+# and FOLD instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD
 # where the plan allows it. `schedule.orders` checks what it gives.
 Policy = Callable[[PartitionPlan, int], Sequence[Sequence[Instruction]]]
 
@@ -144,6 +144,8 @@ class _Lowering:
                     self.plan.gradient_sums[instruction.operand], instruction.microbatch
                 )
                 self.out.append(instruction)
+            elif instruction.opcode is Opcode.FOLD:
+                self._fold(instruction)
             else:
                 self._backward(instruction)
         self._finish()
@@ -169,6 +171,22 @@ class _Lowering:
         for edge in self.outgoing:
             if edge.kind is EdgeKind.VALUE and nodes[edge.value].is_state:
                 self._move(edge, 0, Opcode.SEND)
+        for chain in self.plan.chains.values():
+            first = chain.edges[0]
+            if first is not None and chain.owner == self.worker:
+                self._move(self.plan.edges[first], 0, Opcode.SEND)
+
+    def _fold(self, instruction: Instruction) -> None:
+        """The buffers come before their worker's first microbatch of a lane, and go on after it."""
+        lane = self.plan.lane_of(instruction.operand)
+        chain = self.plan.chains[self.plan.in_first_lane(instruction.operand)]
+        here = self.plan.lanes[lane] if self.plan.lanes else self.microbatches
+        before, after = chain.edges[lane : lane + 2]
+        if before is not None and instruction.microbatch == here[0]:
+            self._move(self.plan.edges[before], 0, Opcode.RECEIVE)
+        self.out.append(instruction)
+        if after is not None and instruction.microbatch == here[-1]:
+            self._move(self.plan.edges[after], 0, Opcode.SEND)
 
     def _forward(self, instruction: Instruction) -> None:
         segment, microbatch = instruction.operand, instruction.microbatch

@@ -18,6 +18,7 @@ from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
 from graphsplit.program.lower import first_of_backward, late_edges
 from graphsplit.root_cause import Location
+from graphsplit.runtime.buffer_updates import bind_fold, bind_receive_buffers, bind_send_buffers
 from graphsplit.runtime.channels import (
     ChannelEnds,
     before_waiting_work,
@@ -298,6 +299,8 @@ class ProgramRunner:
             return self._bind_forward(instruction)
         if opcode in _BACKWARD or opcode in (Opcode.ACCUMULATE, Opcode.ADD_UP):
             return self._backward.bind(instruction)
+        if opcode is Opcode.FOLD:
+            return bind_fold(self._plan, instruction, self._parts.state, self._source)
         if opcode is Opcode.SEND:
             return self._bind_send(self._plan.edges[operand], instruction.microbatch)
         if opcode is Opcode.RECEIVE:
@@ -385,6 +388,8 @@ class ProgramRunner:
         value = edge.value
         if edge.kind is EdgeKind.REDUCTION:
             return bind_send_reduction(self._plan, edge, send)
+        if edge.kind is EdgeKind.BUFFERS:
+            return bind_send_buffers(self._plan, edge, self._parts.state, send)
         if edge.kind in GENERATORS:
             return bind_send_generators(self._plan, edge, microbatch, send)
         if edge.kind is EdgeKind.GRADIENT:
@@ -413,6 +418,8 @@ class ProgramRunner:
         slot = self._plan.slot(value)
         if edge.kind is EdgeKind.REDUCTION:
             return bind_receive_reduction(self._plan, edge, receive)
+        if edge.kind is EdgeKind.BUFFERS:
+            return bind_receive_buffers(self._plan, edge, self._parts.state, receive)
         if edge.kind in GENERATORS:
             return bind_receive_generators(self._plan, edge, microbatch, receive)
 

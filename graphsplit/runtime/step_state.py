@@ -48,6 +48,8 @@ class StepState:
         given: Gradients of outputs that came from outside the graph, by node.
         totals: Where calls under one backward add up their gradients: by a parameter's id, what the
             later calls have given; None where each adds to ``.grad``.
+        folded: Buffers that came from another worker, while microbatches are folded into them; by
+            the first one's node.
         of_inputs: Gradients of the graph's inputs that are added up on this worker, by node.
     """
 
@@ -65,4 +67,5 @@ class StepState:
     partials: dict[int, torch.Tensor] = field(default_factory=dict)
     given: Mapping[int, Gradient] = field(default_factory=dict)
     totals: dict[int, torch.Tensor] | None = None
+    folded: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     of_inputs: dict[int, Gradient] = field(default_factory=dict)

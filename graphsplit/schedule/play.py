@@ -19,7 +19,7 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.event_loop import EventLoop
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.clock import Clock, UnitClock
-from graphsplit.schedule.tasks import Tasks
+from graphsplit.schedule.tasks import BETWEEN_LANES, Tasks
 from graphsplit.schedule.warm_up import WarmUp
 
 
@@ -99,7 +99,7 @@ class _RulePlay(EventLoop):
         self.left_urgent = [[0] * num_microbatches for _ in workers]
         for instruction in self.missing:
             worker = self._worker(instruction)
-            if instruction.opcode is Opcode.ACCUMULATE and plan.lanes:
+            if self._is_between_lanes(instruction):
                 continue  # it waits for other lanes, whose microbatches are under way elsewhere
             self.left[worker][instruction.microbatch] += 1
             is_urgent = instruction.opcode is not Opcode.BACKWARD_WEIGHT
@@ -108,6 +108,11 @@ class _RulePlay(EventLoop):
 
     def _worker(self, instruction: Instruction) -> int:
         return self.worker_of[instruction.opcode, instruction.operand]
+
+    def _is_between_lanes(self, instruction: Instruction) -> bool:
+        """Whether it waits for other lanes; so it fills the time in which nothing else may run."""
+        is_alone = not self.plan.lanes and instruction.opcode is Opcode.ACCUMULATE
+        return instruction.opcode in BETWEEN_LANES and not is_alone
 
     def orders_of_all(self) -> tuple[Sequence[Instruction], ...]:
         for instruction, number in self.missing.items():
@@ -129,7 +134,7 @@ class _RulePlay(EventLoop):
                 self._finish(worker, instruction)
                 return
             ready = self.fillers
-        elif instruction.opcode is Opcode.ACCUMULATE and self.plan.lanes:
+        elif self._is_between_lanes(instruction):
             ready = self.fillers  # what other lanes send may be late
         heapq.heappush(ready[worker], (*self._place(instruction), instruction))
         self.stirred.append(worker)
@@ -141,7 +146,7 @@ class _RulePlay(EventLoop):
         if opcode is Opcode.FORWARD:
             level = segments[operand].level
         else:
-            level = 1 if opcode is Opcode.ACCUMULATE else -segments[operand].level
+            level = 1 if opcode in BETWEEN_LANES else -segments[operand].level
         return microbatch // self.group, level, microbatch, operand
 
     def begin(self, worker: int) -> bool:
@@ -207,7 +212,7 @@ class _RulePlay(EventLoop):
 
     def _finish(self, worker: int, instruction: Instruction) -> None:
         opcode, microbatch = instruction.opcode, instruction.microbatch
-        is_counted = opcode is not Opcode.ACCUMULATE or not self.plan.lanes
+        is_counted = not self._is_between_lanes(instruction)
         self.left[worker][microbatch] -= is_counted
         self.left_urgent[worker][microbatch] -= is_counted and opcode is not Opcode.BACKWARD_WEIGHT
         self.forwards[worker] -= opcode is Opcode.FORWARD

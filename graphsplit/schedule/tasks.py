@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from graphsplit.partition.buffer_chains import sources_of
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.dependencies import Dependencies
 
+# Computations of a value, not of a segment; they wait for those of other lanes.
+BETWEEN_LANES = (Opcode.ACCUMULATE, Opcode.FOLD)
 Task = tuple[Opcode, int]  # what to do with which segment or value, in every microbatch
 
 
@@ -29,15 +32,10 @@ class Tasks:
         self.waits: dict[Task, list[tuple[Task, int]]] = {}
         self._collect(Dependencies.of(plan))
 
-    @property
-    def _num_values(self) -> int:
-        """How many values a lane has."""
-        return len(self.plan.placed.graph.nodes) // max(1, len(self.plan.lanes))
-
     def is_in(self, microbatch: int, task: Task) -> bool:
         """Whether a microbatch has a task: its lane does it."""
         opcode, operand = task
-        if opcode is not Opcode.ACCUMULATE:
+        if opcode not in BETWEEN_LANES:
             operand = self.plan.segments[operand].nodes[0]
         return microbatch >= 0 and self.plan.is_in(microbatch, operand)
 
@@ -58,11 +56,22 @@ class Tasks:
         for value, segments in dependencies.accumulate.items():
             task = (Opcode.ACCUMULATE, value)
             waits[task] = [(task, 1), *((self._makes_term(s, value), 0) for s in segments)]
-            in_lane_before = value - self._num_values
+            in_lane_before = value - self.plan.num_values
             if in_lane_before >= 0:
                 waits[task].append(((Opcode.ACCUMULATE, in_lane_before), 1))
+        self._collect_buffer_updates()
         for earlier, later_one in dependencies.next_microbatch:
             waits[Opcode.FORWARD, later_one].append(((Opcode.FORWARD, earlier), 1))
+
+    def _collect_buffer_updates(self) -> None:
+        """Into buffers microbatches are folded in order, each once forward has come past."""
+        for first, chain in self.plan.chains.items():
+            for lane in range(len(chain.workers)):
+                task = (Opcode.FOLD, first + lane * self.plan.num_values)
+                sources = sorted(sources_of(self.plan, chain, lane))
+                self.waits[task] = [(task, 1), *(((Opcode.FORWARD, s), 0) for s in sources)]
+                if lane:
+                    self.waits[task].append(((Opcode.FOLD, task[1] - self.plan.num_values), 1))
 
     def backward(self, segment: int) -> Task:
         """The task that makes the gradients that other segments wait for."""
@@ -81,6 +90,9 @@ class Tasks:
         opcode, operand = task
         if opcode is Opcode.ACCUMULATE:
             return self.plan.worker_of_sum(operand)
+        if opcode is Opcode.FOLD:
+            chain = self.plan.chains[self.plan.in_first_lane(operand)]
+            return chain.workers[self.plan.lane_of(operand)]
         return self.plan.segments[operand].worker
 
     def followers(self) -> dict[Task, list[tuple[Task, int]]]:

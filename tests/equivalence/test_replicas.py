@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
-from test_microbatches import Everything, Tied, num_tokens, tokens
+from test_microbatches import Tied, num_tokens, tokens
 from torch import nn
 
 import graphsplit as gs
 from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError
-from graphsplit.marks.annotations import annotations_of
+from graphsplit.marks.annotations import Annotation, annotations_of
 from graphsplit.partition import splitting
 from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
 from graphsplit.planning.task import Task
@@ -268,7 +268,6 @@ def test_replicas_compute_at_the_same_time_and_share_the_parameters_out() -> Non
     ("place", "make", "microbatches", "why"),
     [
         (whole(0, 1, 2), Net, 2, "placed on 3 workers, and the Model has microbatches=2"),
-        (whole(0, 1), Everything, 4, "forward changes buffer norm.num_batches_tracked in place"),
         (whole(0, 3), Net, 4, "placed on MS_WORKER 3, but the job has workers 0 to 2"),
     ],
 )
@@ -283,7 +282,7 @@ def test_jobs_and_loops_without_replicas_say_so() -> None:
     torch.manual_seed(0)
     net = Net()
     net.body.place("MS_WORKER", [0, 1])
-    modules = annotations_of(net)
+    modules = {f"module {path!r}": a for path, a in annotations_of(net).items() if a.replicas}
     graph = planned(whole(0, 1)).plan.placed.graph
     with pytest.raises(PlacementError, match=r"runs with wait_rejoin\n  .*test_replicas.py"):
         refuse_in_recovery(modules, "wait_rejoin")
@@ -293,11 +292,86 @@ def test_jobs_and_loops_without_replicas_say_so() -> None:
         refuse_unreplicable(graph, modules, 4, is_compiled=True)
     model = gs.Model(net, rows_against_target, adam(net), microbatches=4)
     (batch,) = batches_of(8, 6, 6, num=1)
-    with pytest.raises(PlacementError, match="rules name one worker each"):
+    with pytest.raises(PlacementError, match="names one worker each"):
         model.placement(*batch)
     told = model.explain(*batch)
     assert "per microbatch, 2 lanes together" in told
     assert " 112 " in told.partition("body.0")[2].partition("\n")[0]  # each parameter once
+
+
+class Blocks(Net):
+    """Operations and a norm that blocks place on several workers, beside ordinary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with gs.place([1, 2], rows=(1, 3)):
+            x = self.norm(self.body(x).sum(1))
+        return gs.op(torch.tanh).place("MS_WORKER", [2, 0])(self.head(x))
+
+
+def test_blocks_and_operations_on_several_workers() -> None:
+    assert_same_bits(
+        Blocks,
+        batches_of(8, 6, 6, num=2),
+        num_workers=3,
+        loss_fn=lambda outputs, target: F.mse_loss(outputs.sum(1), target),
+        microbatches=4,
+        plan_everywhere=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"body": [0, 1], "head": {"ranks": [2, 1], "rows": [3, 1]}},
+        {"modules": {"": ["MS_WORKER", [2, 0, 1]]}, "operations": {"body.4": {"tanh*": [1, 2]}}},
+    ],
+    ids=["modules", "operations"],
+)
+def test_rules_name_several_workers(rules: Any) -> None:
+    cluster = assert_same_bits(
+        Net,
+        batches_of(8, 6, 6, num=2),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=lambda net: gs.apply_placement(net, rules),
+        microbatches=4,
+        captures=_net,
+    )
+    found = cluster.latest(Mode.TRAIN)
+    assert found is not None
+    assert len(found.plan.lanes) > 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_parts", "expected"),
+    [((), 5, (2, 2, 1)), ((2, 1, 1), 8, (4, 2, 2)), ((2, 1, 1), 6, (3, 2, 1)), ((), 2, (1, 1, 0))],
+)
+def test_blocks_are_contiguous_and_in_proportion(
+    rows: tuple[int, ...], num_parts: int, expected: tuple[int, ...]
+) -> None:
+    placed = Annotation(4, "", replicas=(4, 7, 5), rows=rows)
+    assert placed.blocks(num_parts) == expected
+    ranks = [placed.in_lane(part, num_parts).rank for part in range(num_parts)]
+    assert ranks == [r for r, size in zip((4, 7, 5), expected, strict=True) for _ in range(size)]
+
+
+@pytest.mark.parametrize("rows", [(1,), (1, 0), (1, 2.0), (1, True), 3])
+def test_rows_that_do_not_fit_are_refused(rows: Any) -> None:
+    with pytest.raises(PlacementError, match=r"rows=.* does not divide microbatches among 2 work"):
+        Net().place("MS_WORKER", [0, 1], rows=rows)
+    with pytest.raises(PlacementError, match="rows= divides microbatches among several workers"):
+        gs.place(1, rows=(1, 2))
+    with pytest.raises(PlacementError, match="on 2 workers by rows"):
+        planned(lambda net: net.place([0, 1], rows=(9, 1)))
+
+
+def test_a_parameter_lives_on_one_worker() -> None:
+    with pytest.raises(PlacementError, match="are several workers, and a parameter lives on one"):
+        gs.apply_placement(Net(), {"parameters": {"head.weight": [0, 1]}})
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, -1], [0, "1"]])

@@ -17,7 +17,7 @@ from torch import nn
 from graphsplit.capture.state.kept_tensors import KEPT, register, stand_ins_of
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.guards.values import with_leaves
-from graphsplit.torch_ext.attributes import buffers_of
+from graphsplit.torch_ext.attributes import buffer_of_form, buffers_of
 
 _MARK = "\0kept tensor: "
 # As kept_tensors.py makes it: the place, and the form unless that differs from batch to batch.
@@ -57,6 +57,19 @@ def register_again(network: nn.Module, written: Any) -> None:
     """Register the buffers, of zeros, that are named in what was written and are not there."""
     for name in names_in(written):
         _stand_in(network, name)
+
+
+def told(kind: str, name: str) -> str:
+    """A parameter or buffer in the user's words, whatever its own name is.
+
+    Args:
+        kind: ``"parameter"`` or ``"buffer"``.
+        name: Its qualified name.
+    """
+    found = _NAME.fullmatch(name)
+    if found is not None:
+        return f"the tensor that is kept in {found['label'].replace('·', '.')}"
+    return f"{kind} {buffer_of_form(name)}"
 
 
 def is_kept_name(name: str) -> bool:

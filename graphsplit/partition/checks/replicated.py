@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.operations.opaque_call import opaque_call
+from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
 from graphsplit.marks.annotations import Annotation
 from graphsplit.settings import FAIL_FAST
@@ -13,7 +14,7 @@ from graphsplit.settings import FAIL_FAST
 
 def refuse_unreplicable(
     graph: CapturedGraph,
-    modules: Mapping[str, Annotation],
+    replicas: Mapping[str, Annotation],
     num_microbatches: int,
     *,
     is_compiled: bool = False,
@@ -22,7 +23,7 @@ def refuse_unreplicable(
 
     Args:
         graph: The graph.
-        modules: Annotation of every placed module, by module path.
+        replicas: All that is placed on several workers, in words.
         num_microbatches: Into how many microbatches the Model splits a batch.
         is_compiled: Whether segments are compiled.
 
@@ -32,16 +33,15 @@ def refuse_unreplicable(
     if graph.mode is not Mode.TRAIN:
         raise PlacementError(
             f"replicas share the microbatches of a Model's training step; a network under the "
-            f"script's own loop (gs.distribute) has none\n  {_sources(modules)}\n"
+            f"script's own loop (gs.distribute) has none\n  {_sources(replicas)}\n"
             f"  Fix: train it by gs.Model, or place each module on one worker."
         )
-    replicated = {path: a for path, a in modules.items() if a.replicas}
     problems = [
-        f"{f'module {path!r}' if path else 'the network'} is placed on {len(a.replicas)} workers, "
+        f"{what} is placed on {len(a.replicas)} workers{f' by rows={a.rows}' if a.rows else ''}, "
         f"and the Model has microbatches={num_microbatches}; expected at least one microbatch for "
         f"each\n    {a.source}"
-        for path, a in replicated.items()
-        if num_microbatches < len(a.replicas)
+        for what, a in replicas.items()
+        if not all(a.blocks(num_microbatches))
     ]
     if is_compiled:
         problems.append("compile= compiles what each worker runs, and replicas cannot be compiled")
@@ -50,34 +50,38 @@ def refuse_unreplicable(
         lines = "\n  ".join(problems)
         raise PlacementError(
             f"replicas cannot run this network:\n  {lines}\n  Fix: raise microbatches, or place on "
-            f"one worker each what is placed on several at\n  {_sources(modules)}"
+            f"one worker each what is placed on several at\n  {_sources(replicas)}"
         )
 
 
-def refuse_in_recovery(modules: Mapping[str, Annotation], policy: str) -> None:
+def refuse_in_recovery(replicas: Mapping[str, Annotation], policy: str) -> None:
     """Refuse replicas in a job that goes on without a lost worker.
 
     Raises:
         PlacementError: There are some.
     """
-    if policy != FAIL_FAST and any(a.replicas for a in modules.values()):
+    if policy != FAIL_FAST and replicas:
         raise PlacementError(
-            f"replicas are not tried in a job that runs with {policy}\n  {_sources(modules)}\n"
+            f"replicas are not tried in a job that runs with {policy}\n  {_sources(replicas)}\n"
             f"  Fix: start the job with GS_RECOVERY=fail_fast, or place each module on one worker."
         )
 
 
-def _sources(modules: Mapping[str, Annotation]) -> str:
+def _sources(replicas: Mapping[str, Annotation]) -> str:
     """The lines that place replicas."""
-    return "\n  ".join(dict.fromkeys(a.source for a in modules.values() if a.replicas))
+    return "\n  ".join(dict.fromkeys(a.source for a in replicas.values()))
 
 
 def _problems_of(graph: CapturedGraph) -> Iterator[str]:
     """All that would have to pass from one microbatch to the next, so from replica to replica."""
     for position in sorted(graph.modified):
         node = graph.nodes[position]
-        kind = "an input" if not node.is_state else f"{node.kind.value} {node.target}"
-        yield f"forward changes {kind} in place, one microbatch after the other"
+        what = "an input" if not node.is_state else told(node.kind.value, node.target)
+        yield (
+            f"forward changes {what} in place, microbatch after microbatch, and that cannot wait "
+            f"until forward has run: more than its own updates read it, or it is inside a "
+            f"checkpoint or autocast"
+        )
     for change in graph.changes:
         yield f"forward leaves {change.told()}, one microbatch after the other"
     if graph.draws_from_process:

@@ -161,6 +161,9 @@ def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int
         return f"generator state after {name}"
     if edge.kind is EdgeKind.PROCESS_GENERATORS:
         return f"Python's and NumPy's generators after {name}"
+    if edge.kind is EdgeKind.BUFFERS:
+        chain = plan.chains[plan.in_first_lane(edge.value)]
+        return f"{len(chain.buffers)} buffers in turn: {name}"
     if node.is_state:
         return f"borrowed {node.kind.value} {name}"
     return f"{'value' if (edge.value, edge.destination) in read else 'output'} {name}"

@@ -15,6 +15,7 @@ _MAX_VALUES = 12
 _MAX_PAIRS = 16
 _MAX_BORROWED = 8
 _MAX_ROUTES = 6
+_OF_ALL = (EdgeKind.REDUCTION, EdgeKind.BUFFERS)  # the node is one of many
 _NUMBER = re.compile(r"\d+")
 
 
@@ -76,7 +77,7 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
     found: dict[tuple[int, int, int], _Crossing] = {}
     others: list[_Crossing] = []
     for edge in plan.edges:
-        about_state = nodes[edge.value].is_state and edge.kind is not EdgeKind.REDUCTION
+        about_state = nodes[edge.value].is_state and edge.kind not in _OF_ALL
         if about_state != is_state or edge.kind is EdgeKind.GRADIENT:
             continue
         what = what_crosses(plan, edge, read)

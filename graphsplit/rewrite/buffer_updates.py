@@ -1,0 +1,209 @@
+"""Buffers that forward only updates: their updates are taken out, to be made afterwards.
+
+Replicas do not wait for each other. But running statistics must meet the microbatches in order, and
+these are elsewhere. Nothing in a training step looks at them, so the step is the same without::
+
+    batch_norm(x, w, b, mean, var, True)   =>   batch_norm(x, w, b, None, None, True)
+                                                fold: batch_norm_update_stats(x, mean, var)
+
+``x`` is kept until its microbatch's turn has come. The same holds for every buffer of which nobody
+reads more than its own updates do: counters, moving averages of what forward has computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph
+from torch.fx import Node as FxNode
+
+from graphsplit.capture.checkpoints import CHECKPOINT_KEY
+from graphsplit.capture.graph import BufferUpdate, CapturedGraph, NodeKind
+from graphsplit.capture.operations.effects import alias_roots, written_operands
+from graphsplit.rewrite.rebuild import rebuild_nodes
+from graphsplit.torch_ext.private import OpOverload
+
+_BATCH_NORM = torch.ops.aten.batch_norm.default
+_STATISTICS = slice(3, 5)
+
+
+def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
+    """The graph without updates that can be made once forward has run; they are its ``buffer_updates``.
+
+    Args:
+        graph: The graph of a training step.
+    """
+    found = list(_Finder(graph).updates())
+    if not found:
+        return graph
+    updates = tuple(_fold(graph, update) for update in found)
+    taken = {op for update in found for op in update.operations}
+    made = Graph()
+    made.owning_module = graph.fx_owner  # type: ignore[assignment]
+    copies: dict[FxNode, FxNode] = {}
+    for node in graph.fx_graph.nodes:
+        if node in taken and node.target is not _BATCH_NORM:
+            continue
+        copies[node] = copy = made.node_copy(node, copies.__getitem__)
+        if node in taken:
+            before, after = copy.args[: _STATISTICS.start], copy.args[_STATISTICS.stop :]
+            copy.args = (*before, None, None, *after)
+    nodes, outputs = rebuild_nodes(graph, made, origins={}, runs_after={})
+    return dataclasses.replace(
+        graph, nodes=nodes, fx_graph=made, outputs=outputs, buffer_updates=updates
+    )
+
+
+@dataclass(frozen=True)
+class _Update:
+    """Buffers that are updated together.
+
+    Attributes:
+        buffers: Their placeholders.
+        operations: What updates them, in program order.
+        reads: The values that these read besides.
+    """
+
+    buffers: tuple[FxNode, ...]
+    operations: tuple[FxNode, ...]
+    reads: tuple[FxNode, ...]
+
+
+class _Finder:
+    """Finds the updates of a graph."""
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self._graph = graph
+        self._order = {node: number for number, node in enumerate(graph.fx_graph.nodes)}
+        self._node = {f: graph.nodes[graph.positions[f.name]] for f in self._known()}
+        self._roots = alias_roots(graph.fx_graph) if graph.modified else {}
+        self._writes = [  # memories, each with who writes to it
+            (root, node)
+            for node in graph.fx_graph.nodes
+            for operand in (written_operands(node) if graph.modified else ())
+            for root in self._roots[operand]
+        ]
+
+    def _known(self) -> Iterator[FxNode]:
+        return (f for name, f in self._graph.fx_nodes.items() if name in self._graph.positions)
+
+    def updates(self) -> Iterator[_Update]:
+        done: set[int] = set()
+        for value in sorted(self._graph.modified):
+            if value in done:
+                continue
+            buffers, operations = self._together(value)
+            done |= buffers
+            update = self._update(buffers, operations)
+            if update is not None:
+                yield update
+
+    def _together(self, value: int) -> tuple[set[int], set[FxNode]]:
+        """The modified values that are updated together with one, and what touches them."""
+        graph, names = self._graph, self._graph.fx_nodes
+        buffers, operations = {value}, set[FxNode]()
+        waiting = [value]
+        while waiting:
+            positions = graph.touching[waiting.pop()]
+            new = {names[graph.nodes[p].name] for p in positions} - operations
+            while new:  # what is computed from a buffer goes with it
+                operations |= new
+                pure = [node for node in new if node.target is not _BATCH_NORM]
+                new = {u for node in pure for u in node.users if u.op != "output"} - operations
+            for other, touching in graph.touching.items():
+                mine = {graph.nodes[p].name for p in touching}
+                if other not in buffers and any(node.name in mine for node in operations):
+                    buffers.add(other)
+                    waiting.append(other)
+        return buffers, operations
+
+    def _update(self, buffers: set[int], operations: set[FxNode]) -> _Update | None:
+        """An update, if it can be made later."""
+        graph = self._graph
+        if any(graph.nodes[b].kind is not NodeKind.BUFFER for b in buffers):
+            return None
+        held = tuple(graph.fx_nodes[graph.nodes[b].name] for b in sorted(buffers))
+        ordered = tuple(sorted(operations, key=self._order.__getitem__))
+        reads: dict[FxNode, None] = {}
+        for node in ordered:
+            if not self._can_wait(node, operations):
+                return None
+            others = self._read_by(node)
+            for operand in others:
+                if operand in held or operand in operations:
+                    continue
+                if not self._can_be_kept(operand, node):
+                    return None
+                reads[operand] = None
+            if node.target is _BATCH_NORM and not set(node.args[_STATISTICS]) <= {*held}:
+                return None
+        return _Update(held, ordered, tuple(reads))
+
+    @staticmethod
+    def _read_by(node: FxNode) -> Sequence[FxNode]:
+        """The operands that an update needs."""
+        if node.target is not _BATCH_NORM:
+            return node.all_input_nodes
+        return [n for n in (node.args[0], *node.args[_STATISTICS]) if isinstance(n, FxNode)]
+
+    def _can_wait(self, node: FxNode, operations: set[FxNode]) -> bool:
+        """Whether what an operation does to buffers can be done later."""
+        one = self._node.get(node)
+        if one is None or not isinstance(node.target, OpOverload):
+            return False
+        if (node.meta.get("custom") or {}).get(CHECKPOINT_KEY) or one.region.autocasts:
+            return False  # backward would do it once more; it would see other dtypes
+        if node.target is _BATCH_NORM:
+            return self._is_as_without_statistics(node)
+        if one.requires_grad or one.is_random or one.meta is None:
+            return False
+        return all(user in operations for user in node.users)
+
+    def _is_as_without_statistics(self, node: FxNode) -> bool:
+        """Whether a batch norm computes the same without its statistics, and only updates them."""
+        weight, mean = node.args[1], node.args[_STATISTICS.start]
+        dtypes = [self._dtype(n) for n in (node.args[0], mean) if isinstance(n, FxNode)]
+        is_mixed = isinstance(weight, FxNode) and self._dtype(weight) != dtypes[0]
+        return node.args[5] is True and (len(set(dtypes)) == 1 or is_mixed)
+
+    def _dtype(self, node: FxNode) -> torch.dtype | None:
+        meta = self._node[node].meta
+        return meta.dtype if meta is not None else None
+
+    def _can_be_kept(self, value: FxNode, user: FxNode) -> bool:
+        """Whether a value is the same when the update is made."""
+        one = self._node.get(value)
+        is_input = one is not None and one.kind is NodeKind.INPUT and user.target is _BATCH_NORM
+        if one is None or one.meta is None or not (is_input or one.kind is NodeKind.OPERATION):
+            return False
+        return not any(
+            root in self._roots[value] and self._order[writer] > self._order[user]
+            for root, writer in self._writes
+        )
+
+
+def _fold(graph: CapturedGraph, update: _Update) -> BufferUpdate:
+    made = Graph()
+    known = {node: made.placeholder(node.name) for node in (*update.buffers, *update.reads)}
+    norms = [node for node in update.operations if node.target is _BATCH_NORM]
+    for node in update.operations:
+        if node.target is _BATCH_NORM:
+            x, mean, var = (known[n] for n in (node.args[0], *node.args[_STATISTICS]))  # type: ignore[index]
+            arguments = (x, mean, var, node.args[6])
+            made.call_function(torch.ops.aten.batch_norm_update_stats.default, arguments)
+        else:
+            known[node] = made.node_copy(node, known.__getitem__)
+    made.output(())
+    first = graph.nodes[graph.positions[update.operations[0].name]]
+    beside = next(iter((*norms, *update.reads)), None)
+    return BufferUpdate(
+        tuple(node.name for node in update.buffers),
+        tuple(node.name for node in update.reads),
+        beside.name if beside is not None else None,
+        first.module_path,
+        first.source,
+        made,
+    )

@@ -1,0 +1,209 @@
+"""Buffers that forward updates, where replicas share the microbatches, have one process's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import rows_against_target
+from test_microbatches import Everything
+from test_replicas import whole
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from graphsplit.batches.microbatches import Divider
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import PlacementError
+from graphsplit.partition.plan import EdgeKind
+from graphsplit.planning.task import Task
+from graphsplit.program.instruction import Opcode
+from graphsplit.schedule.costs import Costs
+from graphsplit.schedule.simulation.simulate import simulate
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures, SimulatedCluster
+
+
+class Images(nn.Module):
+    """Convolutions, batch norms of three kinds, dropout, and a moving average of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.2),
+            nn.Conv2d(4, 4, 3),
+            nn.BatchNorm2d(4, affine=False),
+            nn.ReLU(),
+        )
+        self.head, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=0.3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.head(self.body(x).mean((2, 3))))
+        shift = (x.detach().mean(0) - self.mean) * 0.1  # reads it, for nothing but itself
+        self.mean.add_(shift)
+        return x
+
+
+def images(*rows: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 2, 6, 6, generator=generator), torch.randn(n, generator=generator))
+        for n in rows
+    ]
+
+
+def stage(net: Any) -> None:
+    net.body.place("MS_WORKER", [1, 2])
+    net.head.place("MS_WORKER", 0)
+
+
+def mixed(net: Any) -> None:
+    net.body.place("MS_WORKER", [2, 0])
+    net.head.place("MS_WORKER", [1, 0, 2])
+    net.norm.place("MS_WORKER", 1)
+
+
+_images, _everything = Captures(), Captures()
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize(
+    ("place", "num_workers", "microbatches"),
+    [(whole(0, 1), 2, 4), (whole(2, 0, 1), 3, 4), (stage, 3, 4), (mixed, 3, 6)],
+    ids=["two", "three", "one stage", "mixed"],
+)
+def test_batch_norm_and_moving_averages(
+    place: Any, num_workers: int, microbatches: int, order: str
+) -> None:
+    assert_same_bits(
+        Images,
+        images(12, 14, 12),  # 14 in 4: microbatches of two sizes
+        num_workers=num_workers,
+        loss_fn=rows_against_target,
+        place=place,
+        microbatches=microbatches,
+        gradient_order=order,
+        captures=_images,
+    )
+
+
+@pytest.mark.parametrize("place", [whole(0, 1, 2), whole(2, 0)], ids=["three", "two"])
+def test_a_norm_among_branches_skips_and_shared_weights(place: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(8, 6, 6, generator=generator), torch.randn(8, generator=generator)
+    for options in ({"schedule": "zero_bubble"}, {"recompute": True}, {"accumulate": 2}):
+        assert_same_bits(
+            Everything,
+            [batch],
+            steps=3,
+            num_workers=3,
+            loss_fn=rows_against_target,
+            place=place,
+            microbatches=4,
+            captures=_everything,
+            **options,
+        )
+
+
+class Twice(nn.Module):
+    """One norm that is used twice, before and after what follows it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.relu_(self.one(self.norm(x))))
+
+
+def test_a_norm_that_is_used_twice() -> None:
+    generator = torch.Generator().manual_seed(1)
+    assert_same_bits(
+        Twice,
+        [(torch.randn(8, 6, generator=generator), torch.randn(8, generator=generator))],
+        steps=2,
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=4,
+        plan_everywhere=True,
+    )
+
+
+def planned(place: Any, make: Any) -> Any:
+    def make_task() -> Task:
+        torch.manual_seed(0)
+        net = make()
+        place(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        divider = Divider(4)
+        return Task(net, rows_against_target, optimizer, "affinity", False, divider=divider)
+
+    cluster = SimulatedCluster(make_task, 2, captures=Captures())
+    shape = (8, 2, 6, 6) if make is Images else (8, 6)
+    cluster.train_step(((torch.randn(shape), torch.randn(8)), {}))
+    return cluster.latest(Mode.TRAIN)
+
+
+def test_replicas_do_not_wait_for_each_other() -> None:
+    found = planned(whole(0, 1), Images)
+    plan, programs = found.plan, found.programs
+    seconds = {segment.index: 1.0 for segment in plan.segments}
+    assert simulate(plan, programs, Costs(seconds, seconds, {})).step_s == pytest.approx(4.0)
+    kinds = [edge.kind for edge in plan.edges]
+    assert kinds.count(EdgeKind.BUFFERS) == 2  # all buffers in one message: there, and home
+    for worker in (0, 1):
+        folded = [i.microbatch for i in programs[worker].instructions if i.opcode is Opcode.FOLD]
+        assert folded == [2 * worker, 2 * worker + 1]
+
+
+class Read(Twice):
+    """A step that looks at a buffer that it changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * self.norm.running_mean
+
+
+class Checkpointed(Twice):
+    """A norm whose statistics backward changes once more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.norm, self.one(x), use_reentrant=False)
+
+
+class Cast(Twice):
+    """A norm of shorter numbers than its statistics are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.norm(self.one(x))
+
+
+class Keeping(Twice):
+    """A tensor that is kept in Python from one microbatch to the next."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.one(x)
+        before = getattr(self, "last", None)
+        self.last = made.detach().sum(0)
+        return made if before is None else made + before
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Read, "buffer norm.running_mean in place"),
+        (Checkpointed, "buffer norm.running_mean in place"),
+        (Cast, "buffer norm.running_mean in place"),
+        (Keeping, r"(leaves|changes) .*\blast\b"),
+    ],
+)
+def test_what_cannot_wait_until_after_forward_is_refused_by_name(make: Any, why: str) -> None:
+    with pytest.raises(PlacementError, match=why) as caught:
+        planned(whole(0, 1), make)
+    assert "·" not in str(caught.value)
+    assert "torch.float32" not in str(caught.value)
