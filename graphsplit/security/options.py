@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from typing import Protocol
 
 TRUSTED_NETWORK = "I_TRUST_THIS_NETWORK"
@@ -35,6 +36,8 @@ class SecurityOptions:
         job_token_file: A file that holds it.
         trusts_network: Whether to listen beyond loopback without any protection.
         unencrypted: Transports that may be used under TLS although they do not encrypt.
+        networks: Where workers may listen, other than at the address from which they reach the
+            scheduler; in the normal form of ``ipaddress``.
     """
 
     tls_ca: str = ""
@@ -44,6 +47,7 @@ class SecurityOptions:
     job_token_file: str = ""
     trusts_network: bool = False
     unencrypted: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
 
     @property
     def has_tls(self) -> bool:
@@ -83,6 +87,7 @@ def read_options(reader: Reader) -> SecurityOptions:
         job_token_file=token_file,
         trusts_network=_trusts_network(reader),
         unencrypted=_unencrypted(reader),
+        networks=_networks(reader),
     )
 
 
@@ -94,9 +99,23 @@ def _trusts_network(reader: Reader) -> bool:
     return value == TRUSTED_NETWORK
 
 
+def _networks(reader: Reader) -> tuple[str, ...]:
+    try:
+        return tuple(str(ip_network(one)) for one in _listed(reader, "GS_WORKER_NETWORKS"))
+    except ValueError:
+        expected = "IP addresses or networks, with commas between them"
+        fix = "for example GS_WORKER_NETWORKS=10.1.0.0/16,192.168.7.3"
+        reader.problem("GS_WORKER_NETWORKS", expected, fix)
+        return ()
+
+
+def _listed(reader: Reader, name: str) -> list[str]:
+    parts = (part.strip() for part in reader.text(name).split(","))
+    return [part for part in parts if part]
+
+
 def _unencrypted(reader: Reader) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in reader.text("GS_ALLOW_UNENCRYPTED").split(","))
-    names = tuple(name for name in names if name)
+    names = tuple(_listed(reader, "GS_ALLOW_UNENCRYPTED"))
     if not all(_TRANSPORT_NAME.fullmatch(name) for name in names):
         expected = "names of transports, with commas between them"
         reader.problem("GS_ALLOW_UNENCRYPTED", expected, "for example GS_ALLOW_UNENCRYPTED=gloo")

@@ -43,12 +43,14 @@ class Protection:
         token: The job's secret; empty: registration needs none.
         trusts_network: The user said in words that no protection is needed.
         unencrypted: Transports that the user allowed to go without encryption.
+        networks: Where workers may listen, other than at the address that they come from.
     """
 
     tls: TlsIdentity | None = None
     token: bytes = field(default=b"", repr=False)
     trusts_network: bool = False
     unencrypted: frozenset[str] = frozenset()
+    networks: tuple[str, ...] = ()
 
 
 UNPROTECTED = Protection()
@@ -80,6 +82,7 @@ def load_protection(options: SecurityOptions, *, role: str, rank: int | None = N
         token=_token(options),
         trusts_network=options.trusts_network,
         unencrypted=frozenset(options.unencrypted),
+        networks=options.networks,
     )
 
 

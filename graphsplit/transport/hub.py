@@ -43,6 +43,21 @@ if TYPE_CHECKING:
 _WILDCARDS = {"", "0.0.0.0", "::", "*"}
 
 
+def _numeric(host: str) -> str:
+    """The address of a name: peers dial no names of somebody else's choice.
+
+    Raises:
+        ConfigurationError: The name is not known here.
+    """
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigurationError(
+            f"MS_WORKER_IP={host!r} is not known here: {error}\n"
+            f"  Fix: set MS_WORKER_IP to an address of this machine"
+        ) from None
+
+
 class Router(Transport):
     """Hands each channel to the transport that reaches its peer.
 
@@ -181,7 +196,7 @@ class Hub:
         from graphsplit.transport.grpc.listener import GrpcListener
 
         self._grpc = GrpcListener(
-            bind_host,
+            _numeric(bind_host),
             protection=self._protection,
             num_workers=self._num_workers,
             silence_s=self._silence_s,

@@ -26,6 +26,11 @@ PACKAGE = Path(graphsplit.settings.__file__).parent
 PROCESS = Path(__file__).with_name("cluster_process.py")
 
 
+def port_of(node_id: str) -> int:
+    """The port that a member says that it listens on; nobody dials it."""
+    return int(f"1{node_id}") if node_id.isdigit() else 1
+
+
 def wait_until(is_true: Callable[[], bool], what: str) -> None:
     """Look often, for as long as the deadline allows: for what has no event of its own."""
     deadline = time.monotonic() + DEADLINE_S
@@ -89,6 +94,7 @@ class LiveCluster:
         *,
         identity: NodeIdentity | None = None,
         security: SecurityOptions | None = None,
+        endpoint: str = "",
     ) -> Joined:
         settings = replace(
             self.settings,
@@ -101,7 +107,7 @@ class LiveCluster:
         abort = AbortSignal()
         member = Member.join(
             settings,
-            endpoints={"grpc": f"127.0.0.1:1{node_id}"},
+            endpoints={"grpc": endpoint or f"127.0.0.1:{port_of(node_id)}"},
             identity=identity or NodeIdentity(versions={"torch": "2.13.0"}),
             abort=abort,
             log=self.log.append,

@@ -121,6 +121,13 @@ def test_a_job_without_any_worker_ends_at_once_when_the_time_is_over(drive):
             {"script_digest": "e" * 64},
             r"runs another script than worker '3' .*e{64} against d{64}",
         ),
+        (
+            "x",
+            {"endpoints": {"grpc": "127.0.0.1:4711"}},
+            r"worker 'x' \(host host-x, pid 150\) listens on 127.0.0.1:4711, its own host's "
+            r"loopback, and worker '3' \(host host-3, pid 103\) on 10.0.0.3:4711\n  Fix: set "
+            r"MS_WORKER_IP for worker 'x'",
+        ),
     ],
 )
 def test_a_worker_that_does_not_fit_is_refused_and_harms_nobody(

@@ -29,6 +29,15 @@ def recover(one):
     one.member.recover(ENDPOINTS)
 
 
+def test_who_comes_to_the_next_generation_at_another_address_ends_the_job(start_cluster):
+    cluster = start_cluster(2, recovery="wait_rejoin")
+    joined = cluster.join_all("0", "1")
+    cut(joined[1].member)
+    assert joined[0].wait_aborted().kind == "lost"
+    with pytest.raises(JobFailedError, match=r"it would be dialed at 192\.0\.2\.7, and came from"):
+        joined[0].member.recover({"grpc": "192.0.2.7:443"})
+
+
 def finish_all(cluster, members):
     for future in [cluster.submit(member.finish) for member in members]:
         future.result(DEADLINE_S)

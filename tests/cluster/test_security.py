@@ -216,6 +216,24 @@ def test_what_a_stranger_says_before_the_token_is_proved_is_not_read(
     finish(cluster, join_both(cluster, [WITH_TOKEN, WITH_TOKEN]))
 
 
+@pytest.mark.parametrize("endpoint", ["192.0.2.7:443", "metadata.internal:80"])
+def test_a_member_cannot_have_the_others_dial_an_address_of_its_choice(start_cluster, endpoint):
+    """It knows the token, and comes from this machine."""
+    cluster = start_cluster(1, security=WITH_TOKEN)
+    with pytest.raises(RegistrationRefusedError) as caught:
+        cluster.join("0", endpoint=endpoint)
+    host = endpoint.split(":")[0]
+    assert "worker '0' (host" in str(caught.value) and host in str(caught.value)
+    assert any("refused a connection" in line and host in line for line in cluster.log)
+    finish(cluster, [cluster.join("0").member])
+
+
+def test_a_worker_may_listen_in_a_network_that_the_scheduler_was_told(start_cluster):
+    networks = SecurityOptions(job_token=TOKEN, networks=("198.51.100.0/24",))
+    cluster = start_cluster(1, security=networks)
+    finish(cluster, [cluster.join("0", endpoint="198.51.100.7:443").member])
+
+
 def test_only_a_registration_opens_a_session(start_cluster, stranger):
     cluster = start_cluster(1)
     answer = stranger(cluster.port).say(encode_worker(Heartbeat(5)))

@@ -49,6 +49,9 @@ def test_variables_become_options() -> None:
     ).security
     assert found == SecurityOptions("a", "b", "c", unencrypted=("gloo", "nccl"))
     assert settings().security == SecurityOptions()
+    found = settings(GS_WORKER_NETWORKS="10.1.0.0/16, 192.168.7.3,fd00::/8").security
+    assert found.networks == ("10.1.0.0/16", "192.168.7.3/32", "fd00::/8")
+    assert load_protection(found, role=SCHEDULER).networks == found.networks
     assert settings(GS_INSECURE="I_TRUST_THIS_NETWORK").security.trusts_network
 
 
@@ -58,6 +61,7 @@ def test_variables_become_options() -> None:
         ({"GS_TLS_CA": "a"}, "GS_TLS_CERT is not set\n    expected: a file, as GS_TLS_CA and"),
         ({"GS_INSECURE": "1"}, "GS_INSECURE='1'\n    expected: I_TRUST_THIS_NETWORK, or unset"),
         ({"GS_ALLOW_UNENCRYPTED": "all of them"}, "expected: names of transports, with commas"),
+        ({"GS_WORKER_NETWORKS": "10.0.0.1/8"}, "expected: IP addresses or networks, with commas"),
         ({"GS_JOB_TOKEN": "hunter2"}, "GS_JOB_TOKEN=(not shown)\n    expected: 16 to 1024"),
         (
             {"GS_JOB_TOKEN": TOKEN, "GS_JOB_TOKEN_FILE": "f"},

@@ -103,6 +103,14 @@ def test_an_address_of_another_machine_is_refused() -> None:
         Hub(bind_host="192.0.2.1", mode="grpc", protection=Protection(trusts_network=True))
 
 
+def test_the_name_of_a_host_is_registered_as_its_address() -> None:
+    hub = Hub(bind_host="localhost", mode="grpc")
+    assert hub.endpoints["grpc"].rpartition(":")[0] in ("127.0.0.1", "[::1]")
+    hub.close()
+    with pytest.raises(ConfigurationError, match=r"MS_WORKER_IP='nowhere\.invalid' is not known"):
+        Hub(bind_host="nowhere.invalid", mode="grpc", protection=Protection(trusts_network=True))
+
+
 def test_an_address_that_others_reach_needs_a_protection() -> None:
     with pytest.raises(ConfigurationError) as caught:
         Hub(bind_host="192.0.2.1", mode="grpc")

@@ -7,6 +7,7 @@ In this order, and each only after the one before::
     the job's token           if it has one; both sides prove that they know it
     a registration            the first message, within REGISTER_TIMEOUT_S
     the certificate's rank    is the rank that the registration asks for
+    its address               is the one that it came from, or in GS_WORKER_NETWORKS
 
 Before the token is proved, nothing that came is parsed, and nothing is kept.
 """
@@ -23,11 +24,18 @@ from graphsplit.cluster.scheduler.limiter import AdmissionLimiter, address_of
 from graphsplit.cluster.status.job_status import StatusRequest
 from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
-from graphsplit.cluster.wire.messages import Fence, Refused, Register
+from graphsplit.cluster.wire.messages import (
+    Fence,
+    Refused,
+    Register,
+    Rejoin,
+    WorkerMessage,
+)
 from graphsplit.cluster.wire.rpc import PURPOSE
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.logs import LogLine
+from graphsplit.security.addresses import why_not_dialed
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import Listener
 from graphsplit.security.names import DOMAIN, CertifiedName, why_not_worker
@@ -146,7 +154,17 @@ class Admission:
             raise NotAdmitted(f"sent a malformed message: {error}") from None
         if not isinstance(message, Register):
             raise NotAdmitted(f"sent {type(message).__name__} before it was registered")
-        return _bound(message, caller)
+        new = _bound(message, caller)
+        reason = self.why_not_dialed(new, context.peer())
+        if reason is not None:
+            raise NotAdmitted(f"{new.who}: {reason}")
+        return new
+
+    def why_not_dialed(self, message: WorkerMessage, peer: str) -> str | None:
+        """Why members are not to dial what a message of this peer offers; None if they may."""
+        if not isinstance(message, (Register, Rejoin)) or "grpc" not in message.endpoints:
+            return None
+        return why_not_dialed(message.endpoints["grpc"], peer, self._protection.networks)
 
     async def _shake_hands(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """Both sides prove that they know the job's token."""

@@ -10,6 +10,8 @@ import ipaddress
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
+from graphsplit.security.addresses import peer_host, read_address
+
 # Mistakes and restarts of honest workers stay far below these; guessing a token does not.
 _FAILURES, _FAILURES_PER_S = 32.0, 4.0
 _LOG_LINES, _LOG_LINES_PER_S = 20.0, 0.5
@@ -113,11 +115,8 @@ def address_of(peer: str) -> str:
 
     Of IPv6 only the network counts: one machine has as many addresses there as it likes.
     """
-    host = peer.partition(":")[2].rpartition(":")[0].replace("%5B", "[").replace("%5D", "]")
-    host = host.removeprefix("[").removesuffix("]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = read_address(peer_host(peer))
+    if address is None:
         return peer[:64]
     if address.version == 4:
         return str(address)

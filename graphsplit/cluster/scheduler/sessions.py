@@ -108,7 +108,7 @@ class Sessions:
         outbox = self._outboxes.add(node, first.incarnation)
         self.apply(Connected(node))
         self.apply(Received(node, first))
-        reader = asyncio.create_task(self._read(node, requests, outbox, first))
+        reader = asyncio.create_task(self._read(node, requests, outbox, first, context.peer()))
         try:
             await self._outboxes.drain(outbox, context)
         finally:
@@ -128,7 +128,12 @@ class Sessions:
         return replace(status, num_refused=status.num_refused + self._admission.num_refused)
 
     async def _read(
-        self, node: int, requests: AsyncIterator[bytes], outbox: Outbox, first: Register
+        self,
+        node: int,
+        requests: AsyncIterator[bytes],
+        outbox: Outbox,
+        first: Register,
+        peer: str,
     ) -> None:
         job = first.resume.job if first.resume is not None else ""
         guard = StreamGuard(Fence(job, incarnation=first.incarnation, number=1))
@@ -138,6 +143,10 @@ class Sessions:
                     fence, message = open_worker(data)
                 except MessageError as error:
                     self.apply(Malformed(node, str(error)))
+                    continue
+                reason = self._admission.why_not_dialed(message, peer)
+                if reason is not None:
+                    self.apply(Malformed(node, reason))
                     continue
                 verdict = guard.check(fence)
                 if verdict is FencingVerdict.BREAK:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from graphsplit.cluster.scheduler.job.rules import JobRules
 from graphsplit.cluster.wire.messages import Register
+from graphsplit.security.addresses import read_address
 from graphsplit.settings import WORKER_ROLE
 
 
@@ -141,7 +142,30 @@ def _difference_refusal(new: Register, first: Register) -> str | None:
             f"{new.script_digest or 'none'} against {first.script_digest or 'none'}\n"
             f"  Fix: start every worker with the same file"
         )
-    return None
+    return _loopback_refusal(new, first)
+
+
+def _loopback_refusal(new: Register, first: Register) -> str | None:
+    """A worker that listens on loopback can be dialed by those of its own host alone."""
+    mine, theirs = _listens_on_loopback(new), _listens_on_loopback(first)
+    if mine is None or theirs is None or mine == theirs:
+        return None
+    there, other = (new, first) if mine else (first, new)
+    return (
+        f"{there.who} listens on {there.endpoints['grpc']}, its own host's loopback, and "
+        f"{other.who} on {other.endpoints['grpc']}\n"
+        f"  Fix: set MS_WORKER_IP for {there.who} to an address that the others reach"
+    )
+
+
+def _listens_on_loopback(one: Register) -> bool | None:
+    """None for a worker that has no port of its own."""
+    endpoint = one.endpoints.get("grpc")
+    if endpoint is None:
+        return None
+    host = endpoint.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    address = read_address(host)
+    return address is not None and address.is_loopback
 
 
 def bit_warnings(by_rank: Sequence[Register]) -> tuple[str, ...]:
