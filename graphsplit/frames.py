@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException
 from types import CodeType, FrameType, TracebackType
@@ -113,6 +113,12 @@ def _is_below_here(file: str) -> bool:
         return file.startswith(f"{os.getcwd()}{os.sep}")
     except OSError:  # the folder is gone
         return False
+
+
+def shows_all(environ: Mapping[str, str]) -> bool:
+    """Whether ``GS_FULL_TRACEBACK`` asks for graphsplit's own frames, too."""
+    value = environ.get("GS_FULL_TRACEBACK", "").strip().lower()
+    return value not in ("", "0", "false", "no", "off")
 
 
 def users_traceback(error: BaseException, *, is_full: bool = False) -> str:

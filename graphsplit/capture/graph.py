@@ -117,6 +117,11 @@ class Mode(Enum):
     LOOK = "call without gradients"
 
     @property
+    def step(self) -> str:
+        """One run of it, in words: ``train step``, ``call without gradients``."""
+        return self.value if self.keeps_outputs_home else f"{self.value} step"
+
+    @property
     def records_gradients(self) -> bool:
         """Whether autograd records what runs."""
         return self in (Mode.TRAIN, Mode.CALL)

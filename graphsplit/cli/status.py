@@ -66,13 +66,18 @@ def _addresses(given: str | None, environ: Mapping[str, str]) -> list[tuple[str,
     host = environ.get("MS_SCHED_HOST", "").strip() or "127.0.0.1"
     port = environ.get("MS_SCHED_PORT", "").strip()
     text = given or (f"{host}:{port}" if port else "")
-    if not text and (jobs := local_jobs()):
-        return jobs
+    if not text:
+        if jobs := local_jobs():
+            return jobs
+        raise click.ClickException(
+            "no job that 'graphsplit run' started runs on this machine\n"
+            "  Fix: name the scheduler of a job elsewhere: graphsplit status 10.0.0.1:8118, or set "
+            "MS_SCHED_HOST and MS_SCHED_PORT."
+        )
     found = _ADDRESS.fullmatch(text)
     if found is None or not 1 <= int(found["port"]) <= 65535:
         raise click.BadParameter(
-            f"expected an address such as 10.0.0.1:8118, or MS_SCHED_PORT in the environment; "
-            f"found {repr(text) if text else 'neither, and no job of graphsplit run here'}",
+            f"expected an address such as 10.0.0.1:8118; found {text!r}",
             param_hint="HOST:PORT",
         )
     return [(found["host"].removeprefix("[").removesuffix("]"), int(found["port"]))]

@@ -402,7 +402,7 @@ class Feed:
     def _mismatch(self, mine: str, leaders: str, *, fix: str = _FIX) -> LoaderMismatchError:
         return LoaderMismatchError(
             f"the loaders of workers {self.leader} and {self._job.rank} disagree at "
-            f"{self._mode.value} step {self._step + 1} of the epoch\n"
+            f"{self._mode.step} {self._step + 1} of the epoch\n"
             f"  worker {self._job.rank}: {mine}\n  worker {self.leader}: {leaders}\n"
             f"  Fix: {fix}"
         )

@@ -135,7 +135,7 @@ class Leading:
         if (ticket.shape, ticket.checksum) != (batch, checksum):
             raise LoaderMismatchError(
                 f"workers {leader} and {self._job.rank} were given different batches at "
-                f"{mode.value} step {step + 1}\n"
+                f"{mode.step} {step + 1}\n"
                 f"  Fix: pass the same tensors (and scale) on every worker, and let split and "
                 f"loss_weight depend on nothing else."
             )

@@ -20,14 +20,13 @@ from graphsplit import logs
 from graphsplit.cluster.member.identity import bounded, failure_of
 from graphsplit.cluster.scheduler.job.rules import EX_TEMPFAIL
 from graphsplit.errors import JobFailedError, PlanMismatchError
-from graphsplit.frames import line_of, users_traceback, without_own_frames
+from graphsplit.frames import line_of, shows_all, users_traceback, without_own_frames
 from graphsplit.job.interrupts import install_interrupts
 from graphsplit.job.job import WAKE_SIGNAL, Job
 from graphsplit.reports import write_report
 from graphsplit.root_cause import FailureCause
 from graphsplit.settings import RESTART
 
-FULL_TRACEBACK = "GS_FULL_TRACEBACK"
 _VERDICT_S = 0.5
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -118,16 +117,12 @@ class LastWords:
 
 
 def _tell_whole(error: BaseException, cause: FailureCause | None) -> None:
-    text = users_traceback(error, is_full=_is_full())
+    text = users_traceback(error, is_full=shows_all(os.environ))
     if logs.is_json(os.environ):
         kind = cause.kind if cause is not None else "exception"
         logs.say(text.rstrip(), event="failed", level="error", kind=kind)
     else:
         sys.stderr.write(text)
-
-
-def _is_full() -> bool:
-    return os.environ.get(FULL_TRACEBACK, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def tell_echo(job: Job | None, cause: FailureCause) -> None:
@@ -138,7 +133,7 @@ def tell_echo(job: Job | None, cause: FailureCause) -> None:
         # The script has caught the error itself, and went on: nobody has printed it yet.
         line = f"{me} ended because of an error that the script caught: {cause.headline}"
         trace = cause.traceback.rstrip()
-        line = f"{line}\n{trace if _is_full() else without_own_frames(trace)}"
+        line = f"{line}\n{trace if shows_all(os.environ) else without_own_frames(trace)}"
     logs.say(line, event="ended", level="error", kind=cause.kind, cause_rank=cause.rank)
     write_report(os.environ, cause)
 

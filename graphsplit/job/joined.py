@@ -270,7 +270,7 @@ def _require_alone(environ: Mapping[str, str]) -> None:
         return
     raise ConfigurationError(
         f"{why}, but gs.init() was not called; this process would train alone\n"
-        f"  Fix: call gs.init() before building a Model, or {way_out}."
+        f"  Fix: call gs.init() first in the script, or {way_out}."
     )
 
 

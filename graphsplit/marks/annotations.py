@@ -270,7 +270,8 @@ def annotations_of(network: nn.Module) -> dict[str, Annotation]:
 
 def faults_found(faults: Sequence[str], *, fix: str) -> PlacementError:
     """One error for all faults of a placement."""
-    lines = "\n  ".join([f"{len(faults)} placement(s) cannot be honoured:", *faults])
+    head = "a placement" if len(faults) == 1 else f"{len(faults)} placements"
+    lines = "\n  ".join([f"{head} cannot be honoured:", *faults])
     return PlacementError(f"{lines}\n  Fix: {fix}")
 
 

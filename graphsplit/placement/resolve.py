@@ -19,13 +19,13 @@ that uses it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from graphsplit.capture.branching import is_branching
 from graphsplit.capture.graph import CapturedGraph, Mode, Node, NodeKind
-from graphsplit.frames import warn_users
+from graphsplit.frames import short_path, warn_users
 from graphsplit.marks.annotations import WORKER_ROLE, Annotation, faults_found
 from graphsplit.marks.rules import OperationRule
 from graphsplit.placement.match import Matched, match_rules
@@ -123,16 +123,10 @@ def branches_to_open(graph: CapturedGraph, rules: PlacementRules) -> frozenset[s
 
 def check_annotations(graph: CapturedGraph, rules: PlacementRules, matched: Matched) -> None:
     """Refuse ranks that the job does not have, and rules that cannot be honoured."""
-    placed = asked_placements(graph, rules)
     last = rules.num_workers - 1
-    workers = f"workers 0 to {last}" if last else "one worker, 0"
+    placed = asked_placements(graph, rules)
     too_high = {what: found for what, found in placed.items() if found.highest > last}
-    faults = [
-        f"{what} is placed on {WORKER_ROLE} {found.highest}, but the job has {workers}\n"
-        f"    {found.source}"
-        for what, found in too_high.items()
-    ]
-    faults += matched.faults
+    faults = [*_too_high(too_high, last), *matched.faults]
     faults += [
         fault
         for position, inside in modules_inside(graph, rules.modules).items()
@@ -147,8 +141,23 @@ def check_annotations(graph: CapturedGraph, rules: PlacementRules, matched: Matc
     fix = "mend the lines above."
     if too_high:
         needed = max(found.highest for found in too_high.values()) + 1
-        fix = f"start with MS_WORKER_NUM={needed}, or choose ranks below {rules.num_workers}."
+        fix = (
+            f"start {needed} workers (graphsplit run -n {needed}, or MS_WORKER_NUM={needed}), or "
+            f"choose ranks below {rules.num_workers}."
+        )
     raise faults_found(faults, fix=fix)
+
+
+def _too_high(placed: Mapping[str, Annotation], last: int) -> Iterator[str]:
+    """One fault for each line that names a rank too high, whatever it places: a slice, a loop."""
+    workers = f"workers 0 to {last}" if last else "one worker, 0"
+    by_line: dict[tuple[str, int], list[str]] = {}
+    for what, found in placed.items():
+        by_line.setdefault((found.source, found.highest), []).append(what)
+    for (source, rank), (first, *others) in by_line.items():
+        are = f" and {len(others)} other{'s' * (len(others) > 1)} are" if others else " is"
+        where = f"{WORKER_ROLE} {rank} at {short_path(source)}"
+        yield f"{first}{are} placed on {where}, but the job has {workers}"
 
 
 def asked_placements(graph: CapturedGraph, rules: PlacementRules) -> dict[str, Annotation]:

@@ -107,7 +107,7 @@ def compare(
     # In the first line, which all workers and the scheduler tell.
     differing = "; ".join(lines) or "they have seen other states before"
     raise PlanMismatchError(
-        f"the Python values that a step depends on differ before a {mode.value} step of workers "
+        f"the Python values that a step depends on differ before a {mode.step} of workers "
         f"{leader} and {rank}: {differing}\n"
         f"  Fix: let the script change them on every worker alike; what differs by right must not "
         f"decide what network and loss compute."

@@ -30,6 +30,7 @@ from graphsplit.placement.replicas import in_lane, lanes_of, replicated, shared_
 from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
+    asked_placements,
     branches_to_open,
     resolve,
 )
@@ -103,6 +104,11 @@ def placement_rules(task: Task, *, num_workers: int, owners: Mapping[str, int]) 
         kept.parameters,
         shared_out(modules, named_state(task.network, task.loss_fn)),
     )
+
+
+def is_placed(graph: CapturedGraph, task: Task) -> bool:
+    """Whether the user has said of any part of a network, or of its loss, where it runs."""
+    return bool(asked_placements(graph, placement_rules(task, num_workers=1, owners={})))
 
 
 def make_plan(

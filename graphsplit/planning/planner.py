@@ -38,7 +38,7 @@ from graphsplit.planning.passes import (
     lower_plan,
     make_plan,
 )
-from graphsplit.planning.progress import say_begun, say_planned
+from graphsplit.planning.progress import PlanningLines
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.recordings import Match, Recording, Recordings
 from graphsplit.planning.task import (
@@ -112,6 +112,7 @@ class Planner:
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
         self.updater = Updater(task.update_rules, self.parameters)
+        self._progress = PlanningLines(job.rank, task)
         self.pairs = PairwiseSums() if task.gradient_order == "pairs" else None
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
@@ -243,8 +244,7 @@ class Planner:
             found = looked[2]
         if found is None:
             self._renew()
-            why_again = self.recordings.why_again(mode, signature)
-            say_begun(self._job.rank, "capturing", mode, why_again)
+            self._progress.begun("capturing", mode, self.recordings.why_again(mode, signature))
             if self._job.rank == 0:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
@@ -340,7 +340,7 @@ class Planner:
     def _make(self, found: Match, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording
         mode, number = recording.mode, self._job.next_plan_number()
-        say_begun(self._job.rank, "planning", mode)
+        self._progress.begun("planning", mode)
         plan, programs = self._pure_passes(recording.graph, part)
         text = "\n".join(
             [
@@ -354,7 +354,7 @@ class Planner:
         self._job.member.agree(f"plan {number} ({mode.value})", text)
         made = self._open(number, plan, programs, found.numbers)
         recording.graph.state.guards.settle()
-        say_planned(self._job.rank, plan, is_compiled=self._task.compiler is not None)
+        self._progress.planned(plan)
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 

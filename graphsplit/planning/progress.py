@@ -2,35 +2,80 @@
 
 from __future__ import annotations
 
+import weakref
+
+from torch import nn
+
 from graphsplit.capture.graph import Mode
 from graphsplit.logs import say
 from graphsplit.partition.plan import PartitionPlan
+from graphsplit.planning.passes import is_placed
+from graphsplit.planning.task import Task
+
+# Networks of which was said that nothing of them is placed.
+_known_unplaced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def say_begun(rank: int, doing: str, mode: Mode, why_again: str = "") -> None:
-    """Say what begins. ``graphsplit run`` shows it on a terminal while it lasts.
+class PlanningLines:
+    """The lines about one task.
 
     Args:
-        rank: This worker.
-        doing: ``"capturing"`` or ``"planning"``.
-        mode: Whose step it is done for.
-        why_again: What is other than before, where there was such a step; else empty.
+        rank: This worker; the others say nothing.
+        task: What is planned.
     """
-    if rank == 0:
-        again = f" again: {why_again}" if why_again else ""
-        say(f"{doing} the {mode.value} step{again}", event=doing)
+
+    def __init__(self, rank: int, task: Task) -> None:
+        self._rank, self._task = rank, task
+        self._name = type(task.network).__name__
+
+    def begun(self, doing: str, mode: Mode, why_again: str = "") -> None:
+        """Say what begins. ``graphsplit run`` shows it on a terminal while it lasts.
+
+        Args:
+            doing: ``"capturing"`` or ``"planning"``.
+            mode: Whose step it is done for.
+            why_again: What is other than before, where there was such a step; else empty.
+        """
+        if self._rank == 0:
+            again = f" again: {why_again}" if why_again else ""
+            say(f"{doing} the {mode.step} of {self._name}{again}", event=doing)
+
+    def planned(self, plan: PartitionPlan) -> None:
+        """Say that a plan is ready to run; and, once, if nothing was placed in it."""
+        if self._rank != 0:
+            return
+        segments, workers = len(plan.segments), {segment.worker for segment in plan.segments}
+        text = (
+            f"planned the {plan.placed.graph.mode.step} of {self._name}: "
+            f"{_number(segments, 'segment')}, {_number(len(workers), 'worker')}"
+        )
+        if self._task.compiler is not None:
+            text += "; compiling each segment as it first runs"
+        say(text, event="planned")
+        if len(workers) == 1 < plan.num_workers and not is_placed(plan.placed.graph, self._task):
+            self._say_unplaced(workers.pop())
+
+    def _say_unplaced(self, worker: int) -> None:
+        network = self._task.network
+        if network in _known_unplaced:
+            return
+        _known_unplaced.add(network)
+        say(
+            f"nothing of {self._name} is placed: worker {worker} runs all of it, and the others "
+            f"have nothing to do\n"
+            f"  Fix: say before the first step where its parts live, as by "
+            f"{_a_part(network)}.place(1).",
+            event="unplaced",
+            level="warning",
+        )
 
 
-def say_planned(rank: int, plan: PartitionPlan, *, is_compiled: bool) -> None:
-    """Say that a plan is ready to run."""
-    if rank != 0:
-        return
-    mode, segments = plan.placed.graph.mode.value, len(plan.segments)
-    workers = len({segment.worker for segment in plan.segments})
-    text = f"planned the {mode} step: {_number(segments, 'segment')}, {_number(workers, 'worker')}"
-    if is_compiled:
-        text += "; compiling each segment as it first runs"
-    say(text, event="planned")
+def _a_part(network: nn.Module) -> str:
+    """The last child of a network, as code."""
+    names = [name for name, _ in network.named_children()]
+    if not names:
+        return "net"
+    return f"net[{names[-1]}]" if names[-1].isdecimal() else f"net.{names[-1]}"
 
 
 def _number(count: int, noun: str) -> str:

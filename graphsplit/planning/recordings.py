@@ -310,7 +310,7 @@ class Recordings:
             next(f"{now!r} was {was!r}" for (was, _), (now, _) in pairs if now != was),
         )
         raise StaleGraphError(
-            f"GS_RECAPTURE_EVERY={every}: the {recording.mode.value} step gives another graph than "
+            f"GS_RECAPTURE_EVERY={every}: the {recording.mode.step} gives another graph than "
             f"the one that runs, though nothing that its code was seen to read has changed\n"
             f"  {told}\n"
             f"  Fix: keep what this line reads in an attribute, or in a buffer; or keep the code "

@@ -35,8 +35,8 @@ def where(plan: PartitionPlan, program: Sequence[Instruction], step: int, positi
         done = step + 1  # callbacks count from 1 as well
         return f"between steps, after step {done}" if done else "before the first step"
     instruction = program[position]
-    mode = plan.placed.graph.mode.value
-    return f"{mode} step {step + 1}, {instruction}{_about(plan, instruction)}"
+    what = plan.placed.graph.mode.step
+    return f"{what} {step + 1}, {instruction}{_about(plan, instruction)}"
 
 
 def location(

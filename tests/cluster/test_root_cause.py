@@ -37,9 +37,9 @@ APART = FailureCause(
 )
 REFUSED = FailureCause(
     "exception",
-    "PlacementError: 1 placement(s) cannot be honoured:\n"
-    "  module 'head' is placed on MS_WORKER 7, but the job has workers 0 to 2\n"
-    "    train.py:53\n  Fix: start with MS_WORKER_NUM=8, or choose ranks below 3.",
+    "PlacementError: a placement cannot be honoured:\n"
+    "  module 'head' is placed on MS_WORKER 7 at train.py:53, but the job has workers 0 to 2\n"
+    "  Fix: start 8 workers (graphsplit run -n 8, or MS_WORKER_NUM=8), or choose ranks below 3.",
     rank=2,
     traceback="Traceback ...",
     location=Location(source="train.py:64, in main"),

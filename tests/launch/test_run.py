@@ -293,6 +293,22 @@ def test_an_error_before_init_is_told_whole_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)  # they import torch
+@pytest.mark.parametrize("call", ["gs.Model(net)", "gs.distribute(net)"])
+def test_a_model_before_init_shows_the_users_line_alone(tmp_path: Path, call: str) -> None:
+    path = tmp_path / "early.py"
+    path.write_text(f"import torch\nimport graphsplit as gs\nnet = torch.nn.Linear(2, 2)\n{call}\n")
+    command = [sys.executable, "-m", "graphsplit", "run", "-n", "2", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("Fix: call gs.init() first in the script, or unset MS_ROLE.") == 1
+    assert [line.split("] ")[-1] for line in done.stderr.splitlines() if 'File "' in line] == [
+        f'  File "{path}", line 4, in <module>'
+    ]
+    same = [line for line in done.stderr.splitlines() if "the same error as worker" in line]
+    assert all("gs.init() was not called" in line for line in same)
+
+
+@pytest.mark.timeout(90)  # they import torch
 def test_a_package_may_import_graphsplit_when_it_is_run(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import graphsplit")

@@ -55,7 +55,7 @@ def test_it_is_refused_with_the_fix_instead_of_training_alone(launcher: str, cal
         CALLS[call]()
     assert str(error.value) == (
         f"by {launcher} this is rank 1 of 2, but gs.init() was not called; this process would "
-        f"train alone\n  Fix: call gs.init() before building a Model, or set GS_LAUNCHER=none for "
+        f"train alone\n  Fix: call gs.init() first in the script, or set GS_LAUNCHER=none for "
         f"runs that have nothing to do with each other."
     )
 

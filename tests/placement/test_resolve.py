@@ -249,14 +249,24 @@ def test_all_ranks_out_of_range_are_reported_together_with_their_lines() -> None
     with pytest.raises(PlacementError) as caught:
         resolved(graph, modules)
     assert str(caught.value) == (
-        "3 placement(s) cannot be honoured:\n"
-        "  module 'fc9' is placed on MS_WORKER 7, but the job has workers 0 to 2\n"
-        "    train.py:31\n"
-        "  the network is placed on MS_WORKER 3, but the job has workers 0 to 2\n"
-        "    train.py:33\n"
-        "  operation 'a' is placed on MS_WORKER 5, but the job has workers 0 to 2\n"
-        "    net.py:12\n"
-        "  Fix: start with MS_WORKER_NUM=8, or choose ranks below 3."
+        "3 placements cannot be honoured:\n"
+        "  module 'fc9' is placed on MS_WORKER 7 at train.py:31, but the job has workers 0 to 2\n"
+        "  the network is placed on MS_WORKER 3 at train.py:33, but the job has workers 0 to 2\n"
+        "  operation 'a' is placed on MS_WORKER 5 at net.py:12, but the job has workers 0 to 2\n"
+        "  Fix: start 8 workers (graphsplit run -n 8, or MS_WORKER_NUM=8), or choose ranks below 3."
+    )
+
+
+def test_a_line_that_places_a_slice_is_one_fault() -> None:
+    graph = placed_graph({"a": Op(0, ("x",))}).graph
+    modules = {f"layers.{number}": Annotation(4, "train.py:7") for number in range(3)}
+    with pytest.raises(PlacementError) as caught:
+        resolved(graph, modules)
+    assert str(caught.value) == (
+        "a placement cannot be honoured:\n"
+        "  module 'layers.0' and 2 others are placed on MS_WORKER 4 at train.py:7, but the job has "
+        "workers 0 to 2\n"
+        "  Fix: start 5 workers (graphsplit run -n 5, or MS_WORKER_NUM=5), or choose ranks below 3."
     )
 
 

@@ -169,7 +169,7 @@ modlues:
 """
     path = written(tmp_path, text)
     faults = refused(path).replace(str(path), "F")
-    assert faults.startswith("14 placement(s) cannot be honoured:\n")
+    assert faults.startswith("14 placements cannot be honoured:\n")
     for expected in (
         "rule 'embd' -> 0: the network has no module 'embd'; did you mean 'embed'?\n    F:2\n",
         "rule 'layers.*.mpl' -> 1: 'layers.0' and 5 more have no module 'mpl'; did you mean "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -185,9 +186,9 @@ def test_another_plan_says_what_it_is_for(caplog: pytest.LogCaptureFixture):
         ThreadCluster(script, 2).run()
     told = [record.getMessage() for record in caplog.records]
     assert [text for text in told if text.startswith("capturing")] == [
-        "capturing the predict step",
-        "capturing the predict step again: the batch has other shapes or dtypes",
-        "capturing the predict step again: net.doubles was False, is True",
+        "capturing the predict step of MayDouble",
+        "capturing the predict step of MayDouble again: the batch has other shapes or dtypes",
+        "capturing the predict step of MayDouble again: net.doubles was False, is True",
     ]
 
 
@@ -198,5 +199,54 @@ def test_that_segments_are_compiled_is_told(caplog: pytest.LogCaptureFixture):
 
     with caplog.at_level("INFO", logger="graphsplit"):
         ThreadCluster(script, 2).run()
-    line = "planned the predict step: 1 segment, 1 worker; compiling each segment as it first runs"
-    assert line in [record.getMessage() for record in caplog.records]
+    text = "planned the predict step of Linear: 1 segment, 1 worker; compiling each segment as it "
+    assert f"{text}first runs" in [record.getMessage() for record in caplog.records]
+
+
+def warned_by(caplog: pytest.LogCaptureFixture, script: Callable[[int], None]) -> list[str]:
+    with caplog.at_level("INFO", logger="graphsplit"):
+        ThreadCluster(script, 2, is_recoverable=False).run()
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("is_own_loop", [False, True])
+def test_a_network_of_which_nothing_is_placed_is_named_once(
+    is_own_loop: bool, caplog: pytest.LogCaptureFixture
+):
+    def script(_: int) -> None:
+        net: nn.Module = two_layers()
+        run = gs.distribute(net) if is_own_loop else gs.Model(net).predict
+        for size in (1, 3):
+            run(torch.ones(size, 2))
+
+    assert warned_by(caplog, script) == [
+        "nothing of Sequential is placed: worker 0 runs all of it, and the others have nothing to "
+        "do\n  Fix: say before the first step where its parts live, as by net[1].place(1)."
+    ]
+
+
+def by_module(net: nn.Sequential) -> None:
+    net.place("MS_WORKER", 0)
+
+
+def by_rule(net: nn.Sequential) -> None:
+    gs.apply_placement(net, {"operations": {"1": {"linear": 0}}})
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("place", [by_module, by_rule])
+def test_a_network_that_is_placed_on_one_worker_is_as_it_was_meant(
+    place: Callable[[nn.Sequential], None], caplog: pytest.LogCaptureFixture
+):
+    def script(_: int) -> None:
+        net = two_layers()
+        place(net)
+        gs.Model(net).predict(torch.ones(1, 2))
+
+    assert warned_by(caplog, script) == []

@@ -143,7 +143,8 @@ def watched(values: list[float], folder: Path | None = None, **options: Any) -> 
     ("values", "options", "epochs"),
     [
         ([3.0, 2.0, 2.0, 1.0], {}, 3),
-        ([3.0, 4.0, 2.0, 2.5, 2.5, 0.0], {"patience": 1}, 5),
+        ([3.0, 4.0, 2.0, 2.5, 2.5, 0.0], {"patience": 1}, 2),
+        ([3.0, 4.0, 2.0, 2.5, 2.5, 0.0], {"patience": 2}, 5),
         ([1.0, 2.0, 3.0], {"mode": "max"}, 3),
         ([1.0, 1.2, 1.3], {"mode": "max", "min_delta": 0.5}, 2),
         ([float("nan"), 1.0, 2.0], {"patience": 0}, 1),
@@ -164,14 +165,43 @@ def test_early_stopping(
 @on_threads
 def test_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     values = [3.0, 1.0, 2.0, 2.0, 2.0]
-    here = watched(values, tmp_path / "one", patience=1)
+    here = watched(values, tmp_path / "one", patience=2)
     assert here[:2] == (4, 2)
     line = "epoch: 4, what is watched has not improved for 2 epochs (best 1): training ends\n"
     assert capsys.readouterr().out == line
-    cluster = ThreadCluster(lambda _: watched(values, tmp_path / "all", patience=1), NUM_WORKERS)
+    cluster = ThreadCluster(lambda _: watched(values, tmp_path / "all", patience=2), NUM_WORKERS)
     for found in cluster.run():
         assert difference(here, found) is None
     assert capsys.readouterr().out == line
+
+
+class Halves(gs.callbacks.Callback):
+    """Changes the weights at an epoch's end, and remembers what the first one left."""
+
+    def on_epoch_end(self, context: gs.callbacks.RunContext) -> None:
+        with torch.no_grad():
+            for _, parameter in context.owned_parameters():
+                parameter.mul_(0.5)
+        if context.epoch == 1:
+            self.left = {k: v.clone() for k, v in context.model.state_dict().items()}
+
+
+def kept_after_others(folder: Path) -> Any:
+    net, halves = plain_net(place=True), Halves()
+    model = gs.Model(net, nn.CrossEntropyLoss(), adam(net))
+    keeps = gs.callbacks.KeepBest(folder, lambda context: float(context.epoch))
+    model.train(2, batches(), [keeps, halves])
+    model.load(folder)
+    return halves.left, dict(model.state_dict())
+
+
+@on_threads
+def test_the_best_is_saved_after_all_other_callbacks(tmp_path: Path):
+    left, kept = kept_after_others(tmp_path / "one")
+    assert difference(left, kept) is None
+    cluster = ThreadCluster(lambda _: kept_after_others(tmp_path / "all"), NUM_WORKERS)
+    for found in cluster.run():
+        assert difference((left, kept), found) is None
 
 
 def exploding() -> Any:

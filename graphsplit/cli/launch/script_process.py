@@ -61,8 +61,16 @@ def _tell(error: BaseException) -> None:
     if sys.excepthook is not sys.__excepthook__ or not isinstance(error, Exception):
         sys.excepthook(type(error), error, error.__traceback__)
     else:
-        text = "".join(traceback.format_exception(error))
-        _tell_once(text, f"{type(error).__name__}: {error}")
+        _tell_once(_told(error), f"{type(error).__name__}: {error}")
+
+
+def _told(error: Exception) -> str:
+    """The traceback; without graphsplit's own frames where it has been imported, as afterwards."""
+    frames = sys.modules.get("graphsplit.frames")
+    if frames is None:
+        return "".join(traceback.format_exception(error))
+    text: str = frames.users_traceback(error, is_full=frames.shows_all(os.environ))
+    return text
 
 
 def _tell_once(text: str, message: str) -> None:
@@ -74,8 +82,8 @@ def _tell_once(text: str, message: str) -> None:
     except ImportError:  # what is told may be just this
         sys.stderr.write(text)
         return
-    first, last = who_failed_alike(os.environ, text), text.strip().rpartition("\n")[2]
-    same = f"[graphsplit] the same error as {first.replace('_', ' ')}: {last}\n"
+    first, headline = who_failed_alike(os.environ, text), message.partition("\n")[0]
+    same = f"[graphsplit] the same error as {first.replace('_', ' ')}: {headline}\n"
     sys.stderr.write(same if first else text)
     write_report(os.environ, FailureCause("exception", message))
 

@@ -78,7 +78,8 @@ class EarlyStopping(_Best):
     Args:
         metric: The name of a metric of ``train(..., validation=loader)``, or a function of the
             context that gives the number, the same on every worker. NaN is no improvement.
-        patience: How many epochs without improvement are borne; training ends at the next.
+        patience: After how many epochs without improvement, one after the other, training ends;
+            0 is as 1. Keras and Lightning count so, too.
         mode: Whether ``"min"`` or ``"max"`` is better.
         min_delta: What counts as an improvement: more than this.
 
@@ -102,7 +103,7 @@ class EarlyStopping(_Best):
     def on_epoch_end(self, context: RunContext) -> None:
         """Look at the number."""
         self._num_bad = 0 if self._improves(context) else self._num_bad + 1
-        if self._num_bad > self._patience:
+        if self._num_bad >= max(1, self._patience):
             if context.rank == 0:
                 name = repr(self._metric) if isinstance(self._metric, str) else "what is watched"
                 best = "" if self.best is None else f" (best {self.best:.6g})"
@@ -124,6 +125,10 @@ class EarlyStopping(_Best):
 
 class KeepBest(_Best):
     """Saves the training state after each epoch that is better than all before.
+
+    It saves when all other callbacks have heard of the epoch's end, so that a run can go on from
+    there with the learning rate that follows. A callback that changes what was validated (averaged
+    weights) does so in ``on_epoch_begin``, or the save has what it left.
 
     Args:
         path: The folder for ``Model.save``; the save before is replaced.
