@@ -75,6 +75,8 @@ def init() -> None:
         from graphsplit.cluster.scheduler.server import serve
 
         raise SystemExit(serve(settings))
+    # Else whoever connects to a worker's port without a certificate costs a line of its log.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     logs.configure(os.environ, prefix="graphsplit", stream=lambda: sys.stderr)
     _job = _join_beside(launched, settings)
     logs.CONTEXT.source = _job.log_fields

@@ -65,10 +65,10 @@ def test_failures_of_many_addresses_take_a_fixed_amount_of_memory() -> None:
 
 def test_the_log_says_how_many_lines_it_left_out() -> None:
     limiter = AdmissionLimiter(1, 0.0)
-    lines = [limiter.logged("refused", 0.0) for _ in range(1000)]
+    lines = [limiter.lines.logged("refused", 0.0) for _ in range(1000)]
     assert lines[:20] == ["refused"] * 20 and set(lines[20:]) == {None}
-    assert limiter.logged("refused", 2.0) == "refused (and 980 more before it)"
-    assert limiter.logged("refused", 4.0) == "refused"
+    assert limiter.lines.logged("refused", 2.0) == "refused (and 980 more before it)"
+    assert limiter.lines.logged("refused", 4.0) == "refused"
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ gs.init()
 torch.manual_seed(0)
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
     assert name not in os.environ
+assert gs.get_world_size() == 1 or os.environ["GRPC_VERBOSITY"] == "ERROR"
 network = LeNet5()
 network.conv2.place("MS_WORKER", gs.get_world_size() - 1)
 network.fc3.place("MS_WORKER", gs.get_world_size() - 1)

@@ -125,7 +125,7 @@ class Admission:
         if reason:
             self.num_refused += 1
             line = f"refused a connection from {address}: {reason}"
-            logged = self.limiter.logged(line, self._clock())
+            logged = self.limiter.lines.logged(line, self._clock())
             if logged is not None:
                 self._log(logged, event="refused", level="warning")
         return shown, reason

@@ -46,6 +46,26 @@ class TokenBucket:
         return True
 
 
+class LineLimiter:
+    """Decides which lines are printed where strangers cause them, and counts the others.
+
+    Args:
+        now: Seconds of any clock that does not run backwards.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._bucket = TokenBucket.full(_LOG_LINES, _LOG_LINES_PER_S, now)
+        self._num_unlogged = 0
+
+    def logged(self, line: str, now: float) -> str | None:
+        """The line to print, or None if there are too many of them."""
+        if not self._bucket.take(now):
+            self._num_unlogged += 1
+            return None
+        unlogged, self._num_unlogged = self._num_unlogged, 0
+        return f"{line} (and {unlogged} more before it)" if unlogged else line
+
+
 class AdmissionLimiter:
     """Decides, before anything of a stream is read, whether it may be looked at now.
 
@@ -54,6 +74,9 @@ class AdmissionLimiter:
     Args:
         num_workers: How many workers the job has: they may all come at once, from one machine.
         now: Seconds of any clock that does not run backwards.
+
+    Attributes:
+        lines: Limits what is printed for refusals.
     """
 
     def __init__(self, num_workers: int, now: float) -> None:
@@ -61,8 +84,7 @@ class AdmissionLimiter:
         self._max_of_address = num_workers + 8
         self._waiting: Counter[str] = Counter()
         self._failures: OrderedDict[str, TokenBucket] = OrderedDict()
-        self._log = TokenBucket.full(_LOG_LINES, _LOG_LINES_PER_S, now)
-        self._num_unlogged = 0
+        self.lines = LineLimiter(now)
 
     @property
     def num_waiting(self) -> int:
@@ -100,14 +122,6 @@ class AdmissionLimiter:
         self._failures[address] = failures
         if len(self._failures) > _MAX_ADDRESSES:
             self._failures.popitem(last=False)
-
-    def logged(self, line: str, now: float) -> str | None:
-        """The line to print for a refusal, or None if there are too many of them."""
-        if not self._log.take(now):
-            self._num_unlogged += 1
-            return None
-        unlogged, self._num_unlogged = self._num_unlogged, 0
-        return f"{line} (and {unlogged} more before it)" if unlogged else line
 
 
 def address_of(peer: str) -> str:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from graphsplit.cluster.scheduler.grpc_lines import limited_grpc_lines
 from graphsplit.cluster.scheduler.job.events import (
     Interrupted,
     ToldByLauncher,
@@ -29,7 +30,7 @@ from graphsplit.cluster.wire.rpc import (
     server_options,
 )
 from graphsplit.errors import ConfigurationError
-from graphsplit.logs import LogLine, configure, teller
+from graphsplit.logs import LogLine, configure, say, teller
 from graphsplit.metrics_port import Gauge, serve_metrics
 from graphsplit.security.grpc_ports import add_port
 from graphsplit.security.names import SCHEDULER
@@ -66,6 +67,8 @@ def serve(
     """
     if log is None:
         configure(os.environ, prefix="scheduler", stream=lambda: sys.stdout)
+        with limited_grpc_lines():
+            return asyncio.run(_serve(settings, on_listening, say))
     return asyncio.run(_serve(settings, on_listening, teller(log)))
 
 
