@@ -46,7 +46,7 @@ contracts: $(STAMP) ## imports run one way only
 	$(BIN)/lint-imports
 
 walk: $(STAMP) ## how many files a training step goes through; no more than today
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/walk.py --most-files 24 --most-changes 75
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/walk.py --most-files 23 --most-changes 70
 
 # Tests that start processes have bounds on time, so they run alone; the others share the cores.
 pytest: $(STAMP) ## the tests; PYTEST_ARGS="-k name" picks some
@@ -91,8 +91,9 @@ fuzz: $(STAMP) ## ten million hostile frames, hundreds of hostile sessions; FUZZ
 	$(BIN)/python tests/fuzz/frame_fuzzer.py $(FUZZ_ARGS)
 	$(BIN)/python tests/fuzz/session_fuzzer.py
 
-fuzz-changes: $(STAMP) ## thousands of random changes of what networks read from Python
-	$(BIN)/python -m pytest -n auto -m fuzz tests/equivalence $(PYTEST_ARGS)
+fuzz-changes: $(STAMP) ## thousands of random changes of what networks read; all placements of tests
+	ALL_PLACEMENTS=1 $(BIN)/python -m pytest -n auto -m "not real_processes and not zoo" \
+		tests/equivalence $(PYTEST_ARGS)
 
 # The tests explore all of one failure. MODEL_ARGS="--rules NAME --kinds kill,break --jobs N"
 model-check: $(STAMP) ## everything that three workers can do while two things go wrong
