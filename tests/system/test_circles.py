@@ -1,4 +1,4 @@
-"""One worker of two leaves what the other does: all end at once, and say who, what and where."""
+"""One worker leaves what the others do: all end at once, and say who, what and where."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ ENDS = {
 }
 
 
-def end_of(what: str) -> tuple[int, str]:
+def end_of(what: str, workers: int = 2) -> tuple[int, str]:
     """The status and the output of a job all of which has ended within three seconds."""
-    job = run_job("circles.py", what, workers=2)
+    job = run_job("circles.py", what, workers=workers)
     ended_at = time.time()
     troubled_at = max(map(float, re.findall(r"trouble at ([\d.]+)", job.output)))
     assert ended_at - troubled_at < 3, job.output
@@ -55,6 +55,17 @@ def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
     assert re.search("worker 0 .*" + mine, output)
     fix = "ask for the value" if call.startswith("a value") else f"call {call}()"
     assert f"{fix} on every worker" in output
+
+
+@pytest.mark.parametrize("what", ["a loss", "a metric", "an own loop"])
+def test_a_call_that_one_worker_of_three_makes_ends_the_job_at_once(what: str):
+    call, function, _ = FORMS[what]
+    status, output = end_of(what, workers=3)
+    assert status == 1
+    mine = rf"worker 1 is in {call}\(\) at {LINE} {function}"
+    for process in ("[scheduler] the job", "[worker 0]", "[worker 1]", "[worker 2]", "graphsplit:"):
+        told = "\n".join(line for line in output.splitlines() if line.startswith(process))
+        assert re.search(mine, told), output
 
 
 @pytest.mark.parametrize("what", ENDS)

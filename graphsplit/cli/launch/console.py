@@ -22,6 +22,7 @@ _LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) .*)")
 _ECHO = re.compile(
     rb"\[graphsplit\] (worker \d+ ended because (?!of an error).*|the same error as .*"
     rb"|(worker \d+|this process) was interrupted: ended by SIG(INT|TERM).*)"
+    rb"|\[scheduler\] the job failed: .*; its log has the whole story"
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

@@ -1,4 +1,4 @@
-"""Run under the launcher: worker 1 of two does not do what the other does, as its argument says."""
+"""Run under the launcher: worker 1 does not do what the others do, as its argument says."""
 
 from __future__ import annotations
 
@@ -74,11 +74,12 @@ def own_loop(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def main() -> None:
     gs.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    net[0].place(0)
-    net[1].place(1)
+    middle = [nn.Linear(4, 4) for _ in range(gs.get_world_size() - 2)]
+    net = nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 3))
+    for rank, layer in zip((0, 2, 1) if middle else (0, 1), net, strict=True):
+        layer.place(rank)  # worker 1 has the outputs
     if WHAT == "a full queue":
-        net[1].table = nn.Parameter(torch.zeros(MORE_THAN_A_QUEUE, 4))
+        net[-1].table = nn.Parameter(torch.zeros(MORE_THAN_A_QUEUE, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     if WHAT.startswith("an own loop"):
         own_loop(net, optimizer)
