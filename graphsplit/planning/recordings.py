@@ -20,6 +20,7 @@ from itertools import zip_longest
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -438,9 +439,8 @@ def _form(graph: CapturedGraph) -> list[Any]:
 
 
 def _is_number(failure: Failure) -> bool:
-    kinds = (int, float)
     return (
-        type(failure.new) in kinds
+        type(failure.new) in (int, float, np.float64)
         and type(failure.old) is type(failure.new)
         and failure.place.read() is failure.new
     )

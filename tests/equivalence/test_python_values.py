@@ -239,6 +239,40 @@ def test_a_number_that_changes_at_each_step_takes_three_captures(
     assert num_captures(monkeypatch, run) == 3
 
 
+class OfNumPy(nn.Module):
+    """Computes with NumPy's numbers, and counts in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.beta, self.calls = np.float64(0.5), np.float64(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 0.1
+        weight = self.beta**1.7 + 1 / self.calls
+        made: torch.Tensor = self.second(torch.tanh(self.first(x) * self.beta)) * weight
+        return made
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_numbers_of_numpy_are_lifted_too(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = np.linspace(0.9, 0.1, 30)
+
+    def run() -> None:
+        follows(
+            lambda step, net, loss: setattr(net, "beta", schedule[step]),
+            make_network=OfNumPy,
+            microbatches=microbatches,
+            steps=30,
+            evaluate_after=(29,),
+        )
+
+    # Each of two workers: three of training, and again where several microbatches count.
+    assert num_captures(monkeypatch, run) <= 2 * (3 * microbatches + 2)
+
+
 def test_a_flag_that_toggles_takes_two_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> None:
         assert_same_bits(

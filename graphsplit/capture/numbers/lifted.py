@@ -96,6 +96,7 @@ def _symbol(index: int, value: Any, lifted: Lifted, environment: Any, tracer: An
     from graphsplit.torch_ext.private_symbolic import ConstantSource
 
     source = ConstantSource(f"graphsplit_lifted_{index}")
+    value = float(value) if isinstance(value, float) else value  # NumPy's is one, too
     symbol = environment.create_unspecified_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
     lifted.symbols.append(symbol)
     make = (

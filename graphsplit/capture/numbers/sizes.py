@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.fx import Node as FxNode
 
@@ -182,7 +183,7 @@ class DynamicSizes:
                 found[name] = how(*given[0], **given[1])
             else:
                 found[name] = evaluate(how, symbols)
-        return found
+        return {name: _plain(number) for name, number in found.items()}
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,11 @@ class _Of:
     """Stands for another number among the arguments of one."""
 
     name: str
+
+
+def _plain(number: Any) -> Any:
+    """A number as Python's own, which operations of torch take; NumPy computes with its own."""
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _is_plain(node: FxNode) -> bool:
