@@ -16,7 +16,7 @@ from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.shared_inputs import share_written
-from graphsplit.planning.planner import ReadyPlan
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.task import named_state
 from graphsplit.runtime.step_state import StepState
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pop_mode

@@ -346,8 +346,10 @@ class Feed:
 
     def _drawn_for(self, ticket: Ticket, announced: BatchDescription) -> Division:
         """This reader's batch, compared with the ticket."""
-        division = self._draw() if self._cursor is None else self._next
-        self._next = None
+        division, self._next = self._next, None
+        if self._cursor is None:
+            division = self._draw()
+            self._planner.writes.pass_over()
         if division is None:
             raise self._mismatch("its loader has ended", "the leader's has a batch")
         shape = division.shape()

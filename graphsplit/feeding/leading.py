@@ -57,6 +57,8 @@ class Leading:
         is_training = mode is Mode.TRAIN
         if is_training:
             self._progress.begin()
+        if not self._planner.owners:  # the data set may write before there is a plan
+            self._planner.writes.look()
         return Feed(
             self._job,
             self._planner,

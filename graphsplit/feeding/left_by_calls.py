@@ -13,8 +13,8 @@ from typing import Any
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.guards.values import MISSING, freeze, put_into, same
 from graphsplit.job.group import WorkerGroup
-from graphsplit.planning.planner import ReadyPlan
 from graphsplit.planning.python_values import can_be_written
+from graphsplit.planning.ready_plan import ReadyPlan
 
 
 def note_left(planned: ReadyPlan, rank: int) -> list[dict[Any, Any]]:

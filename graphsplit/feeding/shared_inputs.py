@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphsplit.job.control import ControlChannels
-from graphsplit.planning.planner import ReadyPlan
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.tensor_meta import plain_meta
 
 

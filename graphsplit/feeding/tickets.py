@@ -65,6 +65,7 @@ class News:
         process: See ``Ticket``.
         loader_changed: See ``Ticket``.
         changed: See ``PythonStep``.
+        written: See ``PythonStep``.
     """
 
     whole: Described | None = None
@@ -75,6 +76,7 @@ class News:
     process: tuple[bytes, bytes] = NOTHING_DRAWN
     loader_changed: bool = False
     changed: tuple[tuple[str, str], ...] = ()
+    written: tuple[str, ...] = ()
 
 
 class Ticket(NamedTuple):
@@ -137,7 +139,9 @@ class Tickets:
         self._step += 1
         is_last = shape is not None and self._job.member.state.stops_soon
         brings_news = generator is not None or process != NOTHING_DRAWN or is_last
-        brings_news |= bool(python.changed) or shape is None or shape != self._shape
+        brings_news |= (
+            bool(python.changed or python.written) or shape is None or shape != self._shape
+        )
         news = None
         if brings_news:
             news = News(
@@ -146,6 +150,7 @@ class Tickets:
                 process=process,
                 loader_changed=loader_changed,
                 changed=python.changed,
+                written=python.written,
                 **({} if shape is None else self._described(shape)),
             )
         numbers = checksum, previous_checksum, python.recording
@@ -214,7 +219,9 @@ class Tickets:
             news.generator,
             ProcessStates(*news.process),
             news.loader_changed,
-            PythonStep(recording, floats[:num_lifted], news.changed, floats[num_lifted:]),
+            PythonStep(
+                recording, floats[:num_lifted], news.changed, floats[num_lifted:], news.written
+            ),
         )
 
     def _learned(self, news: News, leader: int) -> BatchDescription | None:

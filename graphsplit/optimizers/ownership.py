@@ -2,15 +2,19 @@
 
 Its storage is a single zero, expanded to the shape of the tensor before it
 (``torch_ext/stand_ins.py``).
+
+All workers run the same script, so ``net.beta.mul_(0.9)`` between two steps runs on the owner too:
+elsewhere it is left out, and noted. Whether all have written to the same tensors is compared before
+the next step (``planning.announced``).
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,6 +25,16 @@ from graphsplit.torch_ext.attributes import buffer_of_form
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
+LEFT_OUT = "_graphsplit_left_out"  # likewise: the number of the latest write that was left out
+# What writes to a tensor, and does nothing else: no draws, no look at the value for the caller.
+_NAMES_OF_WRITES = (
+    "__setitem__ abs_ add_ addcdiv_ addcmul_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_ "
+    "exp_ fill_ index_add_ index_copy_ index_fill_ lerp_ log_ logical_not_ masked_fill_ mul_ "
+    "multiply_ nan_to_num_ neg_ pow_ reciprocal_ round_ scatter_ scatter_add_ sign_ sqrt_ square_ "
+    "sub_ subtract_ tril_ triu_ zero_"
+)
+_WRITES = {nn.init.constant_, *(getattr(torch.Tensor, name) for name in _NAMES_OF_WRITES.split())}
+_LOADING = nn.Module._load_from_state_dict.__code__
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 _ZERO_GRADS = tuple(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
@@ -31,6 +45,19 @@ class Elsewhere(StandIn):
     """A tensor whose value lives on another worker: refuses to hand it out."""
 
     harmless = StandIn.harmless - {GET_GRADIENT}
+    num_left_out: ClassVar[int] = 0  # writes to all of them, in this process
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _WRITES:
+            written = args[0] if args else (kwargs or {}).get("tensor")  # as nn.init has it
+            if isinstance(written, Elsewhere) and sys._getframe(1).f_code is not _LOADING:
+                Elsewhere.num_left_out += 1
+                setattr(written, LEFT_OUT, Elsewhere.num_left_out)
+                return written
+        return super().__torch_function__(func, types, args, kwargs)
 
     def need_value(self, asked: str) -> None:
         """Refuse.
@@ -65,7 +92,8 @@ class Elsewhere(StandIn):
         fix = (
             f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers "
             f"all values. To run the network, call model.predict(x). Change dtype or device, as "
-            f"by net.double(), before the first step."
+            f"by net.double(), prune and parametrize before the first step. To write, let all "
+            f"workers do so between two steps, in place and under torch.no_grad(), not by .data."
         )
         if asked == "copy_":
             fix = (

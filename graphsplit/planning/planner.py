@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from graphsplit.batches.batch import Signature
-from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
-from graphsplit.capture.reach.holders import Holder
+from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
@@ -27,7 +26,7 @@ from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.planning.announced import Note, PythonStep, Swaps, compare
+from graphsplit.planning.announced import Note, PythonStep, Swaps, Writes, compare, written_apart
 from graphsplit.planning.many_sizes import SizesSeen
 from graphsplit.planning.modes import as_in, refuse_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
@@ -40,6 +39,7 @@ from graphsplit.planning.passes import (
 )
 from graphsplit.planning.progress import PlanningLines
 from graphsplit.planning.python_values import PythonValues
+from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
 from graphsplit.planning.recordings import Match, Recording, Recordings
 from graphsplit.planning.task import (
     Task,
@@ -51,7 +51,6 @@ from graphsplit.planning.task import (
     stateful_modules,
     trainable_of,
 )
-from graphsplit.planning.written_inputs import written_inputs
 from graphsplit.program.depths import channel_depths
 from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, describe_programs
 from graphsplit.runtime.channels import first_received
@@ -63,42 +62,6 @@ from graphsplit.schedule.policies import takes_costs
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_PLANS = 64
-
-
-@dataclass(frozen=True)
-class ReadyPlan:
-    """An agreed plan, ready to run on this worker.
-
-    Attributes:
-        plan: The plan, equal on all workers.
-        programs: All workers' programs.
-        runner: Runs this worker's program.
-        consumers: Workers that read the loader's batches, the earliest in the pipeline first.
-        woken_by_values: Workers that can do nothing in a step before a value has come.
-        numbers: Numbers made of the batch's sizes, where the plan holds for several.
-        written_inputs: Flattened inputs that it writes to, each with the workers that have the
-            outcome.
-        left_by_calls: Python state that calls kept whole were seen to change, by their worker.
-        wants_costs: Whether it would be lowered otherwise if costs were measured.
-        part: Which part of a step it runs.
-    """
-
-    plan: PartitionPlan
-    programs: tuple[WorkerProgram, ...]
-    runner: ProgramRunner
-    consumers: tuple[int, ...]
-    woken_by_values: frozenset[int]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    left_by_calls: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
-    wants_costs: bool = False
-    part: StepPart = WHOLE_STEP
-
-    @cached_property
-    def no_inputs(self) -> tuple[None, ...]:
-        """The graph's inputs where they are not here."""
-        nodes = self.plan.placed.graph.nodes
-        return (None,) * sum(node.kind is NodeKind.INPUT for node in nodes)
 
 
 class Planner:
@@ -125,6 +88,7 @@ class Planner:
         self._swaps = swaps = Swaps(task)
         self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
         self.python_values = PythonValues(self.recordings, task)
+        self.writes = Writes(self._tensors)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
@@ -137,6 +101,7 @@ class Planner:
         self._due.clear()
         self._swaps.settle()  # the channels are gone
         # Somebody may be new, and know nothing of what was seen before.
+        self.writes.look()
         self.python_values.note()
         self.recordings.start_over()
         self._found = None
@@ -182,13 +147,15 @@ class Planner:
         found = self.recordings.find(mode, signature, ahead)
         self._found = (mode, signature, found)
         rates = self.updater.settings.numbers() if mode is Mode.TRAIN else ()
+        written = self.writes.names(with_replaced=found is None)
         if found is None:
-            return PythonStep.of(self.recordings.changed(mode, signature), rates)
+            changed = self.recordings.changed(mode, signature)
+            return PythonStep.of(changed, rates, written=written)
         lifted = tuple(map(float, found.lifted))
         number = found.recording.number + 1
         if not self._swaps.plans:
-            return PythonStep(number, lifted, settings=rates)
-        return PythonStep.of(self._swaps.changed(), rates, number, lifted)
+            return PythonStep(number, lifted, settings=rates, written=written)
+        return PythonStep.of(self._swaps.changed(), rates, number, lifted, written)
 
     def check_python_step(
         self,
@@ -210,8 +177,9 @@ class Planner:
         Raises:
             PlanMismatchError: They differ; names the places, with both values.
         """
-        theirs, leader = leaders
-        if self.python_step(mode, signature, ahead).agrees_with(theirs):
+        theirs, ranks = leaders[0], (self._job.rank, leaders[1])
+        mine = self.python_step(mode, signature, ahead)
+        if mine.agrees_with(theirs) and not written_apart(mine, theirs, ranks, self.known_owners):
             return
         catch_up()
         mine = self.python_step(mode, signature)
@@ -219,12 +187,13 @@ class Planner:
         compare(
             mine,
             theirs,
-            ranks=(self._job.rank, leader),
+            ranks=ranks,
             mode=mode,
             labels=[p.label for p in found.recording.graph.state.guards.lifted] if found else [],
             changed=partial(self.recordings.changed, mode, signature, theirs.recording - 1),
             here=partial(self.recordings.value_at, mode, signature),
             settings=self.updater.settings.differing,
+            written=written_apart(mine, theirs, ranks, self.known_owners),
         )
 
     def recording_for(self, mode: Mode, signature: Signature, *, note: Note = str) -> Match:
@@ -487,6 +456,7 @@ class Planner:
             Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
         )
         self.on_settled()
+        self.writes.look()
         return_now()
 
     def modules(self) -> dict[str, Annotation]:

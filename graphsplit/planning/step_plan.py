@@ -24,7 +24,8 @@ from graphsplit.batches.batch import leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
 from graphsplit.planning.announced import Note
-from graphsplit.planning.planner import Planner, ReadyPlan
+from graphsplit.planning.planner import Planner
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.program.lower import StepPart
 from graphsplit.runtime.random.randomness import microbatch_rng_state

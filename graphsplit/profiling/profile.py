@@ -22,7 +22,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.planning.planner import ReadyPlan
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.profiling import pings
 from graphsplit.profiling.estimate import MIN_RUNS, estimate
 from graphsplit.profiling.measurements import (

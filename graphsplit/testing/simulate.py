@@ -40,7 +40,8 @@ from graphsplit.job.process_generators import GeneratorWatch
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.planning.modes import evaluating
 from graphsplit.planning.passes import capture_graph
-from graphsplit.planning.planner import Planner, ReadyPlan
+from graphsplit.planning.planner import Planner
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.task import Task
 from graphsplit.program.lower import StepPart, WorkerProgram
 from graphsplit.runtime.parts import RunnerParts

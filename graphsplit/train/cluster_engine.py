@@ -242,6 +242,7 @@ class ClusterEngine(ClusterState):
                 if share_sizes(self._job.control, plan.plan, tensors):
                     self.planner.recordings.forget_sizes()
             yield phase, state.values
+        self.planner.writes.after_step()
 
     def _use_measurements(self, planned: PlannedStep) -> None:
         """Once a plan that waits for its costs has been timed often enough, use them."""

@@ -18,7 +18,7 @@ from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders
-from graphsplit.planning.announced import NOTHING_READ
+from graphsplit.planning.announced import NOTHING_READ, Writes
 
 
 class Wire:
@@ -217,13 +217,16 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         pairs=None,
         trainable=(),
         plan_for=lambda *a, **k: planned,
+        writes=Writes(dict),
         keep_at_least=lambda number: None,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,
         ahead=lambda mode: None,
         check_python_step=lambda *a, **k: None,
         recording_for=lambda *a, **k: SimpleNamespace(
-            recording=SimpleNamespace(graph=SimpleNamespace(is_other_after=False))
+            recording=SimpleNamespace(
+                graph=SimpleNamespace(is_other_after=False, has_replicas=False)
+            )
         ),
     )
     feed = Feed(

@@ -1,0 +1,69 @@
+"""A plan that all workers have agreed on, and what it does to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from graphsplit.capture.graph import NodeKind
+from graphsplit.capture.operations.memory_calls import GiveBackVersion
+from graphsplit.capture.reach.holders import Holder
+from graphsplit.partition.plan import PartitionPlan
+from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram
+from graphsplit.runtime.runner import ProgramRunner
+
+
+@dataclass(frozen=True)
+class ReadyPlan:
+    """An agreed plan, ready to run on this worker.
+
+    Attributes:
+        plan: The plan, equal on all workers.
+        programs: All workers' programs.
+        runner: Runs this worker's program.
+        consumers: Workers that read the loader's batches, the earliest in the pipeline first.
+        woken_by_values: Workers that can do nothing in a step before a value has come.
+        numbers: Numbers made of the batch's sizes, where the plan holds for several.
+        written_inputs: Flattened inputs that it writes to, each with the workers that have the
+            outcome.
+        left_by_calls: Python state that calls kept whole were seen to change, by their worker.
+        wants_costs: Whether it would be lowered otherwise if costs were measured.
+        part: Which part of a step it runs.
+    """
+
+    plan: PartitionPlan
+    programs: tuple[WorkerProgram, ...]
+    runner: ProgramRunner
+    consumers: tuple[int, ...]
+    woken_by_values: frozenset[int]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    written_inputs: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    left_by_calls: Mapping[int, tuple[Holder, ...]] = field(default_factory=dict)
+    wants_costs: bool = False
+    part: StepPart = WHOLE_STEP
+
+    @cached_property
+    def no_inputs(self) -> tuple[None, ...]:
+        """The graph's inputs where they are not here."""
+        nodes = self.plan.placed.graph.nodes
+        return (None,) * sum(node.kind is NodeKind.INPUT for node in nodes)
+
+
+def written_inputs(plan: PartitionPlan) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Which of the flattened inputs are written to, each with the workers that have the outcome."""
+    graph, workers = plan.placed.graph, plan.placed.workers
+    ranks: dict[int, set[int]] = {}
+    for value, touching in graph.touching.items():
+        writes = {workers[p] for p in touching if graph.nodes[p].changes_inputs}
+        ranks.setdefault(value, set()).update(writes)
+    for position, node in enumerate(graph.nodes):
+        found = graph.fx_nodes.get(node.name)
+        if found is not None and isinstance(found.target, GiveBackVersion):
+            ranks.setdefault(node.reads[0], set()).add(workers[position])
+    return tuple(
+        (int(graph.nodes[value].target), tuple(sorted(ranks[value])))
+        for value in sorted(ranks)
+        if graph.nodes[value].kind is NodeKind.INPUT
+    )

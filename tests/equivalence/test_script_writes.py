@@ -1,0 +1,182 @@
+"""What the script writes to parameters and buffers between steps, wherever they live."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.errors import OwnershipError, PlanMismatchError
+from graphsplit.planning.task import Task
+from graphsplit.testing.compare import difference
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import SimulatedCluster
+
+Change = Callable[[int, Any, Any], Any]
+
+
+class Net(nn.Module):
+    """One buffer of a number lives on each worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.bn = nn.Linear(3, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.early: torch.Tensor
+        self.late: torch.Tensor
+        self.register_buffer("early", torch.tensor(0.5))
+        self.register_buffer("late", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.bn(torch.relu(self.first(x * self.early)))
+        made: torch.Tensor = self.second(h) * self.late
+        return made
+
+
+def place(net: Any) -> None:
+    net.first.place("MS_WORKER", 0)
+    net.bn.place("MS_WORKER", 1)
+    net.second.place("MS_WORKER", 1)
+
+
+def _decay(step: int, net: Any, loss_fn: Any) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(0.99).clamp_(-0.4, 0.4)
+
+
+def _average(step: int, net: Any, loss_fn: Any) -> None:
+    with torch.no_grad():
+        net.bn.weight.lerp_(net.second.bias, 0.1)  # both live on worker 1
+
+
+CHANGES: dict[str, Change] = {
+    "a number, scaled": lambda step, net, loss: (net.early.mul_(0.9), net.late.mul_(0.9)),
+    "by an operator": lambda step, net, loss: setattr(net, "late", net.late.__imul__(0.9)),
+    "an entry": lambda step, net, loss: net.late.__setitem__(step % 4, 0.5),
+    "a copy": lambda step, net, loss: net.late.copy_(torch.full((4,), 0.5 + step)),
+    "a constant": lambda step, net, loss: nn.init.constant_(net.late, step),
+    "statistics": lambda step, net, loss: net.bn.reset_running_stats(),
+    "all parameters": _decay,
+    "an average": _average,
+    "zeros": lambda step, net, loss: nn.init.zeros_(net.second.bias),
+}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_script_writes_is_written_on_the_owner(name: str, microbatches: int) -> None:
+    assert_same_bits(
+        Net,
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        place=place,
+        loss_fn=rows_against_target,
+        microbatches=microbatches,
+        before_step=CHANGES[name],
+        plan_everywhere=True,
+        evaluate_after=(1, 3),
+    )
+
+
+class Writing:
+    """A loader whose data set writes to the network."""
+
+    def __init__(self, net: Any, write: Change) -> None:
+        self.net, self.write = net, write
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        for step, batch in enumerate(batches_of(8, 3, num=3)):
+            self.write(step, self.net, None)
+            yield copy.deepcopy(batch)
+
+
+def _only_at_first(step: int, net: Any, loss_fn: Any) -> None:
+    if step == 0:
+        net.late.add_(0.5)
+        net.early = torch.tensor(2.0)
+
+
+def make_task() -> Task:
+    net = Net()
+    place(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    return Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+
+
+def plain_losses(write: Change, *, epochs: int) -> list[torch.Tensor]:
+    net: Any = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for _ in range(epochs):
+        for x, y in Writing(net, write):
+            optimizer.zero_grad()
+            loss = rows_against_target(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "write", [*CHANGES.values(), _only_at_first], ids=[*CHANGES, "only at first"]
+)
+def test_what_a_data_set_writes_is_written_on_the_owner(write: Change) -> None:
+    torch.manual_seed(0)
+    expected = plain_losses(write, epochs=2)
+    torch.manual_seed(0)
+    cluster = SimulatedCluster(make_task, 2)
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(2):
+        losses = cluster.run(
+            lambda worker: list(worker.engine.train_epoch(Writing(worker.task.network, write)))
+        )
+        for all_of_it, more in zip(found, losses, strict=True):
+            all_of_it += more
+    for losses in found:
+        assert difference(expected, losses) is None
+
+
+@pytest.mark.parametrize(
+    ("writer", "name"), [(0, "late"), (1, "early"), (0, "second.weight"), (1, "first.weight")]
+)
+def test_a_worker_that_writes_alone_to_what_lives_elsewhere_is_named(
+    writer: int, name: str
+) -> None:
+    cluster = SimulatedCluster(make_task, 2)
+    arguments = (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+    net = cluster.workers[writer].task.network
+    with torch.no_grad():
+        {**dict(net.named_parameters()), **dict(net.named_buffers())}[name].zero_()
+    told = rf"'{name}' was written to on worker {writer}, and not on worker {1 - writer}"
+    with pytest.raises(PlanMismatchError, match=told):
+        cluster.train_step(arguments)
+
+
+def test_an_owner_may_write_alone_to_what_lives_there() -> None:
+    cluster = SimulatedCluster(make_task, 2)
+    arguments = (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+    for worker in cluster.workers:
+        for name, parameter in worker.task.network.named_parameters():
+            if worker is cluster.owner_of(name):
+                parameter.detach().clamp_(-0.1, 0.1)
+    cluster.train_step(arguments)
+
+
+def test_a_hook_that_writes_to_what_lives_elsewhere_is_refused() -> None:
+    """It runs on one worker alone, in the middle of a step."""
+    cluster = SimulatedCluster(make_task, 2)
+    for worker in cluster.workers:
+        net: Any = worker.task.network
+        net.first.weight.register_hook(lambda gradient, net=net: (net.late.mul_(0.9), None)[1])
+    with pytest.raises(OwnershipError, match=r"'late' lives on worker 1.*within a step"):
+        cluster.train_step((batches_of(8, 3)[0], {}))
