@@ -22,7 +22,7 @@ MODEL_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-torch test-zoo lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
+.PHONY: help demo test test-torch test-zoo test-launchers lint types contracts walk proto proto-check pytest format docs bench fuzz fuzz-changes model-check kill-matrix network-matrix clean venv
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -69,6 +69,11 @@ test-torch: ## the contract with torch, and a sample, under another one: make te
 
 test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
 	$(BIN)/python -m pytest -n auto tests/zoo -m zoo $(PYTEST_ARGS)
+
+# apt-get needs root. `make test` runs the same where mpirun is there, and says at its end what it left out.
+test-launchers: $(STAMP) ## jobs started by torchrun, mpirun and as pods; installs Open MPI, on Debian
+	command -v mpirun || apt-get install -y --no-install-recommends openmpi-bin
+	$(BIN)/python -m pytest tests/launchers $(PYTEST_ARGS)
 
 proto: $(STAMP) ## generate graphsplit/_proto from proto/
 	$(PROTOC) --python_out=. --pyi_out=. $(addprefix graphsplit/_proto/,$(PROTOS))

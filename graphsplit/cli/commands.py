@@ -9,6 +9,7 @@ import click
 from graphsplit.cli.certs import certs
 from graphsplit.cli.check import check
 from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, job_options, run_job
+from graphsplit.cli.manifest import manifest
 from graphsplit.cli.status import status
 from graphsplit.cli.trace import trace
 
@@ -21,6 +22,7 @@ def main() -> None:
 
 main.add_command(certs)
 main.add_command(check)
+main.add_command(manifest)
 main.add_command(status)
 main.add_command(trace)
 

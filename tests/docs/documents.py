@@ -5,6 +5,7 @@ A comment on the line before a fenced block, or before a table, says what the bl
     <!-- snippet: train.py -->            a program that a reader saves under this name and runs
     <!-- quoted: tests/golden/x.txt -->   a piece of this file
     <!-- help: run -->                    what `graphsplit run --help` prints
+    <!-- help: manifest/k8s -->           what `graphsplit manifest k8s --help` prints
     <!-- table: environment -->           the first column lists what the code has
 """
 

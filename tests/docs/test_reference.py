@@ -73,7 +73,7 @@ def test_the_default_is_the_one_of_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("block", blocks("help"), ids=str)
 def test_the_help_of_a_command_is_the_one_that_is_printed(block: Block) -> None:
-    arguments = [block.name, "--help"]
+    arguments = [*block.name.split("/"), "--help"]
     result = CliRunner().invoke(main, arguments, prog_name="graphsplit", terminal_width=78)
     assert result.output.strip() == block.text.strip()
 
