@@ -179,7 +179,7 @@ class CapturedGraph:
         sizes: For which sizes of its inputs it holds, where it holds for several.
         state: The Python values that it depends on, and what it leaves of them.
         buffers: Attributes whose tensors forward changes, and that are buffers since the capture.
-        buffer_updates: Updates of buffers that were taken out of it, where replicas share microbatches.
+        buffer_updates: Updates of buffers that were taken out of it, where there are replicas.
     """
 
     mode: Mode

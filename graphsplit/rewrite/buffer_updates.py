@@ -31,7 +31,7 @@ _STATISTICS = slice(3, 5)
 
 
 def take_updates_apart(graph: CapturedGraph) -> CapturedGraph:
-    """The graph without updates that can be made once forward has run; they are its ``buffer_updates``.
+    """The graph without updates that can wait until forward has run: its ``buffer_updates``.
 
     Args:
         graph: The graph of a training step.
