@@ -56,6 +56,15 @@ def state_of_hooks(
     )
 
 
+def with_hooks(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """The names of the parameters that have hooks."""
+    return frozenset(
+        name
+        for name, tensor in tensors.items()
+        if any(getattr(tensor, table, None) for table in TENSOR_HOOKS)
+    )
+
+
 def _line_of(hook: Any) -> str:
     code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
     return f" ({short_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""

@@ -35,6 +35,11 @@ def describe_plan(plan: PartitionPlan) -> str:
             f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
             f"{format_bytes(edge.meta)}"
         )
+    for first, block in plan.blocks.items():
+        lines.append(
+            f"  v{first}: parts added on workers {list(block.workers)}, blocks by their last part "
+            f"{dict(block.ends)}, by edges {list(block.edges)}"
+        )
     for first, chain in plan.chains.items():
         lines.append(
             f"  v{first}: updates {list(chain.updates)} of {list(chain.buffers)} of worker "

@@ -22,6 +22,7 @@ class EdgeKind(Enum):
     GENERATOR = "generator"
     PROCESS_GENERATORS = "process generators"
     BUFFERS = "buffers"
+    BLOCK = "sum of gradients"
     REDUCTION = "reduction"
 
 
@@ -148,6 +149,21 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSums:
+    """A parameter whose parts of the gradient are added in blocks where they are made.
+
+    Attributes:
+        workers: Who makes and adds the parts, by lane.
+        edges: The edge on which its blocks go to the parameter's owner, by lane; None: it is there.
+        ends: The last microbatch of each block, in order, and how many the block has.
+    """
+
+    workers: tuple[int, ...]
+    edges: tuple[int | None, ...]
+    ends: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class BufferChain:
     """Buffers that go from worker to worker, each of which updates them by its microbatches.
 
@@ -190,6 +206,8 @@ class PartitionPlan:
             number in each lane; see ``partition.lanes``. Empty: all run the same.
         chains: The buffers into which the microbatches are folded, by the first one's number in the
             first lane; see ``partition.buffer_chains``.
+        blocks: The parameters whose gradients are added in blocks, by number in the first lane; see
+            ``partition.blocks``.
     """
 
     placed: PlacedGraph
@@ -207,6 +225,7 @@ class PartitionPlan:
     run_twice: frozenset[int] = frozenset()
     lanes: tuple[range, ...] = ()
     chains: Mapping[int, BufferChain] = field(default_factory=dict)
+    blocks: Mapping[int, BlockSums] = field(default_factory=dict)
 
     @property
     def num_values(self) -> int:
@@ -270,10 +289,20 @@ class PartitionPlan:
         return self.placed.num_workers
 
     def worker_of_sum(self, value: int) -> int:
-        """Where the gradients of a value are added up: where it lives, or its first leaf."""
+        """Where the gradients of a value are added up: where it lives, or its first leaf.
+
+        Where they are added in blocks: where the parts are made.
+        """
+        block = self.blocks_of(value)
+        if block is not None:
+            return block.workers[self.lane_of(value)]
         worker = self.placed.workers[value]
         first = (c.segment for c in self.contributions if c.value == value)
         return worker if worker != EVERYWHERE else self.segments[next(first)].worker
+
+    def blocks_of(self, value: int) -> BlockSums | None:
+        """How the parts of a parameter's gradient are added in blocks, if they are."""
+        return self.blocks.get(self.in_first_lane(value)) if self.blocks else None
 
     def segments_of(self, worker: int) -> tuple[Segment, ...]:
         """A worker's segments in forward order."""

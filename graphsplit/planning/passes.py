@@ -14,6 +14,8 @@ from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
+from graphsplit.optimizers.parameter_hooks import with_hooks
+from graphsplit.partition.blocks import with_blocks
 from graphsplit.partition.buffer_chains import with_chains
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
@@ -144,6 +146,9 @@ def make_plan(
         rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
     plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
     plan = with_chains(plan, modules)
+    if task.gradient_order == "pairs":
+        tensors = named_state(task.network, task.loss_fn)
+        plan = with_blocks(plan, start=part.start, hooked=with_hooks(tensors))
     if part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)

@@ -7,6 +7,7 @@
 ``BACKWARD_INPUT mb0 seg2``   the part of it that others wait for
 ``BACKWARD_WEIGHT mb0 seg2``  the rest of it: gradients of large weights
 ``ACCUMULATE mb0 v7``         sum the gradients of a parameter that several segments use
+``ADD_BLOCK mb1 v7``          add a block of parts that ends here to the sum of a gradient
 ``FOLD mb0 v9``               fold a microbatch into buffers: running statistics
 ``SEND mb0 edge3``            send the edge's value to its destination
 ``RECEIVE mb0 edge3``         wait for the edge's value from its source
@@ -33,6 +34,7 @@ class Opcode(Enum):
     BACKWARD_INPUT = "BACKWARD_INPUT"
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
     ACCUMULATE = "ACCUMULATE"
+    ADD_BLOCK = "ADD_BLOCK"
     FOLD = "FOLD"
     SEND = "SEND"
     RECEIVE = "RECEIVE"
@@ -48,6 +50,7 @@ _OPERAND = {
     Opcode.BACKWARD_INPUT: "seg",
     Opcode.BACKWARD_WEIGHT: "seg",
     Opcode.ACCUMULATE: "v",
+    Opcode.ADD_BLOCK: "v",
     Opcode.FOLD: "v",
     Opcode.SEND: "edge",
     Opcode.RECEIVE: "edge",

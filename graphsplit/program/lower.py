@@ -16,9 +16,9 @@ from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.traffic import PlanTraffic
 
-# A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD, ACCUMULATE
-# and FOLD instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD
-# where the plan allows it. `schedule.orders` checks what it gives.
+# A policy gives, for a number of microbatches and every worker, the FORWARD, BACKWARD, ACCUMULATE,
+# ADD_BLOCK and FOLD instructions in the order to run them; BACKWARD_INPUT and BACKWARD_WEIGHT for
+# BACKWARD where the plan allows it. `schedule.orders` checks what it gives.
 Policy = Callable[[PartitionPlan, int], Sequence[Sequence[Instruction]]]
 
 
@@ -144,6 +144,10 @@ class _Lowering:
                     self.plan.gradient_sums[instruction.operand], instruction.microbatch
                 )
                 self.out.append(instruction)
+                self._move_block(instruction, Opcode.SEND)
+            elif instruction.opcode is Opcode.ADD_BLOCK:
+                self._move_block(instruction, Opcode.RECEIVE)
+                self.out.append(instruction)
             elif instruction.opcode is Opcode.FOLD:
                 self._fold(instruction)
             else:
@@ -175,6 +179,15 @@ class _Lowering:
             first = chain.edges[0]
             if first is not None and chain.owner == self.worker:
                 self._move(self.plan.edges[first], 0, Opcode.SEND)
+
+    def _move_block(self, instruction: Instruction, opcode: Opcode) -> None:
+        """A block of parts of a gradient goes to the parameter's owner once its last part is in."""
+        block = self.plan.blocks_of(instruction.operand)
+        if block is None or instruction.microbatch not in block.ends:
+            return
+        edge = block.edges[self.plan.lane_of(instruction.operand)]
+        if edge is not None:
+            self._move(self.plan.edges[edge], instruction.microbatch, opcode)
 
     def _fold(self, instruction: Instruction) -> None:
         """The buffers come before their worker's first microbatch of a lane, and go on after it."""
@@ -232,7 +245,7 @@ class _Lowering:
     def _finish(self) -> None:
         for microbatch in self.microbatches:
             for edge in self._edges_in(microbatch, self.outgoing):
-                if edge.kind is not EdgeKind.REDUCTION:
+                if edge.kind not in (EdgeKind.REDUCTION, EdgeKind.BLOCK):
                     self._move(edge, microbatch, Opcode.SEND)
         if self.is_training and self.common.part.adds_up:
             self.out.append(Instruction(Opcode.ADD_UP))
@@ -241,7 +254,8 @@ class _Lowering:
             self.out.append(Instruction(Opcode.OPTIMIZER))
         for microbatch in self.microbatches:
             for edge in self._edges_in(microbatch, self.incoming):
-                self._move(edge, microbatch, Opcode.RECEIVE)
+                if edge.kind is not EdgeKind.BLOCK:
+                    self._move(edge, microbatch, Opcode.RECEIVE)
 
     def _edges_in(self, microbatch: int, edges: Sequence[Edge]) -> Iterator[Edge]:
         """The edges that a microbatch uses."""

@@ -49,6 +49,7 @@ def _spec(
         EdgeKind.GRADIENT: "gradient of ",
         EdgeKind.GENERATOR: "generator state after ",
         EdgeKind.PROCESS_GENERATORS: "generators of the process after ",
+        EdgeKind.BLOCK: "sum of gradients of ",
         EdgeKind.BUFFERS: "buffers that go with ",
         EdgeKind.REDUCTION: "reduction over all gradients, beside ",
     }[edge.kind]

@@ -34,6 +34,7 @@ from graphsplit.runtime.random.generators import (
 )
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.runtime.segments.backward import BackwardBinder
+from graphsplit.runtime.segments.blocks import bind_send_block
 from graphsplit.runtime.segments.changing_state import (
     changing_state,
     run_with_copies,
@@ -47,6 +48,7 @@ from graphsplit.transport.base import Sender
 
 Action = Callable[[StepState], None]
 _BACKWARD = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+_SUMS = (Opcode.ACCUMULATE, Opcode.ADD_BLOCK, Opcode.ADD_UP)
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -297,7 +299,7 @@ class ProgramRunner:
         opcode, operand = instruction.opcode, instruction.operand
         if opcode is Opcode.FORWARD:
             return self._bind_forward(instruction)
-        if opcode in _BACKWARD or opcode in (Opcode.ACCUMULATE, Opcode.ADD_UP):
+        if opcode in _BACKWARD or opcode in _SUMS:
             return self._backward.bind(instruction)
         if opcode is Opcode.FOLD:
             return bind_fold(self._plan, instruction, self._parts.state, self._source)
@@ -388,6 +390,8 @@ class ProgramRunner:
         value = edge.value
         if edge.kind is EdgeKind.REDUCTION:
             return bind_send_reduction(self._plan, edge, send)
+        if edge.kind is EdgeKind.BLOCK and self._parts.pairs is not None:
+            return bind_send_block(self._plan, edge, microbatch, self._parts.pairs, send)
         if edge.kind is EdgeKind.BUFFERS:
             return bind_send_buffers(self._plan, edge, self._parts.state, send)
         if edge.kind in GENERATORS:
@@ -433,7 +437,7 @@ class ProgramRunner:
         def receive_gradient(state: StepState) -> None:
             state.received[microbatch][index] = receive(step=state.step, microbatch=microbatch)
 
-        if edge.kind is EdgeKind.GRADIENT:
+        if edge.kind in (EdgeKind.GRADIENT, EdgeKind.BLOCK):
             return receive_gradient
         node = self._nodes[value]
         is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad

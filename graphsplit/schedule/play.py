@@ -111,8 +111,9 @@ class _RulePlay(EventLoop):
 
     def _is_between_lanes(self, instruction: Instruction) -> bool:
         """Whether it waits for other lanes; so it fills the time in which nothing else may run."""
-        is_alone = not self.plan.lanes and instruction.opcode is Opcode.ACCUMULATE
-        return instruction.opcode in BETWEEN_LANES and not is_alone
+        if instruction.opcode is Opcode.ACCUMULATE:
+            return bool(self.plan.lanes) and self.plan.blocks_of(instruction.operand) is None
+        return instruction.opcode in BETWEEN_LANES
 
     def orders_of_all(self) -> tuple[Sequence[Instruction], ...]:
         for instruction, number in self.missing.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from graphsplit.partition.blocks import distances
 from graphsplit.partition.buffer_chains import sources_of
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.dependencies import Dependencies
 
 # Computations of a value, not of a segment; they wait for those of other lanes.
-BETWEEN_LANES = (Opcode.ACCUMULATE, Opcode.FOLD)
+BETWEEN_LANES = (Opcode.ACCUMULATE, Opcode.ADD_BLOCK, Opcode.FOLD)
 Task = tuple[Opcode, int]  # what to do with which segment or value, in every microbatch
 
 
@@ -37,7 +38,11 @@ class Tasks:
         opcode, operand = task
         if opcode not in BETWEEN_LANES:
             operand = self.plan.segments[operand].nodes[0]
-        return microbatch >= 0 and self.plan.is_in(microbatch, operand)
+        is_there = microbatch >= 0 and self.plan.is_in(microbatch, operand)
+        if opcode is not Opcode.ADD_BLOCK or not is_there:
+            return is_there
+        block = self.plan.blocks_of(operand)
+        return block is not None and microbatch in block.ends
 
     def _collect(self, dependencies: Dependencies) -> None:
         waits = self.waits
@@ -57,11 +62,24 @@ class Tasks:
             task = (Opcode.ACCUMULATE, value)
             waits[task] = [(task, 1), *((self._makes_term(s, value), 0) for s in segments)]
             in_lane_before = value - self.plan.num_values
-            if in_lane_before >= 0:
+            if in_lane_before >= 0 and self.plan.blocks_of(value) is None:
                 waits[task].append(((Opcode.ACCUMULATE, in_lane_before), 1))
+        self._collect_blocks()
         self._collect_buffer_updates()
         for earlier, later_one in dependencies.next_microbatch:
             waits[Opcode.FORWARD, later_one].append(((Opcode.FORWARD, earlier), 1))
+
+    def _collect_blocks(self) -> None:
+        """A parameter's owner adds the blocks of all lanes in the order of their parts."""
+        for first, block in self.plan.blocks.items():
+            apart = sorted(distances(list(block.ends)))
+            for lane in range(len(block.workers)):
+                value = first + lane * self.plan.num_values
+                task = (Opcode.ADD_BLOCK, value)
+                self.waits[task] = [((Opcode.ACCUMULATE, value), 0), *((task, n) for n in apart)]
+                if lane:
+                    before = (Opcode.ADD_BLOCK, value - self.plan.num_values)
+                    self.waits[task] += [(before, number) for number in apart]
 
     def _collect_buffer_updates(self) -> None:
         """Into buffers microbatches are folded in order, each once forward has come past."""
@@ -90,6 +108,8 @@ class Tasks:
         opcode, operand = task
         if opcode is Opcode.ACCUMULATE:
             return self.plan.worker_of_sum(operand)
+        if opcode is Opcode.ADD_BLOCK:
+            return self.plan.placed.workers[operand]
         if opcode is Opcode.FOLD:
             chain = self.plan.chains[self.plan.in_first_lane(operand)]
             return chain.workers[self.plan.lane_of(operand)]

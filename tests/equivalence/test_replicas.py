@@ -14,11 +14,13 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.batches.microbatches import Divider
-from graphsplit.capture.graph import Mode
-from graphsplit.errors import PlacementError
+from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.errors import PlacementError, StepFailedError
 from graphsplit.marks.annotations import Annotation, annotations_of
 from graphsplit.partition import splitting
+from graphsplit.partition.blocks import sent_per_step
 from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
+from graphsplit.partition.explain.plan import explain_plan
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.schedule.costs import Costs
@@ -231,20 +233,39 @@ def test_frozen_parameters_and_hooks() -> None:
     )
 
 
-def planned(place: Any, make: Any = Net, microbatches: int = 4) -> Any:
+class Wide(nn.Module):
+    """Many layers of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def planned(
+    place: Any, make: Any = Net, microbatches: int = 4, *, order: Any = "left", get: Any = None
+) -> Any:
     def make_task() -> Task:
         torch.manual_seed(0)
         net = make()
         place(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         return Task(
-            net, rows_against_target, optimizer, "affinity", False, divider=Divider(microbatches)
+            net,
+            rows_against_target,
+            optimizer,
+            "affinity",
+            False,
+            divider=Divider(microbatches),
+            gradient_order=order,
         )
 
     cluster = SimulatedCluster(make_task, 3, captures=Captures())
-    (batch,) = batches_of(8, 6, 6, num=1)
+    (batch,) = batches_of(max(8, microbatches), 6, 6, num=1)
     cluster.train_step((batch, {}))
-    return cluster.latest(Mode.TRAIN)
+    return get(cluster) if get is not None else cluster.latest(Mode.TRAIN)
 
 
 def test_replicas_compute_at_the_same_time_and_share_the_parameters_out() -> None:
@@ -262,6 +283,63 @@ def test_replicas_compute_at_the_same_time_and_share_the_parameters_out() -> Non
             node = plan.placed.graph.nodes[position]
             sizes[plan.placed.workers[position]] += node.meta.size_bytes
     assert max(sizes) <= 0.6 * sum(sizes)
+
+
+@pytest.mark.parametrize(("num_workers", "microbatches"), [(2, 4), (2, 8), (3, 12)])
+def test_pairs_send_a_rings_bytes(num_workers: int, microbatches: int) -> None:
+    found = planned(whole(*range(num_workers)), make=Wide, microbatches=microbatches, order="pairs")
+    plan, programs = found.plan, found.programs
+    nodes = plan.placed.graph.nodes
+    sizes = [n.meta.size_bytes for n in nodes[: plan.num_values] if n.kind is NodeKind.PARAMETER]
+    sent = [0] * 3
+    for program in programs:
+        for instruction in program.instructions:
+            if instruction.opcode is Opcode.SEND:
+                edge = plan.edges[instruction.operand]
+                is_state = nodes[edge.value].is_state
+                sent[program.worker] += edge.meta.size_bytes if is_state else 0
+    share = 2 * sum(sizes) * (num_workers - 1) / num_workers
+    assert max(sent[:num_workers]) <= 1.1 * share
+    left = planned(whole(*range(num_workers)), make=Wide, microbatches=microbatches).plan
+    assert sent_per_step(plan) == sent_per_step(left)
+    assert "Gradients that replicas send to owners, per step" in explain_plan(left)
+
+
+def test_a_replica_holds_one_gradient_for_each_digit() -> None:
+    cluster = planned(whole(0, 1), make=Wide, microbatches=16, order="pairs", get=lambda c: c)
+    held = [worker.planner.pairs.most_held for worker in cluster.workers[:2]]
+    assert held == [3, 3]  # while 8 parts come in: sums of 4, of 2, and one
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def test_hooks_see_every_part() -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.body[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        net.head.weight.register_post_accumulate_grad_hook(halve)
+        return net
+
+    assert_same_bits(
+        make,
+        batches_of(8, 6, 6, num=2),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=4,
+        gradient_order="pairs",
+    )
+
+
+def test_a_hook_that_comes_later_is_refused_by_name() -> None:
+    cluster = planned(whole(0, 1), order="pairs", get=lambda c: c)
+    for worker in cluster.workers:
+        worker.task.network.head.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(StepFailedError, match=r"a hook was put on head.weight after the first"):
+        cluster.train_step((batches_of(8, 6, 6, num=1)[0], {}))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int
     name = (
         node.target if node.is_state else f"{node.name} {path if path[0] == '(' else f'({path})'}"
     )
-    if edge.kind is EdgeKind.GRADIENT:
+    if edge.kind in (EdgeKind.GRADIENT, EdgeKind.BLOCK):
         borrowed = f"borrowed {node.kind.value} " if node.is_state else ""
         return f"gradient of {borrowed}{name}"
     if edge.kind is EdgeKind.GENERATOR:

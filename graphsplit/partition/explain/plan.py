@@ -13,6 +13,7 @@ from graphsplit.partition.explain.operations import crossing_lines, operation_li
 from graphsplit.partition.explain.state import state_sections
 from graphsplit.partition.explain.traffic import (
     borrowed_lines,
+    gradient_lines,
     pair_lines,
     route_lines,
     traffic_lines,
@@ -67,6 +68,7 @@ def explain_plan(
             (f"What crosses between workers, {per}", traffic_lines(plan)),
             (f"Between each pair of workers, {per}", pair_lines(plan)),
             ("Borrowed parameters and buffers", borrowed_lines(plan)),
+            ("Gradients that replicas send to owners, per step", gradient_lines(plan)),
         ]
     sections += [
         ("How workers are connected", route_lines(routes or {})),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from graphsplit.partition.blocks import sent_per_step
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain.folding import align
 from graphsplit.partition.explain.operations import ROOT, values_read, what_crosses
@@ -16,6 +17,7 @@ _MAX_PAIRS = 16
 _MAX_BORROWED = 8
 _MAX_ROUTES = 6
 _OF_ALL = (EdgeKind.REDUCTION, EdgeKind.BUFFERS)  # the node is one of many
+_GRADIENTS = (EdgeKind.GRADIENT, EdgeKind.BLOCK)
 _NUMBER = re.compile(r"\d+")
 
 
@@ -78,7 +80,7 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
     others: list[_Crossing] = []
     for edge in plan.edges:
         about_state = nodes[edge.value].is_state and edge.kind not in _OF_ALL
-        if about_state != is_state or edge.kind is EdgeKind.GRADIENT:
+        if about_state != is_state or edge.kind in _GRADIENTS:
             continue
         what = what_crosses(plan, edge, read)
         crossing = _Crossing(what, edge.source, edge.destination, edge.meta.size_bytes)
@@ -87,7 +89,7 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
         else:
             others.append(crossing)
     for edge in plan.edges:
-        if nodes[edge.value].is_state != is_state or edge.kind is not EdgeKind.GRADIENT:
+        if nodes[edge.value].is_state != is_state or edge.kind not in _GRADIENTS:
             continue
         key = (edge.value, edge.destination, edge.source)
         if key in found:
@@ -167,3 +169,11 @@ def borrowed_lines(plan: PartitionPlan) -> list[str]:
         size = human_bytes(sum(c.there + c.back for c in crossings[_MAX_BORROWED:]))
         lines.append(f"... and {len(crossings) - _MAX_BORROWED} more, {size}")
     return lines
+
+
+def gradient_lines(plan: PartitionPlan) -> list[str]:
+    """The bytes of gradients that each replica sends, by both orders of sums."""
+    rows = [("worker", 'gradient_order="left"', '"pairs"')]
+    for worker, (left, pairs) in sorted(sent_per_step(plan).items()):
+        rows.append((str(worker), human_bytes(left), human_bytes(pairs)))
+    return align(rows, right=frozenset({1, 2})) if len(rows) > 1 else []

@@ -23,6 +23,7 @@ from graphsplit.runtime.segments.autograd import (
     keep_apart,
     run_tensor_hooks,
 )
+from graphsplit.runtime.segments.blocks import bind_add_block, bind_part
 from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
 from graphsplit.runtime.step_state import Gradient, StepState
@@ -63,6 +64,11 @@ class BackwardBinder:
         pairs, held = self._pairs, self._hook_state
         if instruction.opcode is Opcode.ADD_UP:
             return lambda state: None if pairs is None else pairs.end_batch()
+        if pairs is not None and instruction.opcode is Opcode.ADD_BLOCK:
+            return bind_add_block(self._plan, instruction, pairs, self._state[instruction.operand])
+        is_sum = instruction.opcode is Opcode.ACCUMULATE
+        if pairs is not None and is_sum and self._plan.blocks_of(instruction.operand) is not None:
+            return bind_part(self._plan, instruction, pairs, _terms)
         run = self._bind(instruction)
         given_to = self._given_to(instruction) if pairs is not None else ()
         if pairs is not None and given_to:

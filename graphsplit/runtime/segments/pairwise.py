@@ -27,6 +27,8 @@ import torch
 from graphsplit.errors import InvariantError
 from graphsplit.runtime.step_state import Gradient
 
+_NOBODYS = torch.empty(0)  # where sums of parts go elsewhere
+
 
 @dataclass
 class PairwiseSum:
@@ -42,26 +44,29 @@ class PairwiseSum:
     blocks: list[Gradient] = field(default_factory=list)
     num_parts: int = 0
 
-    def add(self, number: int, part: Gradient) -> None:
-        """Add a part; those between the last one and this one are None.
+    def add(self, number: int, part: Gradient, size: int = 1) -> None:
+        """Add a part, or a block of them; those between the last one and this one are None.
 
         Args:
-            number: Its number in the batch.
+            number: Its number in the batch; that of a block's first part.
             part: A tensor that nobody else holds; it may be changed.
+            size: How many parts a block has: a power of two that divides its number.
         """
         if number < self.num_parts:
             raise InvariantError(f"part {number} of a gradient comes after {self.num_parts}")
+        if number % size:
+            raise InvariantError(f"part {number} of a gradient begins no block of {size}")
         while self.num_parts < number:
-            self._carry(None)
-        self._carry(part)
+            self._carry(None, 1)
+        self._carry(part, size)
 
-    def _carry(self, part: Gradient) -> None:
-        digits = self.num_parts
+    def _carry(self, part: Gradient, size: int) -> None:
+        digits = self.num_parts // size
         while digits % 2:
             part = _add(self.blocks.pop(), part)
             digits //= 2
         self.blocks.append(part)
-        self.num_parts += 1
+        self.num_parts += size
 
     def total(self) -> Gradient:
         """The sum of all parts."""
@@ -76,18 +81,41 @@ class PairwiseSums:
 
     def __init__(self) -> None:
         self._sums: dict[int, PairwiseSum] = {}  # by the parameter's id
+        self._blocks: dict[int, PairwiseSum] = {}  # of parameters that may live elsewhere, by node
+        self.most_held = 0  # gradients of one block, at once
 
     def begin_batch(self) -> None:
         """Forget what a batch has left that did not come to its end."""
         self._sums.clear()
+        self._blocks.clear()
+
+    def add_to_block(self, value: int, part: Gradient, *, is_shared: bool) -> None:
+        """Add the next part of a block of parts that are made here.
+
+        Args:
+            value: The parameter's node.
+            part: The part.
+            is_shared: Whether others hold it, too: it is then copied where it would be changed.
+        """
+        block = self._blocks.setdefault(value, PairwiseSum(_NOBODYS))
+        is_changed = part is not None and is_shared and block.num_parts % 2 == 0
+        block.add(block.num_parts, part.clone() if is_changed and part is not None else part)
+        self.most_held = max(self.most_held, len(block.blocks))
+
+    def take_block(self, value: int) -> Gradient:
+        """The sum of a block; the next one begins."""
+        return self._blocks.pop(value).total()
 
     @contextmanager
-    def apart(self, parameters: Sequence[torch.Tensor], number: int) -> Iterator[None]:
+    def apart(
+        self, parameters: Sequence[torch.Tensor], number: int, size: int = 1
+    ) -> Iterator[None]:
         """Take what a backward inside gives to parameters as their parts.
 
         Args:
             parameters: The parameters, each once.
-            number: The number of the microbatch in the batch.
+            number: The number of the microbatch in the batch; of a block, that of the first one.
+            size: How many parts it gives, added already.
         """
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -95,7 +123,7 @@ class PairwiseSums:
         try:
             yield
             for parameter in parameters:
-                self._sum_of(parameter).add(number, parameter.grad)
+                self._sum_of(parameter).add(number, parameter.grad, size)
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient

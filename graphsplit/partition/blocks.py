@@ -1,0 +1,102 @@
+"""Blocks of parts of a gradient that a replica adds before it sends them: ``"pairs"`` over lanes.
+
+The tree by which pairs are added is that of the parts' numbers. A block of 2 ** k parts that begins
+at a multiple of its size is one node of it, so whoever has its parts may add them::
+
+    lane 0, worker 0   parts 0 1 2     blocks (0 1) 2
+    lane 1, worker 1   parts 3 4 5     blocks 3 (4 5)
+    owner              ((0 1) + (2 + 3)) + (4 5)
+
+A worker holds one gradient for each digit of a block, and sends one for each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+
+from graphsplit.capture.graph import NodeKind
+from graphsplit.partition.plan import BlockSums, EdgeKind, PartitionPlan, SumTerm
+
+
+def with_blocks(plan: PartitionPlan, *, start: int, hooked: Collection[str] = ()) -> PartitionPlan:
+    """Let parts of gradients be added where they are made, in blocks.
+
+    Args:
+        plan: The plan, all lanes together.
+        start: The number of its first microbatch in the batch.
+        hooked: Names of parameters whose hooks are to see each part: their owner adds them.
+    """
+    sums, edges, blocks = dict(plan.gradient_sums), list(plan.edges), {}
+    for value in plan.gradient_sums:
+        node = plan.placed.graph.nodes[value]
+        names = plan.placed.graph.state_names.get(value, (node.target,))
+        is_ours = node.kind is NodeKind.PARAMETER and not {*names} & {*hooked}
+        if not plan.lanes or not is_ours or plan.lane_of(value):
+            continue
+        in_lanes = [value + lane * plan.num_values for lane in range(len(plan.lanes))]
+        makers = [_maker(plan, one) for one in in_lanes]
+        if None in makers:
+            continue
+        carriers: list[int | None] = []
+        for one in in_lanes:
+            first = sums[one][0].edge
+            carriers.append(first)
+            if first is not None:
+                made = edges[first].contributions
+                edges[first] = dataclasses.replace(
+                    edges[first], kind=EdgeKind.BLOCK, contributions=()
+                )
+                sums[one] = tuple(SumTerm(contribution=c) for c in made)
+        ends = {end: size for lane in plan.lanes for end, size in _blocks(lane, start)}
+        blocks[value] = BlockSums(tuple(m for m in makers if m is not None), tuple(carriers), ends)
+    return dataclasses.replace(plan, gradient_sums=sums, edges=tuple(edges), blocks=blocks)
+
+
+def _maker(plan: PartitionPlan, value: int) -> int | None:
+    """The worker that makes all terms of a sum; None if several do."""
+    terms = plan.gradient_sums[value]
+    workers = {
+        plan.edges[term.edge].source
+        if term.edge is not None
+        else plan.segments[plan.contributions[term.contribution or 0].segment].worker
+        for term in terms
+    }
+    is_one = len(workers) == 1 and (terms[0].edge is None or len(terms) == 1)
+    return workers.pop() if is_one else None
+
+
+def _blocks(lane: range, start: int) -> Iterator[tuple[int, int]]:
+    """The last microbatch and the size of each block of a lane, in order."""
+    at = lane.start
+    while at < lane.stop:
+        number, size = start + at, 1
+        while number % (2 * size) == 0 and at + 2 * size <= lane.stop:
+            size *= 2
+        at += size
+        yield at - 1, size
+
+
+def distances(ends: Sequence[int]) -> set[int]:
+    """How far successive block ends are from each other."""
+    return {later - earlier for earlier, later in itertools.pairwise(ends)}
+
+
+def sent_per_step(plan: PartitionPlan) -> dict[int, tuple[int, int]]:
+    """Bytes of gradients of parameters that each worker sends: by ``"left"``, and by ``"pairs"``.
+
+    Args:
+        plan: The plan of a step's first microbatches, in whichever order.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for edge in plan.edges:
+        is_block = edge.kind is EdgeKind.BLOCK
+        is_sent = is_block or edge.kind is EdgeKind.GRADIENT
+        if plan.lanes and is_sent and plan.placed.graph.nodes[edge.value].is_state:
+            lane, size = plan.lanes[plan.lane_of(edge.value)], edge.meta.size_bytes
+            can_add = is_block or _maker(plan, edge.value) is not None
+            left, pairs = found.get(edge.source, (0, 0))
+            num_sent = sum(1 for _ in _blocks(lane, 0)) if can_add else len(lane)
+            found[edge.source] = left + size * len(lane), pairs + size * num_sent
+    return found
