@@ -24,12 +24,12 @@ DEFAULT = HERE / "results" / "local" / "all.json"
 TABLE = (
     *("bench_pipeline", "bench_steps", "bench_lenet_step", "bench_hop", "bench_tls"),
     *("bench_memory", "bench_planning", "bench_prediction", "bench_startup"),
-    "bench_own_loop",
+    *("bench_own_loop", "bench_replicas"),
 )
 # Growth with size, and memory, hardly differ from round to round, and take their time.
 FEWER_ROUNDS = {"bench_planning": 1, "bench_memory": 3, "bench_tls": 3}
 # The table's time is short.
-MORE = {"bench_pipeline": ("--launches", "2")}
+MORE = {"bench_pipeline": ("--launches", "2"), "bench_replicas": ("--launches", "1")}
 
 
 def run(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], bool]:

@@ -311,6 +311,20 @@ def test_a_replica_holds_one_gradient_for_each_digit() -> None:
     assert held == [3, 3]  # while 8 parts come in: sums of 4, of 2, and one
 
 
+@pytest.mark.parametrize(("num_workers", "microbatches"), [(2, 5), (2, 7), (3, 7)])
+def test_several_blocks_of_one_replica(num_workers: int, microbatches: int) -> None:
+    assert_same_bits(
+        Net,
+        batches_of(2 * microbatches, 6, 6, num=2),
+        num_workers=num_workers,
+        loss_fn=rows_against_target,
+        place=whole(*range(num_workers)),
+        microbatches=microbatches,
+        gradient_order="pairs",
+        captures=_net,
+    )
+
+
 def halve(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)

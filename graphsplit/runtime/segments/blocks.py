@@ -26,10 +26,11 @@ def bind_part(
     """Add a microbatch's part to the block that it is in, where it was made."""
     terms, microbatch = plan.gradient_sums[instruction.operand], instruction.microbatch
     first = plan.in_first_lane(instruction.operand)
+    key = first, next(end for end in plan.blocks[first].ends if end >= microbatch)
 
     def add_part(state: StepState) -> None:
         part = gradient_sum(terms_of(state, microbatch, terms))
-        pairs.add_to_block(first, part, is_shared=len(terms) == 1)
+        pairs.add_to_block(key, part, is_shared=len(terms) == 1)
 
     return add_part
 
@@ -41,7 +42,7 @@ def bind_send_block(
     first = plan.in_first_lane(edge.value)
 
     def send_block(state: StepState) -> None:
-        block = pairs.take_block(first)
+        block = pairs.take_block((first, microbatch))
         if block is not None and block.layout is not torch.strided:
             raise sparse_gradient(plan.placed.graph.nodes[edge.value], edge)
         send(block, step=state.step, microbatch=microbatch)
@@ -65,7 +66,10 @@ def bind_add_block(
                 f"gradient before the hook could see them\n"
                 f"  Fix: put hooks on parameters before the first step of a Model."
             )
-        block = pairs.take_block(first) if edge is None else state.received[microbatch].pop(edge)
+        if edge is None:
+            block = pairs.take_block((first, microbatch))
+        else:
+            block = state.received[microbatch].pop(edge)
         start = state.microbatches.start if state.microbatches is not None else 0
         with pairs.apart([parameter], start + microbatch + 1 - size, size):
             if block is not None:

@@ -27,6 +27,7 @@ import torch
 from graphsplit.errors import InvariantError
 from graphsplit.runtime.step_state import Gradient
 
+Block = tuple[int, int]
 _NOBODYS = torch.empty(0)  # where sums of parts go elsewhere
 
 
@@ -81,7 +82,8 @@ class PairwiseSums:
 
     def __init__(self) -> None:
         self._sums: dict[int, PairwiseSum] = {}  # by the parameter's id
-        self._blocks: dict[int, PairwiseSum] = {}  # of parameters that may live elsewhere, by node
+        # Of parameters that may live elsewhere: by the parameter's node and the last part.
+        self._blocks: dict[Block, PairwiseSum] = {}
         self.most_held = 0  # gradients of one block, at once
 
     def begin_batch(self) -> None:
@@ -89,22 +91,22 @@ class PairwiseSums:
         self._sums.clear()
         self._blocks.clear()
 
-    def add_to_block(self, value: int, part: Gradient, *, is_shared: bool) -> None:
+    def add_to_block(self, key: Block, part: Gradient, *, is_shared: bool) -> None:
         """Add the next part of a block of parts that are made here.
 
         Args:
-            value: The parameter's node.
+            key: The parameter's node, and the block's last microbatch.
             part: The part.
             is_shared: Whether others hold it, too: it is then copied where it would be changed.
         """
-        block = self._blocks.setdefault(value, PairwiseSum(_NOBODYS))
+        block = self._blocks.setdefault(key, PairwiseSum(_NOBODYS))
         is_changed = part is not None and is_shared and block.num_parts % 2 == 0
         block.add(block.num_parts, part.clone() if is_changed and part is not None else part)
         self.most_held = max(self.most_held, len(block.blocks))
 
-    def take_block(self, value: int) -> Gradient:
-        """The sum of a block; the next one begins."""
-        return self._blocks.pop(value).total()
+    def take_block(self, key: Block) -> Gradient:
+        """The sum of a block that is whole."""
+        return self._blocks.pop(key).total()
 
     @contextmanager
     def apart(

@@ -1,0 +1,189 @@
+"""A step of data parallelism on two workers, against DistributedDataParallel on Gloo.
+
+    python benchmarks/bench_replicas.py [--rounds 9] [--steps 4] [--launches 3] [--parts 8 2]
+        [--network gpt resnet] [--order pairs left] [--json FILE]
+
+The same two processes hold both networks, made from one seed, and train them on the same batches in
+turn. A batch has 16 rows in 8 parts, or in 2. ``net.place([0, 1])`` gives each worker half of the
+parts; DistributedDataParallel gets the same parts, all but the last of each process inside
+``no_sync``. Both have SGD with momentum.
+
+Ours is compared with the plain loop over all parts, after the first epoch, byte by byte.
+DistributedDataParallel adds in another order, so its bits are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from common import Row, parser
+from common_cluster import (
+    agreed,
+    breakdown,
+    free_port,
+    launch,
+    report,
+    row_of,
+    run,
+    same_parameters,
+    take_turns,
+)
+from common_models import GPT, LENGTH, VOCABULARY, Batch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import graphsplit as gs
+
+OURS, DDP = "graphsplit", "DistributedDataParallel"
+ROWS, NUM_WORKERS = 16, 2
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms, beside a skip."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.skip = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, inputs, H, W) to (rows, outputs, H / stride, W / stride)."""
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.skip(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-like: six blocks over images of 32 x 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+        self.blocks = nn.Sequential(*(Residual(*one) for one in widths))
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, 3, 32, 32) to (rows, 10)."""
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
+def _network(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = GPT(4) if name == "gpt" else ResNet()
+    return net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def _batches(name: str, number: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(number):
+        if name == "gpt":
+            tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+            found.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        else:
+            images = torch.randn(ROWS, 3, 32, 32, generator=generator)
+            found.append((images, torch.randint(0, 10, (ROWS,), generator=generator)))
+    return found
+
+
+def _parts(batch: Batch, number: int) -> list[tuple[torch.Tensor, ...]]:
+    return list(zip(*(whole.chunk(number) for whole in batch), strict=True))
+
+
+class Peer:
+    """One process of DistributedDataParallel."""
+
+    def __init__(self, name: str, rank: int, parts: int) -> None:
+        net, self._optimizer = _network(name)
+        self._net, self._parts = DistributedDataParallel(net), parts
+        half = parts // NUM_WORKERS
+        self._mine = slice(rank * half, (rank + 1) * half)
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        """A step for every batch."""
+        for batch in batches:
+            self._optimizer.zero_grad()
+            mine = _parts(batch, self._parts)[self._mine]
+            for index, (inputs, target) in enumerate(mine):
+                is_last = index == len(mine) - 1
+                with nullcontext() if is_last else self._net.no_sync():
+                    (F.cross_entropy(self._net(inputs), target) / len(mine)).backward()
+            self._optimizer.step()
+
+
+def _loop(name: str, batches: Sequence[Batch], parts: int, order: str) -> nn.Module:
+    """The plain loop over all parts."""
+    net, optimizer = _network(name)
+    for batch in batches:
+        found: list[list[torch.Tensor]] = []  # gradients of each part, or sums of them
+        for inputs, target in _parts(batch, parts):
+            optimizer.zero_grad()
+            (F.cross_entropy(net(inputs), target) * (1 / parts)).backward()
+            found.append([p.grad for p in net.parameters() if p.grad is not None])
+        while len(found) > 1:
+            pairs = [found[:2]] if order == "left" else zip(found[::2], found[1::2], strict=True)
+            rest = found[2:] if order == "left" else []
+            found = [[a + b for a, b in zip(*two, strict=True)] for two in pairs] + rest
+        for parameter, gradient in zip(net.parameters(), found[0], strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return net
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One worker's part."""
+    rank = gs.get_rank()
+    address = f"tcp://127.0.0.1:{arguments.port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NUM_WORKERS)
+    (name,), (parts,), (order,) = arguments.network, arguments.parts, arguments.order
+    batches = _batches(name, arguments.steps)
+    net, optimizer = _network(name)
+    net.place([0, 1])
+    model = gs.Model(net, F.cross_entropy, optimizer, microbatches=parts, gradient_order=order)
+    model.train(1, batches)
+    same = same_parameters(net, dict(_loop(name, batches, parts, order).named_parameters()))
+    peer = Peer(name, rank, parts)
+    sides = {OURS: lambda: model.train(1, batches), DDP: lambda: peer.train(batches)}
+    turns = take_turns(sides, rounds=arguments.rounds, steps=arguments.steps)
+    dist.destroy_process_group()
+    report({"turns": turns, "bits": agreed([same]), "breakdown": breakdown(model, batches)})
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One row for each network, number of parts and order of sums."""
+    for name, parts, order in product(arguments.network, arguments.parts, arguments.order):
+        changed = {"network": [name], "parts": [parts], "order": [order]}
+        launches = [
+            launch(__file__, NUM_WORKERS, arguments, port=free_port(), **changed)
+            for _ in range(arguments.launches)
+        ]
+        what = "GPT-like, 4 blocks" if name == "gpt" else "ResNet-like, 6 blocks"
+        yield row_of(
+            f"{what}, on 2 replicas, {parts} parts, {order}",
+            *(launches, OURS, DDP),
+            reach=1.0 if order == "pairs" else None,
+        )
+
+
+def main() -> None:
+    """Read the command line."""
+    options = parser(__doc__, rounds=9, steps=4)
+    options.add_argument("--launches", type=int, default=3)
+    options.add_argument(
+        "--network", nargs="+", choices=("gpt", "resnet"), default=["gpt", "resnet"]
+    )
+    options.add_argument("--parts", type=int, nargs="+", default=[8, 2])
+    options.add_argument("--order", nargs="+", choices=("pairs", "left"), default=["pairs", "left"])
+    options.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    run(options, work, rows)
+
+
+if __name__ == "__main__":
+    main()
