@@ -23,6 +23,7 @@ from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_un
 from graphsplit.partition.explain.plan import explain_plan
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
+from graphsplit.runtime.segments.pairwise import PairwiseSum
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
@@ -245,7 +246,12 @@ class Wide(nn.Module):
 
 
 def planned(
-    place: Any, make: Any = Net, microbatches: int = 4, *, order: Any = "left", get: Any = None
+    place: Any,
+    make: Any = Net,
+    microbatches: int = 4,
+    *,
+    order: Any = "left",
+    is_cluster: bool = False,
 ) -> Any:
     def make_task() -> Task:
         torch.manual_seed(0)
@@ -265,7 +271,7 @@ def planned(
     cluster = SimulatedCluster(make_task, 3, captures=Captures())
     (batch,) = batches_of(max(8, microbatches), 6, 6, num=1)
     cluster.train_step((batch, {}))
-    return get(cluster) if get is not None else cluster.latest(Mode.TRAIN)
+    return cluster if is_cluster else cluster.latest(Mode.TRAIN)
 
 
 def test_replicas_compute_at_the_same_time_and_share_the_parameters_out() -> None:
@@ -305,10 +311,17 @@ def test_pairs_send_a_rings_bytes(num_workers: int, microbatches: int) -> None:
     assert "Gradients that replicas send to owners, per step" in explain_plan(left)
 
 
-def test_a_replica_holds_one_gradient_for_each_digit() -> None:
-    cluster = planned(whole(0, 1), make=Wide, microbatches=16, order="pairs", get=lambda c: c)
-    held = [worker.planner.pairs.most_held for worker in cluster.workers[:2]]
-    assert held == [3, 3]  # while 8 parts come in: sums of 4, of 2, and one
+def test_a_replica_holds_one_gradient_for_each_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    add = PairwiseSum.add
+
+    def noted(one: PairwiseSum, number: int, part: Any, size: int = 1) -> None:
+        add(one, number, part, size)
+        held.append(len(one.blocks))
+
+    monkeypatch.setattr(PairwiseSum, "add", noted)
+    planned(whole(0, 1), make=Wide, microbatches=16, order="pairs")
+    assert max(held) == 3  # while 8 parts come in: sums of 4, of 2, and one
 
 
 @pytest.mark.parametrize(("num_workers", "microbatches"), [(2, 5), (2, 7), (3, 7)])
@@ -349,7 +362,7 @@ def test_hooks_see_every_part() -> None:
 
 
 def test_a_hook_that_comes_later_is_refused_by_name() -> None:
-    cluster = planned(whole(0, 1), order="pairs", get=lambda c: c)
+    cluster = planned(whole(0, 1), order="pairs", is_cluster=True)
     for worker in cluster.workers:
         worker.task.network.head.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(StepFailedError, match=r"a hook was put on head.weight after the first"):

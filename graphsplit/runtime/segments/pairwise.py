@@ -84,7 +84,6 @@ class PairwiseSums:
         self._sums: dict[int, PairwiseSum] = {}  # by the parameter's id
         # Of parameters that may live elsewhere: by the parameter's node and the last part.
         self._blocks: dict[Block, PairwiseSum] = {}
-        self.most_held = 0  # gradients of one block, at once
 
     def begin_batch(self) -> None:
         """Forget what a batch has left that did not come to its end."""
@@ -102,7 +101,6 @@ class PairwiseSums:
         block = self._blocks.setdefault(key, PairwiseSum(_NOBODYS))
         is_changed = part is not None and is_shared and block.num_parts % 2 == 0
         block.add(block.num_parts, part.clone() if is_changed and part is not None else part)
-        self.most_held = max(self.most_held, len(block.blocks))
 
     def take_block(self, key: Block) -> Gradient:
         """The sum of a block that is whole."""
