@@ -338,6 +338,30 @@ def test_several_blocks_of_one_replica(num_workers: int, microbatches: int) -> N
     )
 
 
+class Sums(nn.Module):
+    """Parameters that have one gradient in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.one, self.two = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.one + self.two + torch.tanh(self.two)
+
+
+def test_gradients_that_parameters_share() -> None:
+    assert_same_bits(
+        Sums,
+        batches_of(16, 6, 6, num=2),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=8,
+        gradient_order="pairs",
+    )
+
+
 def halve(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)

@@ -29,8 +29,10 @@ def bind_part(
     key = first, next(end for end in plan.blocks[first].ends if end >= microbatch)
 
     def add_part(state: StepState) -> None:
-        part = gradient_sum(terms_of(state, microbatch, terms))
-        pairs.add_to_block(key, part, is_shared=len(terms) == 1)
+        found = terms_of(state, microbatch, terms)
+        part = gradient_sum(found)
+        # A term may be the gradient of another parameter as well.
+        pairs.add_to_block(key, part, is_shared=any(part is one for one in found))
 
     return add_part
 

@@ -99,8 +99,10 @@ class PairwiseSums:
             is_shared: Whether others hold it, too: it is then copied where it would be changed.
         """
         block = self._blocks.setdefault(key, PairwiseSum(_NOBODYS))
-        is_changed = part is not None and is_shared and block.num_parts % 2 == 0
-        block.add(block.num_parts, part.clone() if is_changed and part is not None else part)
+        is_kept = block.num_parts % 2 == 0 or block.blocks[-1] is None
+        if is_shared and is_kept and part is not None:
+            part = part.clone()
+        block.add(block.num_parts, part)
 
     def take_block(self, key: Block) -> Gradient:
         """The sum of a block that is whole."""
