@@ -1,0 +1,135 @@
+"""Gradients that replicas add in blocks, before they send them, have the bits of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from test_replicas import Net, planned, whole
+from torch import nn
+
+from graphsplit.capture.graph import NodeKind
+from graphsplit.errors import StepFailedError
+from graphsplit.partition.blocks import sent_per_step
+from graphsplit.partition.explain.plan import explain_plan
+from graphsplit.program.instruction import Opcode
+from graphsplit.runtime.segments.pairwise import PairwiseSum
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+_net = Captures()
+
+
+class Wide(nn.Module):
+    """Many layers of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(("num_workers", "microbatches"), [(2, 4), (2, 8), (3, 12)])
+def test_pairs_send_a_rings_bytes(num_workers: int, microbatches: int) -> None:
+    found = planned(whole(*range(num_workers)), make=Wide, microbatches=microbatches, order="pairs")
+    plan, programs = found.plan, found.programs
+    nodes = plan.placed.graph.nodes
+    sizes = [n.meta.size_bytes for n in nodes[: plan.num_values] if n.kind is NodeKind.PARAMETER]
+    sent = [0] * 3
+    for program in programs:
+        for instruction in program.instructions:
+            if instruction.opcode is Opcode.SEND:
+                edge = plan.edges[instruction.operand]
+                is_state = nodes[edge.value].is_state
+                sent[program.worker] += edge.meta.size_bytes if is_state else 0
+    share = 2 * sum(sizes) * (num_workers - 1) / num_workers
+    assert max(sent[:num_workers]) <= 1.1 * share
+    left = planned(whole(*range(num_workers)), make=Wide, microbatches=microbatches).plan
+    assert sent_per_step(plan) == sent_per_step(left)
+    assert "Gradients that replicas send to owners, per step" in explain_plan(left)
+
+
+def test_a_replica_holds_one_gradient_for_each_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    add = PairwiseSum.add
+
+    def noted(one: PairwiseSum, number: int, part: Any, size: int = 1) -> None:
+        add(one, number, part, size)
+        held.append(len(one.blocks))
+
+    monkeypatch.setattr(PairwiseSum, "add", noted)
+    planned(whole(0, 1), make=Wide, microbatches=16, order="pairs")
+    assert max(held) == 3  # while 8 parts come in: sums of 4, of 2, and one
+
+
+@pytest.mark.parametrize(("num_workers", "microbatches"), [(2, 5), (2, 7), (3, 7)])
+def test_several_blocks_of_one_replica(num_workers: int, microbatches: int) -> None:
+    assert_same_bits(
+        Net,
+        batches_of(2 * microbatches, 6, 6, num=2),
+        num_workers=num_workers,
+        loss_fn=rows_against_target,
+        place=whole(*range(num_workers)),
+        microbatches=microbatches,
+        gradient_order="pairs",
+        captures=_net,
+    )
+
+
+class Sums(nn.Module):
+    """Parameters that have one gradient in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.one, self.two = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) + self.one + self.two + torch.tanh(self.two)
+
+
+def test_gradients_that_parameters_share() -> None:
+    assert_same_bits(
+        Sums,
+        batches_of(16, 6, 6, num=2),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=8,
+        gradient_order="pairs",
+    )
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def test_hooks_see_every_part() -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.body[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        net.head.weight.register_post_accumulate_grad_hook(halve)
+        return net
+
+    assert_same_bits(
+        make,
+        batches_of(8, 6, 6, num=2),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=4,
+        gradient_order="pairs",
+    )
+
+
+def test_a_hook_that_comes_later_is_refused_by_name() -> None:
+    cluster = planned(whole(0, 1), order="pairs", is_cluster=True)
+    for worker in cluster.workers:
+        worker.task.network.head.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(StepFailedError, match=r"a hook was put on head.weight after the first"):
+        cluster.train_step((batches_of(8, 6, 6, num=1)[0], {}))
