@@ -18,7 +18,8 @@ import torch
 
 from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.loop import Loop, laid_out
-from graphsplit.job.group import WorkerGroup
+from graphsplit.distribute.taken import CHECKSUM_BYTES
+from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -43,6 +44,13 @@ def ask(loop: Loop, held: torch.Tensor, home: int, what: str) -> torch.Tensor:
         home: That worker.
         what: The function of the script that asks.
     """
+    if loop.is_calling:
+        raise ConfigurationError(
+            f"{what}() of a value that lives on one worker, inside a call of a network: an "
+            f"attribute of the network, a hook or a closure holds the value\n"
+            f"  Fix: hold it in a buffer (register_buffer) or a parameter, or make it before "
+            f"gs.distribute."
+        )
     call = ModelCall(ASKING + what, _ask, (loop, held, home))
     value: torch.Tensor = loop.job.script.collective(call)
     return value
@@ -53,10 +61,11 @@ def _ask(loop: Loop, held: torch.Tensor, home: int) -> torch.Tensor:
     with loop.job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
         meta, others = TensorMeta.of(held), group.others(home)
         if loop.rank != home:
-            group.send(torch.empty(0, dtype=torch.uint8), to=(home,))
+            group.send(loop.taken.told(), to=(home,))
             return laid_out(group.receive_tensor(meta, source=home), meta)
         for peer in others:
-            group.receive_text(source=peer)
+            (told,) = group.receive(CHECKSUM_BYTES, source=peer)
+            loop.taken.compare(told, home, peer)
         group.send(held.detach(), to=others)
         return held.detach().clone()
 
@@ -82,16 +91,19 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
             if home == loop.rank:
                 told = [(loop.is_own_memory(v.held), v.held.clone()) for v in of_home]
                 pieces = [piece for own, number in told for piece in (torch.tensor([own]), number)]
-                group.send(*pieces, to=group.others(home))
+                group.send(loop.taken.told(), *pieces, to=group.others(home))
             else:
-                told = _told(group, of_home, home)
+                told = _told(loop, of_home, home)
             for value, (is_fixed, number) in zip(of_home, told, strict=True):
                 value.learn(number, is_fixed=is_fixed)
 
 
-def _told(group: WorkerGroup, values: Sequence[Any], home: int) -> list[tuple[bool, torch.Tensor]]:
-    sizes = [size for value in values for size in (1, value.held.nbytes)]
-    pieces = iter(torch.cat(list(group.receive(sum(sizes), source=home))).split(sizes))
+def _told(loop: Loop, values: Sequence[Any], home: int) -> list[tuple[bool, torch.Tensor]]:
+    sizes = [CHECKSUM_BYTES, *(s for value in values for s in (1, value.held.nbytes))]
+    message = torch.cat(list(loop.job.asked.receive(sum(sizes), source=home)))
+    checksum, *rest = message.split(sizes)
+    loop.taken.compare(checksum, loop.rank, home)
+    pieces = iter(rest)
     dtypes = [value.held.dtype for value in values]
     return [(bool(next(pieces)), next(pieces).clone().view(dtype).view(())) for dtype in dtypes]
 

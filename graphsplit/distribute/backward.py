@@ -143,6 +143,8 @@ class _Wanted:
                 "backward under torch.autocast would cast some of its operations\n"
                 "  Fix: call it after the block, which is for network and loss alone."
             )
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            raise ConfigurationError(_ANOMALY)
         loop, steps = self.loop, self._steps()
         calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
         _refuse_spent(calls)
@@ -310,6 +312,11 @@ def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> N
                 raise ConfigurationError(_HOOKED.format(placed.graph.nodes[position].target))
 
 
+_ANOMALY = (
+    "backward under torch.autograd.detect_anomaly, which looks for NaN on every worker, also where "
+    "values are not\n  Fix: torch.autograd.set_detect_anomaly(True, check_nan=False); and "
+    "torch.isfinite(loss)."
+)
 _HOOKED = (
     "{} has a hook (register_hook), and is used several times under one backward(): the hook would "
     "see parts of its gradient\n"

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.parameters import InLoop, enter_loop
 from graphsplit.distribute.values import LoopValue
 from graphsplit.errors import ConfigurationError
+from graphsplit.job.script import ModelCall
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.torch_ext.stand_ins import StandIn
 
@@ -47,12 +49,16 @@ class Gradients:
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""
         if self._known_at != self._loop.num_changes:
-            with self._loop.job.reporting(), DisableTorchFunctionSubclass():
-                self._known = self._learn()
+            call = ModelCall(ASKING + "grad", self._learn)
+            self._known = self._loop.job.script.collective(call)
             self._known_at = self._loop.num_changes
         return self._known.get(id(parameter))
 
     def _learn(self) -> dict[int, LoopValue | None]:
+        with self._loop.job.reporting(), DisableTorchFunctionSubclass():
+            return self._exchanged()
+
+    def _exchanged(self) -> dict[int, LoopValue | None]:
         rank = self._loop.rank
         own = [p for p in self._parameters if self._owners[id(p)] == rank]
         told = self._loop.group.exchange("".join(map(_kind_of, own)))

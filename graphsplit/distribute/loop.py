@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
+from torch.autograd import Function
 
+from graphsplit.distribute.taken import FromOutside
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
@@ -38,6 +41,8 @@ class Loop:
         residences: Where the tensors of each distributed network live, under a name of its own.
         singles: Those of one element that live here, under the same name.
         num_settled: Grows whenever a network's tensors are known to live somewhere.
+        taken: What operations of the script took from outside.
+        is_calling: Whether a network runs forward: each worker does other things meanwhile.
     """
 
     def __init__(self, job: Job) -> None:
@@ -46,6 +51,8 @@ class Loop:
         self.residences: dict[str, Residence] = {}
         self.singles: dict[str, list[torch.Tensor]] = {}
         self.num_settled = 0
+        self.taken = FromOutside()
+        self.is_calling = False
         self._totals: dict[int, torch.Tensor] | None = None
 
     @staticmethod
@@ -65,6 +72,15 @@ class Loop:
             yield
         finally:
             self._totals = None
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside, a network runs forward."""
+        self.is_calling = True
+        try:
+            yield
+        finally:
+            self.is_calling = False
 
     @property
     def is_in_backward(self) -> bool:
@@ -146,3 +162,61 @@ def laid_out(received: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
             received = received.narrow(dim, 0, 1)
     made = torch.empty_strided(received.shape, meta.strides, dtype=meta.dtype)
     return made.copy_(received).expand(meta.shape)
+
+
+# Where a value of the script comes to other workers: steps of its autograd graph. Every worker
+# records the same graph of the script's operations, with values where they are, with shapes
+# elsewhere. So backward comes to these steps in one order on all workers, and each of them moves
+# the gradient back the way that the value came.
+
+
+class _Enter(Function):
+    """From everywhere to one worker; the gradient goes to all."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: Loop, home: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The value on its worker, its shape elsewhere."""
+        ctx.loop, ctx.home = loop, home
+        return tensor.detach() if loop.rank == home else shape_of(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Give it to all."""
+        return None, None, ctx.loop.share(gradient, ctx.home)
+
+
+class _Share(Function):
+    """From one worker to all; each has the whole gradient then."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: Loop, home: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The value, on every worker."""
+        ctx.loop, ctx.home = loop, home
+        return loop.share(tensor, home)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Every worker has it already."""
+        is_here = ctx.loop.rank == ctx.home
+        return None, None, gradient if is_here else shape_of(gradient)
+
+
+class _Move(Function):
+    """From one worker to another one."""
+
+    @staticmethod
+    def forward(ctx: Any, loop: Loop, ways: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
+        """The value on the other worker, its shape elsewhere."""
+        ctx.loop, ctx.ways = loop, ways
+        return loop.move(tensor, *ways)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """The same way back."""
+        source, destination = ctx.ways
+        return None, None, ctx.loop.move(gradient, destination, source)
+
+
+enter: Callable[[Loop, int, torch.Tensor], torch.Tensor] = _Enter.apply
+share: Callable[[Loop, int, torch.Tensor], torch.Tensor] = _Share.apply
+move: Callable[[Loop, tuple[int, int], torch.Tensor], torch.Tensor] = _Move.apply

@@ -34,7 +34,11 @@ from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, are_transforms_active
+from graphsplit.torch_ext.private import (
+    COMPILED_CALLS,
+    DisableTorchFunctionSubclass,
+    are_transforms_active,
+)
 from graphsplit.torch_ext.stand_ins import StandIn
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -89,7 +93,7 @@ def distribute(
         )
     task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
     _give_class(net, Distributed(task, job))
-    install()
+    install(net, Loop.of(job))
     return net
 
 
@@ -166,7 +170,8 @@ class Distributed:
                 task = dataclasses.replace(self._task, autocast=dtype)
                 self._casting[dtype] = NetworkCalls(task, self._job)
             self.calls = self._casting[dtype]
-            call = self.calls.forward(given)
+            with self._loop.calling():
+                call = self.calls.forward(given)
             self._settle(call.plan.runner)
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             return call.outputs(together(inputs), self._loop)
@@ -273,7 +278,10 @@ class _Calls(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise ConfigurationError(_COMPILED)
-        is_functional = sys._getframe(1).f_code.co_filename == stateless.__file__
+        caller = sys._getframe(1).f_code.co_filename
+        if caller == COMPILED_CALLS:  # what cannot be compiled is run as it is
+            raise ConfigurationError(_COMPILED)
+        is_functional = caller == stateless.__file__
         if is_functional or are_transforms_active():
             raise ConfigurationError(_TRANSFORMED)
         return self._graphsplit_behind.call((args, kwargs))

@@ -6,12 +6,14 @@ steps of all optimizers narrow those that have parameters of a distributed netwo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -21,6 +23,7 @@ from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import drop_others, give_whole_state, state_of
 from graphsplit.errors import ConfigurationError
+from graphsplit.optimizers.child_process import is_child
 from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.optimizers.own_step import OWN_HOOKS
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
@@ -28,10 +31,17 @@ from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _under_way: list[tuple[torch.optim.Optimizer, Loop, AbstractContextManager[Any]]] = []
+_networks: weakref.WeakKeyDictionary[nn.Module, Loop] = weakref.WeakKeyDictionary()
 
 
-def install() -> None:
-    """Stand around the steps of all optimizers, from now on."""
+def install(network: nn.Module, loop: Loop) -> None:
+    """Stand around the steps of all optimizers, from now on.
+
+    Args:
+        network: One that is distributed.
+        loop: The workers.
+    """
+    _networks[network] = loop
     if before_step not in OWN_HOOKS:
         OWN_HOOKS.extend((before_step, after_step))
         register_optimizer_step_pre_hook(before_step)
@@ -45,12 +55,17 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         ConfigurationError: It cannot be stepped worker by worker.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_stepping = any(one is optimizer for one, _, _ in _under_way)
+    is_stepping = any(one is optimizer for one, _, _ in _under_way) or is_child()
     loop = _loop_of(parameters)
+    has_closure = any(a is not None for a in args[1:]) or kwargs.get("closure") is not None
+    if loop is None and has_closure and not is_stepping:  # the closure may make the first call
+        loop = next((found for net, found in _networks.items() if _has_any(net, parameters)), None)
     if is_stepping or loop is None:
         return
+    if not loop.is_in_backward:  # else a hook of one worker's parameter steps
+        loop.taken.note(f"{type(optimizer).__name__}.step", _settings(optimizer))
     problems = rules_problems(optimizer, None, None)
-    if any(arg is not None for arg in args[1:]) or kwargs.get("closure") is not None:
+    if has_closure:
         problems.append(
             f"{type(optimizer).__name__}.step(closure) runs the network inside the step, on each "
             f"worker another number of times; call backward before step()"
@@ -82,6 +97,18 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         _, loop, stack = _under_way.pop()
         stack.__exit__(None, None, None)
         loop.num_changes += 1
+
+
+def _has_any(network: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
+    own = {id(parameter) for parameter in network.parameters()}
+    return any(id(parameter) in own for parameter in parameters)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """How it steps each of its groups, as the script has set it."""
+    for group in optimizer.param_groups:
+        for value in group.values():
+            yield from value if isinstance(value, tuple) else (value,)
 
 
 def _loop_of(parameters: Iterable[torch.Tensor]) -> Loop | None:

@@ -15,8 +15,7 @@ import torch
 
 from graphsplit.distribute.asking import ask, follow
 from graphsplit.distribute.forms import Following, casting_dtype, follow_casts, refuse_cached_cast
-from graphsplit.distribute.links import enter, move, share
-from graphsplit.distribute.loop import META, Loop
+from graphsplit.distribute.loop import META, Loop, enter, move, share
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
@@ -60,6 +59,7 @@ _SHAPED_BY_VALUES = frozenset(
         *("repeat_interleave", "_unique2", "histc"),
     )
 )
+_INDEXING = frozenset({"__getitem__", "__setitem__", "index_put", "index_put_"})
 _OPERATORS = (
     "add",
     "sub",
@@ -212,6 +212,8 @@ def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
     if kind == "__get__" and name == "grad":
         found = value.held.grad
         return None if found is None else LoopValue.of(found, value.home, value.loop)
+    if kind == "__set__" and name == "data":
+        return _set_data(value, as_value(args[1]))
     with DisableTorchFunctionSubclass():
         if kind == "__get__":
             return func(value.held if name in _OF_INNER else value)
@@ -220,6 +222,20 @@ def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
     raise ConfigurationError(
         f"{name} of a value that lives on one worker was set\n  Fix: make a new value instead."
     )
+
+
+def _set_data(value: LoopValue, given: torch.Tensor) -> None:
+    """Give a value other data of its form, as ``net.to(device)`` does to gradients."""
+    if given.shape != value.shape or given.dtype != value.dtype:
+        raise ConfigurationError(
+            f"data of a value of {tuple(value.shape)} and {value.dtype} was set to "
+            f"{tuple(given.shape)} and {given.dtype}\n  Fix: make a new value instead."
+        )
+    inner = given.at(value.home) if isinstance(given, LoopValue) else given
+    with DisableTorchFunctionSubclass():
+        if value.loop.rank == value.home:
+            value.held.data = inner.detach()
+    value.loop.num_changes += 1
 
 
 def _inside(values: Any, home: int) -> Any:
@@ -256,9 +272,15 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
     loop, home = values[0].loop, _home(name, args, kwargs, values)
     is_here = loop.rank == home
+    taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
+    if not is_here and name in _INDEXING:  # how many elements a mask takes is not seen in shapes
+        args = (args[0], _as_positions(args[1]), *args[2:])
+        found, together = given, _ = taken_apart(args, kwargs)
     inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
     its_args, its_kwargs = together(inside)
     find = None if kwargs else follow(func, name, args)
+    if find is None:  # else one worker may do it alone, as to print
+        loop.taken.note(name, taken)
     following = Following()
     try:
         with DisableTorchFunctionSubclass(), following:
@@ -340,7 +362,7 @@ def _needs_values(
     """Whether all workers need the operands: shapes hang on them, or a plain tensor is written."""
     if name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1):
         return True
-    if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
+    if name in _INDEXING:
         indices = pytree.tree_leaves(args[1])
         if any(isinstance(i, LoopValue) and _is_number_or_mask(i) for i in indices):
             return True
@@ -348,6 +370,18 @@ def _needs_values(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
         for leaf in _written(name, args, kwargs)
     )
+
+
+def _as_positions(indices: Any) -> Any:
+    """Indices without masks, which all workers have: the positions of what they take instead."""
+    found: list[Any] = []
+    for index in indices if isinstance(indices, (tuple, list)) else (indices,):
+        is_mask = isinstance(index, torch.Tensor) and not isinstance(index, LoopValue)
+        if is_mask and index.dim() and index.dtype in (torch.bool, torch.uint8):
+            found += index.nonzero(as_tuple=True)
+        else:
+            found.append(index)
+    return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
 
 
 def _is_number_or_mask(index: LoopValue) -> bool:

@@ -26,6 +26,7 @@ from graphsplit.errors import GraphsplitError
 from graphsplit.users_line import users_frame
 
 _SEED = 0x5EED
+_is_child = False
 
 
 class ChildError(GraphsplitError, RuntimeError):
@@ -93,10 +94,17 @@ class ForkedTrial:
         return json.loads(data)
 
 
+def is_child() -> bool:
+    """Whether this process is a child at work."""
+    return _is_child
+
+
 def _be_child(work: Callable[[], Any], writer: int, deadline_s: float) -> NoReturn:
     """Never returns: what runs at the exit of a process is the parent's business."""
+    global _is_child
     status = 1
     try:
+        _is_child = True
         gc.disable()  # what is collected may be a connection of the parent's
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(deadline_s) + 1)

@@ -31,6 +31,7 @@ from graphsplit.optimizers.kept_state import Path, kept_state, text_of_tensor
 from graphsplit.optimizers.own_step import by_the_model, step_hooks
 from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.torch_ext.attributes import STEPPED, note_stepped
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.torch_ext.stand_ins import take_back
 
 _DEADLINE_S = 60.0
@@ -184,7 +185,8 @@ def generator_states() -> dict[str, Any]:
 
 
 def _report(trial: Trial, part: TrialPart, kind: str) -> Any:
-    return _try(trial, part, kind).as_json()
+    with DisableTorchFunctionSubclass():  # tensors of an own loop would ask other workers
+        return _try(trial, part, kind).as_json()
 
 
 def _try(trial: Trial, part: TrialPart, kind: str) -> _Left:

@@ -11,6 +11,7 @@ ATen's operators (``torch.ops.aten``) are no part of this: they are the words of
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -50,6 +51,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily as pop_mode
 __all__ = [
     "CHECKPOINT",
     "CHECKPOINT_HOOK",
+    "COMPILED_CALLS",
     "EXPORT_PASSES",
     "LOGGERS_OF_CAPTURE",
     "STACK_TRACE_ANCHORS",
@@ -137,6 +139,8 @@ VJP = "_vjp_with_argnums"  # of eager_transforms(): runs torch.func.vjp and jacr
 # What runs a checkpoint that is not reentrant, and the hooks on saved tensors that it sets.
 CHECKPOINT: tuple[ModuleType, str] = (checkpoint, "_checkpoint_without_reentrant_generator")
 CHECKPOINT_HOOK: Any = checkpoint._checkpoint_hook
+# The file whose code calls what torch.compile made of a module; importing it takes seconds.
+COMPILED_CALLS = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
 # Modules of torch that pack the blocks of a graph into subgraphs: each has a function of its name.
 EXPORT_PASSES = tuple(
     f"torch._export.passes.{name}"

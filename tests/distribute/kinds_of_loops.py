@@ -140,4 +140,37 @@ def mixed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield dict(net.state_dict())
 
 
-LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged, mixed)
+def contrastive(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Masks that all workers have, to read and to write (SimCLR)."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    off_diagonal, labels = ~torch.eye(6, dtype=torch.bool), torch.arange(6) % 3
+    for _ in range(2):
+        features = functional.normalize(net(torch.randn(6, 8)))
+        alike = (features @ features.T)[off_diagonal].view(6, -1)
+        positive = alike[(labels[:, None] == labels)[off_diagonal].view(6, -1)]
+        features = features * 2
+        features[labels == 1, 1:] = 0.0
+        loss = alike.logsumexp(1).mean() - positive.mean() + features.square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), positive.shape, [p.grad for p in net.parameters()]
+    yield net.state_dict()
+
+
+def moved(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """``net.to(device)`` in mid-run, with gradients; steps in hooks of parameters."""
+    net = distribute(small(ranks))
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+    for step in range(3):
+        net = net.to("cpu").float()
+        net(torch.randn(6, 8)).square().mean().backward()
+        yield [p.grad for p in net.parameters()]
+        if step == 0:
+            for p in net.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    yield net.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged, mixed, contrastive, moved)

@@ -11,6 +11,7 @@ from loop_helpers import Distribute, Loop, placed, raised
 from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from several_networks import Twice
+from torch.nn.utils import prune
 
 import graphsplit as gs
 
@@ -91,9 +92,43 @@ def functional(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield torch.func.functional_call(net, dict(small(ranks).named_parameters()), (x,))
 
 
+def closure_at_once(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A step with a closure, which makes the first call of the network."""
+    net = small(ranks)
+    optimizer = torch.optim.LBFGS(net.parameters())
+    net = distribute(net)
+    yield optimizer.step(lambda: net(torch.randn(6, 8)).sum())  # type: ignore[no-untyped-call]
+
+
+def compiled(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A distributed network that is compiled."""
+    net = torch.compile(distribute(small(ranks)), backend="eager")
+    yield net(torch.randn(6, 8)).sum()
+
+
+def watched_for_nan(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A backward that looks for NaN where there are no values."""
+    loss = distribute(small(ranks))(torch.randn(6, 8)).sum()
+    with torch.autograd.set_detect_anomaly(True):
+        loss.backward()
+    yield None
+
+
+def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Gradients that are given another dtype."""
+    net = distribute(small(ranks))
+    net(torch.randn(6, 8)).sum().backward()
+    net.first.weight.grad.data = net.first.weight.grad.double()
+    yield None
+
+
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
+        (closure_at_once, "LBFGS runs the step several times"),
+        (compiled, "torch.compile around a distributed network"),
+        (watched_for_nan, "check_nan=False"),
+        (data_of_another_form, "data of a value of (16, 8)"),
         (input_used_beside, "uses an input several times"),
         (written_into_a_tensor, "from an ordinary tensor"),
         (hook_and_penalty, "has a hook"),
@@ -118,3 +153,51 @@ def test_a_job_that_waits_for_lost_workers_refuses_own_loops() -> None:
     assert all(
         "GS_RECOVERY=wait_rejoin" in text and "Fix: train with Model" in text for text in found
     )
+
+
+def of_each(rank: int, kind: str) -> Any:
+    """Two steps in which each worker has another learning rate, other targets or another weight."""
+    torch.manual_seed(3)
+    net = small([0, 1, 0])
+    rate = 0.1 + (kind == "rate") * rank / 100
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+    net, losses = gs.distribute(net), []
+    for _ in range(2):
+        labels = torch.arange(6) % 4 if kind != "targets" else (torch.arange(6) + rank) % 4
+        loss = torch.nn.functional.cross_entropy(net(torch.randn(6, 8)), labels)
+        if kind == "weight":
+            loss = loss * (1 + rank / 10)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["rate", "targets", "weight"])
+def test_numbers_and_tensors_that_differ_between_workers_end_the_job(kind: str) -> None:
+    with pytest.raises(gs.errors.LoaderMismatchError, match="on different numbers or tensors") as e:
+        ThreadCluster(lambda rank: of_each(rank, kind), 2, is_recoverable=False).run()
+
+    assert {"rate": "SGD.step(0.1", "targets": "cross_entropy(tensor of (6,)", "weight": "mul(1"}[
+        kind
+    ] in str(e.value)
+    assert "Fix: give every worker the same targets" in str(e.value)
+
+
+def test_workers_that_agree_are_not_disturbed() -> None:
+    found = ThreadCluster(lambda rank: of_each(rank, "none"), 2, is_recoverable=False).run()
+    assert found[0] == found[1]
+
+
+def test_a_value_of_the_script_that_the_network_holds_is_refused() -> None:
+    def pruning(rank: int) -> None:
+        net = gs.distribute(small([0, 1, 0]))
+        net(torch.ones(6, 8))
+        prune.l1_unstructured(net.second, "weight", 0.3)  # type: ignore[no-untyped-call]
+        net(torch.ones(6, 8))
+
+    with pytest.raises(gs.errors.ConfigurationError, match="inside a call of a network") as caught:
+        ThreadCluster(pruning, 2, is_recoverable=False).run()
+
+    assert "Fix: hold it in a buffer" in str(caught.value)

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(240)]
 
 
 def test_own_loops_have_the_bits_of_one_process_over_shared_memory() -> None:
-    loops = ["usual", "several", "language", "by_hand"]
+    loops = ["usual", "several", "language", "by_hand", "own_optimizer"]
     job = run_job("own_loops.py", *loops, "refused", workers=2, GS_TRANSPORT="shm")
 
     assert job.status == 0, job.output[-4000:]
@@ -27,3 +27,18 @@ def test_an_own_loop_has_the_bits_of_one_process_over_grpc() -> None:
     assert job.status == 0, job.output[-4000:]
     for rank in range(3):
         assert job.said_by(f"worker {rank}") == ["usual: same bits"]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("global-step", "cannot be stepped worker by worker"),
+        ("one-gradient", "the workers have made different calls"),
+    ],
+)
+def test_what_one_worker_cannot_do_alone_ends_the_job_by_name(what: str, text: str) -> None:
+    job = run_job("own_loops.py", what, workers=2)
+
+    assert job.status != 0
+    assert text in job.output and "Fix: " in job.output
+    assert job.seconds < 60

@@ -46,11 +46,57 @@ def refused(ranks: list[int]) -> Iterator[str]:
             yield "nothing was raised"
 
 
+class Plain(torch.optim.Optimizer):
+    """An optimizer of the script's own, which treats each parameter by itself, or not."""
+
+    def __init__(self, parameters: Any, *, is_global: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.is_global = is_global
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Momentum; by the norm of all gradients."""
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.pow(2).sum() for p in trained) if self.is_global else 1.0
+        for p in trained:
+            kept = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            kept.mul_(0.9).add_(p.grad)
+            p.sub_(kept * 0.1 / norm)
+
+
+def own_optimizer(distribute: Any, ranks: list[int]) -> Iterator[Any]:
+    """Steps of an optimizer that is tried out in forked children first."""
+    net = small(ranks)
+    optimizer = Plain(net.parameters())
+    net = distribute(net)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(6, 8)).square().mean().backward()
+        optimizer.step()
+    yield {name: value.clone() for name, value in net.state_dict().items()}
+    yield optimizer.state_dict()
+
+
+def alone(what: str) -> None:
+    """Ask for a gradient on worker 0 alone, or step by the norm of all gradients."""
+    net = small([0, 1, 0])
+    optimizer = Plain(net.parameters(), is_global=True)
+    net = gs.distribute(net)
+    net(torch.ones(6, 8)).sum().backward()
+    if what == "global-step":
+        optimizer.step()
+    elif gs.get_rank() == 0:
+        print(net.first.weight.grad is None)
+    net(torch.ones(6, 8)).sum().backward()
+
+
 def main() -> None:
     """Run those that are named; and what is refused, if that is."""
     gs.init()
     num_workers = gs.get_world_size()
-    for loop in LOOPS:
+    if sys.argv[1] in ("global-step", "one-gradient"):
+        alone(sys.argv[1])
+    for loop in (*LOOPS, own_optimizer):
         if loop.__name__ not in sys.argv[1:]:
             continue
         expected = results(loop, plain, num_workers)

@@ -1,0 +1,97 @@
+"""Numbers and tensors that operations of the script take from outside: each worker has its own.
+
+A value of the loop is on one worker. A target, the weight of a loss, a learning rate is on each:
+an operation takes that of the worker where it runs. Where they differ, as without a common seed, a
+step would mix them, and nobody would see it. So each worker keeps a checksum of all that it met,
+which goes with messages that are sent anyway.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from graphsplit.errors import LoaderMismatchError
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+
+_NUMBERS = (bool, int, float, complex, str, type(None))
+_MOST_ELEMENTS = 4096  # of larger tensors a part is looked at
+_MOST_NAMED = 8
+CHECKSUM_BYTES = 8
+
+
+class FromOutside:
+    """The checksum of what the operations of one worker took from outside."""
+
+    def __init__(self) -> None:
+        self._checksum = 0
+        self._latest: list[tuple[str, list[Any]]] = []
+
+    def note(self, name: str, operands: Iterable[Any]) -> None:
+        """Take note of an operation's operands; values of the loop are not among them.
+
+        Args:
+            name: The operation, as errors name it.
+            operands: Numbers and tensors count; all else is left out.
+        """
+        found: list[Any] = []
+        checksum = zlib.crc32(name.encode(), self._checksum)
+        for operand in operands:
+            if isinstance(operand, torch.Tensor):
+                if operand.device.type == "cpu" and operand.layout is torch.strided:
+                    checksum = zlib.crc32(_sample(operand), checksum)
+                    found.append(operand.shape)
+            elif isinstance(operand, _NUMBERS):
+                checksum = zlib.crc32(repr(operand).encode(), checksum)
+                found.append(operand)
+        self._checksum = checksum
+        if len(self._latest) >= _MOST_NAMED:
+            del self._latest[0]
+        self._latest.append((name, found))
+
+    def told(self) -> torch.Tensor:
+        """The checksum, as a message of ``CHECKSUM_BYTES``."""
+        return torch.tensor(self._checksum)
+
+    def compare(self, told: torch.Tensor, rank: int, other: int) -> None:
+        """Compare it with that of another worker.
+
+        Args:
+            told: What the other one's ``told`` gave, as bytes.
+            rank: This worker.
+            other: That worker.
+
+        Raises:
+            LoaderMismatchError: They differ.
+        """
+        if int(told.view(torch.int64)) == self._checksum:
+            self._latest.clear()
+            return
+        raise LoaderMismatchError(
+            f"workers {rank} and {other} ran the script's operations on different numbers or "
+            f"tensors; on worker {rank} they were, latest last: {self._described()}\n"
+            f"  Fix: give every worker the same targets, weights and learning rates: seed all "
+            f"generators alike, and let none of them depend on the rank."
+        )
+
+    def _described(self) -> str:
+        texts = []
+        for name, operands in self._latest:
+            shown = (
+                f"tensor of {tuple(o)}" if isinstance(o, torch.Size) else str(o) for o in operands
+            )
+            texts.append(f"{name}({', '.join(shown)})")
+        return ", ".join(texts) or "none"
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor; of a large one those of evenly spaced elements."""
+    with DisableTorchFunctionSubclass(), torch.no_grad():
+        if tensor.numel() > _MOST_ELEMENTS:
+            each = max(1, round(_MOST_ELEMENTS ** (1 / tensor.dim())))
+            tensor = tensor[tuple(slice(None, None, max(1, s // each)) for s in tensor.shape)]
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
