@@ -55,6 +55,28 @@ def on_workers(example: str, folder: Path, *arguments: str) -> Finished:
     return job
 
 
+THREE = {
+    "accelerate_loop.py": ('"{3..5}": 1}', '"{3}": 2, "{4..5}": 1}'),
+    "run_clm.py": (
+        '"transformer.h.{1..3}": 1}',
+        '"transformer.h.1": 2, "transformer.h.{2..3}": 1}',
+    ),
+    "lightning_module.py": ('"net.{3..5}": 1}', '"net.3": 2, "net.{4..5}": 1}'),
+}
+
+
+def on_three(example: str, folder: Path, transport: str) -> Finished:
+    """Run an example on three workers, one of which is between the other two."""
+    text, (old, new) = (EXAMPLES / example).read_text(), THREE[example]
+    assert text.count(old) == 1
+    script = folder.with_suffix(".py")
+    script.write_text(text.replace(old, new))
+    folder.mkdir()
+    job = run_job(script, str(folder), workers=3, GS_TRANSPORT=transport)
+    assert job.status == 0, job.output[-6000:]
+    return job
+
+
 def end(folder: Path, name: str = "end.pt") -> Any:
     """What a run ends with."""
     return torch.load(folder / name, weights_only=False)
@@ -132,6 +154,38 @@ def test_a_module_of_lightnings_has_the_bits_and_the_files_of_one_process(tmp_pa
     on_workers(example, two, "--resume")
     assert difference(end(one, "resumed.pt"), end(two, "resumed.pt")) is None
     assert len(end(one, "resumed.pt")[0]) == 52
+
+
+@pytest.mark.parametrize(
+    ("example", "changes"),
+    [
+        (
+            "accelerate_loop.py",
+            (("from graphsplit.integrations.accelerate", "from accelerate"),),
+        ),
+        ("run_clm.py", (("from graphsplit.integrations.transformers", "from transformers"),)),
+        (
+            "lightning_module.py",
+            (
+                ("from graphsplit.integrations.lightning import GraphsplitStrategy\n", ""),
+                ("        strategy=GraphsplitStrategy(),\n", ""),
+            ),
+        ),
+    ],
+)
+def test_a_trainer_has_the_bits_and_the_files_of_one_process_on_three_workers(
+    example: str, changes: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    library = {"a": "accelerate", "r": "transformers", "l": "lightning"}[example[0]]
+    pytest.importorskip(library, reason=f"needs graphsplit[{library}]")
+    plain(example, tmp_path / "plain", *changes)
+    for transport in ("shm", "grpc"):
+        job = on_three(example, tmp_path / transport, transport)
+
+        assert files(tmp_path / transport) == files(tmp_path / "plain")
+        assert difference(end(tmp_path / "plain"), end(tmp_path / transport)) is None
+        for rank in (1, 2):
+            assert not [line for line in job.said_by(f"worker {rank}") if line[:1] in "{e"]
 
 
 def printed(job: Finished, rank: int) -> list[str]:
