@@ -70,9 +70,10 @@ test-torch: ## the contract with torch, and a sample, under another one: make te
 test-zoo: $(STAMP) ## every model of the zoo under every kind of placement; takes a while
 	$(BIN)/python -m pytest -n auto tests/zoo -m zoo $(PYTEST_ARGS)
 
-# apt-get needs root. `make test` runs the same where mpirun is there, and says at its end what it left out.
-test-launchers: $(STAMP) ## jobs started by torchrun, mpirun and as pods; installs Open MPI, on Debian
-	command -v mpirun || apt-get install -y --no-install-recommends openmpi-bin
+# apt-get needs root. `make test` runs what of this is there, and says at its end what it left out.
+LAUNCHERS := openmpi-bin munge slurm-client slurmctld slurmd
+test-launchers: $(STAMP) ## jobs started by torchrun, mpirun, srun and as pods; installs them, on Debian
+	dpkg-query -W $(LAUNCHERS) || apt-get install -y --no-install-recommends $(LAUNCHERS)
 	$(BIN)/python -m pytest tests/launchers $(PYTEST_ARGS)
 
 proto: $(STAMP) ## generate graphsplit/_proto from proto/
