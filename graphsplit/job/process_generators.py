@@ -98,14 +98,15 @@ class GeneratorWatch:
     """Tells cheaply whether Python's and NumPy's generators were drawn from since it last looked.
 
     It is asked once for each batch. A state is read, which takes 10 to 50 us, only where the memory
-    that it lies in has changed, or a Gaussian that was kept may have been taken.
+    that it lies in has changed; and of NumPy's always, once it was seen to keep a Gaussian, which
+    lies elsewhere, and may have been taken or put back.
     """
 
     def __init__(self) -> None:
         self._python_memory: Any = None
         self._numpy: bytes | None = None
         self._numpy_memory: Any = None
-        self._keeps_gauss = False
+        self._has_kept_gauss = False
 
     def look(self) -> ProcessStates:
         """The states; empty where nothing was drawn.
@@ -127,12 +128,12 @@ class GeneratorWatch:
     def _look_at_numpy(self) -> bytes:
         is_first, before = self._numpy_memory is None, self._numpy_memory
         self._numpy_memory = memory = _numpy_memory()
-        if memory == before and not self._keeps_gauss:
+        if memory == before and not self._has_kept_gauss:
             return b""
         if isinstance(memory, str) and is_first:
             return b""
         state = numpy_state()
-        self._keeps_gauss = state[-9] != 0
+        self._has_kept_gauss |= state[-9] != 0
         if state == self._numpy:
             return b""
         self._numpy = state

@@ -51,6 +51,20 @@ def test_as_many_draws_as_there_are_words_are_noticed(draw: Callable[[], object]
     assert any(watch.look())
 
 
+def test_a_gaussian_that_is_put_back_is_noticed() -> None:
+    watch = GeneratorWatch()
+    np.random.seed(0)
+    np.random.randn()
+    watch.look()
+    kept = np.random.get_state()
+    np.random.randn()
+    assert watch.look().numpy
+    np.random.set_state(kept)  # the memory of the generator is the same all the time
+    assert watch.look().numpy
+    np.random.randn()
+    assert watch.look().numpy
+
+
 @pytest.mark.parametrize("draw", PYTHON + NUMPY)
 @pytest.mark.parametrize("num_before", [0, 1, 400])
 def test_what_was_told_gives_the_same_numbers(draw: Callable[[], object], num_before: int) -> None:
