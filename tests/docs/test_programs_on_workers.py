@@ -18,6 +18,7 @@ NAMES = {
     "own_loop.py": ("state",),
     "gan.py": ("loss_d", "loss_g"),
     "distil.py": ("state", "accuracy"),
+    "sampling.py": ("loss", "scores"),
 }
 
 
