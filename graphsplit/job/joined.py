@@ -220,9 +220,9 @@ def _name_unused(job: Job) -> None:
     if unused and job.rank == 0 and not job.has_stepped:
         shown = ", ".join(unused[:_MOST_NAMED]) + (", ..." if len(unused) > _MOST_NAMED else "")
         line = (
-            f"placed modules were never given to a gs.Model that ran: {shown}\n"
-            f"  Fix: train with gs.Model(net, ...); other loops and trainers train a whole copy on "
-            f"every worker."
+            f"placed modules were never given to a gs.Model or gs.distribute that ran: {shown}\n"
+            f"  Fix: train with gs.Model(net, ...), or call gs.distribute(net) before your loop; "
+            f"else each worker trains a whole copy."
         )
         logs.say(line, event="unused", level="warning")
 

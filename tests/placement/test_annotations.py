@@ -141,5 +141,5 @@ def test_worker_0_tells_of_modules_that_no_model_was_given(
     monkeypatch.setattr(annotations, "_not_used", {"train.py:12": "Linear"})
     monkeypatch.setattr(annotations, "_is_used", False)
     joined._name_unused(SimpleNamespace(rank=rank, has_stepped=has_stepped))  # type: ignore[arg-type]
-    told = "placed modules were never given to a gs.Model that ran: Linear at train.py:12\n  Fix: "
+    told = "never given to a gs.Model or gs.distribute that ran: Linear at train.py:12\n  Fix: "
     assert caplog.text.count(told) == times

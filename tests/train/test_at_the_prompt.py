@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 import graphsplit as gs
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
-from graphsplit.errors import ConfigurationError, PlacementError
+from graphsplit.errors import CaptureError, ConfigurationError, JobFailedError, PlacementError
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.planning.many_sizes import SizesSeen
 from graphsplit.train.in_words import TrainingInWords
@@ -229,6 +230,20 @@ def test_a_network_of_which_nothing_is_placed_is_named_once(
         "nothing of Sequential is placed: worker 0 runs all of it, and the others have nothing to "
         "do\n  Fix: say before the first step where its parts live, as by net[1].place(1)."
     ]
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+def test_a_target_of_another_dtype_is_told_as_plain_pytorch_tells_it():
+    def script(_: int) -> None:
+        net = two_layers()
+        net[1].place("MS_WORKER", 1)
+        model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+        told = "expected target dtype to be Long or Byte, but got Float"
+        with pytest.raises((CaptureError, JobFailedError), match=f"RuntimeError: {told}"):
+            model.train_step(torch.ones(4, 2), torch.zeros(4))
+
+    with suppress(JobFailedError):
+        ThreadCluster(script, 2, is_recoverable=False).run()
 
 
 def by_module(net: nn.Sequential) -> None:
