@@ -42,3 +42,20 @@ def test_what_one_worker_cannot_do_alone_ends_the_job_by_name(what: str, text: s
     assert job.status != 0
     assert text in job.output and "Fix: " in job.output
     assert job.seconds < 60
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_a_worker_that_is_killed_in_an_own_loop_ends_the_job_by_name(transport: str) -> None:
+    job = run_job("own_loops.py", "killed", workers=3, GS_TRANSPORT=transport)
+
+    assert job.status != 0
+    assert "worker 1" in job.output.splitlines()[-1] and "SIGKILL" in job.output
+    assert job.seconds < 60
+
+
+def test_an_own_loop_is_refused_where_lost_workers_may_come_back() -> None:
+    job = run_job("own_loops.py", "killed", workers=2, GS_RECOVERY="wait_rejoin")
+
+    assert job.status != 0 and "SIGKILL" not in job.output
+    assert "a loop of the script's own cannot go on from a snapshot" in job.output
+    assert "Fix: train with Model.train, or leave GS_RECOVERY out" in job.output

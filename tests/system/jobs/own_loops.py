@@ -6,6 +6,8 @@ Prints one line for each loop; each runs first on a network that is not distribu
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,13 +80,16 @@ def own_optimizer(distribute: Any, ranks: list[int]) -> Iterator[Any]:
 
 
 def alone(what: str) -> None:
-    """Ask for a gradient on worker 0 alone, or step by the norm of all gradients."""
+    """Ask for a gradient on worker 0 alone, step by the norm of all gradients, or die."""
     net = small([0, 1, 0])
     optimizer = Plain(net.parameters(), is_global=True)
     net = gs.distribute(net)
     net(torch.ones(6, 8)).sum().backward()
     if what == "global-step":
         optimizer.step()
+    elif what == "killed":
+        if gs.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
     elif gs.get_rank() == 0:
         print(net.first.weight.grad is None)
     net(torch.ones(6, 8)).sum().backward()
@@ -94,7 +99,7 @@ def main() -> None:
     """Run those that are named; and what is refused, if that is."""
     gs.init()
     num_workers = gs.get_world_size()
-    if sys.argv[1] in ("global-step", "one-gradient"):
+    if sys.argv[1] in ("global-step", "one-gradient", "killed"):
         alone(sys.argv[1])
     for loop in (*LOOPS, own_optimizer):
         if loop.__name__ not in sys.argv[1:]:
