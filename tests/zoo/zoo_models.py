@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,9 +57,13 @@ def add_refused(name: str, model: str, batch: Make, **settings: Any) -> None:
 def _model(
     name: str, model: str, batch: Make, settings: dict[str, Any], *, quick: bool = False
 ) -> ZooModel:
+    @functools.cache
+    def configuration() -> Any:
+        """One for all workers: a graph that read another's would have to be captured again."""
+        return getattr(transformers, model).config_class(**settings)
+
     def make() -> nn.Module:
-        network_class = getattr(transformers, model)
-        network: nn.Module = network_class(network_class.config_class(**settings))
+        network: nn.Module = getattr(transformers, model)(configuration())
         return network
 
     return ZooModel(name, make, batch, quick)
