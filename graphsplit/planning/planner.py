@@ -40,7 +40,14 @@ from graphsplit.planning.passes import (
 from graphsplit.planning.progress import PlanningLines
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
-from graphsplit.planning.recordings import Match, Recording, Recordings
+from graphsplit.planning.recordings import (
+    Circumstances,
+    Match,
+    Recording,
+    Recordings,
+    are_same,
+    requires_grad_of,
+)
 from graphsplit.planning.task import (
     Task,
     check_trained,
@@ -59,7 +66,6 @@ from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_PLANS = 64
 
@@ -74,6 +80,7 @@ class Planner:
         self._numbers: dict[tuple[int, StepPart], int] = {}
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
+        self._is_settled = False  # whether the updater knows where its parameters live
         self.updater = Updater(task.update_rules, self.parameters)
         self._progress = PlanningLines(job.rank, task)
         self.pairs = PairwiseSums() if task.gradient_order == "pairs" else None
@@ -225,6 +232,8 @@ class Planner:
             self._job.member.agree(topic, f"{note()}\n{text}{recording.graph.describe()}")
             if not is_new:
                 self._job.next_plan_number()  # no topic comes twice
+        elif found.recording.parameters is not self.trainable:
+            self._renew()  # the script has put back parameters that it had before
         if self._job.recapture_every:
             self.recordings.check_again(found, self._job.recapture_every)
         return found
@@ -267,8 +276,10 @@ class Planner:
             if len(self._plans) > self._max_plans:
                 oldest, _ = self._plans.popitem(last=False)
                 self._job.transport.close_plan(self._numbers.pop(oldest))
-        elif len(self._plans) > 1:
+        else:
             self._plans.move_to_end(key)
+            if not self._is_settled:
+                self._free_others()
         for change in recording.graph.state.changes:
             change.leave(found.lifted)
         return replace(planned, numbers=found.numbers) if found.numbers else planned
@@ -287,10 +298,12 @@ class Planner:
         """The script may have given modules other parameters since the last recording."""
         parameters = tuple(self._task.network.parameters())
         self.has_replicas = has_replicas(self._task.network, self.modules())
-        self.trainable = trainable_of(self._task)
+        trainable = trainable_of(self._task)
+        former = [r.parameters for r in self.recordings if are_same(r.parameters, trainable)]
+        self.trainable = former[0] if former else trainable
         if not force and list(map(id, parameters)) == list(map(id, self.parameters)):
             return  # they are held, so that identities stay their own
-        self.parameters = parameters
+        self.parameters, self._is_settled = parameters, False
         self.updater.renew(self._task.update_rules, parameters)
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
@@ -300,11 +313,10 @@ class Planner:
 
     def requires_grad(self) -> tuple[bool, ...]:
         """Of every parameter of network and loss, whether it is trained."""
-        with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
-            return tuple([p.requires_grad for p in self.trainable])
+        return requires_grad_of(self.trainable)
 
-    def _circumstances(self) -> tuple[tuple[bool, ...], Any]:
-        return self.requires_grad(), self._task.loss_fn
+    def _circumstances(self) -> Circumstances:
+        return self.trainable, self._task.loss_fn
 
     def _make(self, found: Match, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording
@@ -455,6 +467,7 @@ class Planner:
         self.updater.settle(
             Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
         )
+        self._is_settled = True
         self.on_settled()
         self.writes.look()
         return_now()

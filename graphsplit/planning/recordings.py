@@ -35,12 +35,13 @@ from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, shown
 from graphsplit.planning.announced import Swaps
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
 
 
-Circumstances = tuple[tuple[bool, ...], Any]
+Circumstances = tuple[tuple[nn.Parameter, ...], Any]  # what may be trained, and the loss
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
 
 
@@ -53,6 +54,7 @@ class Recording:
         mode: Train, eval or predict.
         signature: Of the batch, or of each microbatch.
         graph: The graph.
+        parameters: Those of network and loss.
         trained: Of every parameter, whether it is trained.
         loss_fn: The loss.
         tensors: The state that it works on.
@@ -66,6 +68,7 @@ class Recording:
     mode: Mode
     signature: Signature
     graph: CapturedGraph
+    parameters: tuple[nn.Parameter, ...]
     trained: tuple[bool, ...]
     loss_fn: Any
     tensors: tuple[torch.Tensor, ...]
@@ -112,12 +115,24 @@ class Match:
     numbers: Mapping[str, Any]
 
 
+def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Of every parameter, whether it is trained."""
+    with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
+        return tuple([parameter.requires_grad for parameter in parameters])
+
+
+def are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether they are the same tensors, in one order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
 class Recordings:
     """Makes recordings, and finds those that hold.
 
     Args:
         record: Records a step with some places lifted.
-        circumstances: Gives, for every parameter, whether it is trained; and the loss.
+        circumstances: Gives the parameters of network and loss, since the last recording that was
+            used; and the loss.
         tensors: Gives all parameters and buffers by name.
         swaps: The loss and the optimizer that the Model was given since the last step.
     """
@@ -171,9 +186,8 @@ class Recordings:
             signature: Of the batch, or of each microbatch.
             known: A recording whose Python values were compared, and not changed since.
         """
-        circumstances = self._circumstances()
         for index, recording in enumerate(self._latest):
-            if recording.mode is not mode or not self._fits(recording, circumstances):
+            if recording.mode is not mode or not self._fits(recording):
                 continue
             if recording.graph.sizes is None and recording.signature != signature:
                 continue
@@ -198,7 +212,8 @@ class Recordings:
         swapped = self._swaps.changed()
         if before is None:
             return swapped
-        was, now = self._marks(before.trained), self._marks(self._circumstances()[0])
+        parameters, _ = self._circumstances()
+        was, now = self._marks(before.trained), self._marks(requires_grad_of(parameters))
         marks = (named_failure(name, was[name], now[name]) for name in now if name in was)
         changed = before.graph.state.guards.failures()
         return [*swapped, *changed, *(mark for mark in marks if mark.old != mark.new)]
@@ -250,12 +265,15 @@ class Recordings:
         chosen = self._lifted(before, graph, changed, mode, signature) if before else None
         if chosen is None:
             self._count(changed, (mode, signature.digest), time.monotonic() - began)
+        parameters, loss_fn = self._circumstances()
         recording = Recording(
             self._num_made,
             mode,
             signature,
             chosen or graph,
-            *self._circumstances(),
+            parameters,
+            requires_grad_of(parameters),
+            loss_fn,
             tuple(self._tensors().values()),
             changed=changed,
         )
@@ -327,27 +345,31 @@ class Recordings:
                 old.mode is mode
                 and old.signature == signature
                 and not old.graph.state.guards.lifted
-                and self._fits(old, self._circumstances())
+                and self._fits(old)
                 and old.graph.state.guards.hold()
             ):
                 return old.graph
         return None
 
-    def _fits(self, recording: Recording, circumstances: Circumstances) -> bool:
-        trained, loss_fn = circumstances
-        return recording.trained == trained and recording.loss_fn is loss_fn
+    def _fits(self, recording: Recording) -> bool:
+        """Whether what it was made for is trained, and with the loss that the Model has.
+
+        That the network has other parameters now, its guards see.
+        """
+        _, loss_fn = self._circumstances()
+        return (
+            recording.loss_fn is loss_fn
+            and requires_grad_of(recording.parameters) == recording.trained
+        )
 
     def _before(
         self, mode: Mode, signature: Signature, graph: CapturedGraph | None = None
     ) -> Recording | None:
         """The recording of such a step that was used last; one that is like a graph, if any is."""
-        circumstances = self._circumstances()
         found = [
             recording
             for recording in self._latest
-            if recording.mode is mode
-            and recording.signature == signature
-            and self._fits(recording, circumstances)
+            if recording.mode is mode and recording.signature == signature and self._fits(recording)
         ]
         alike = (r for r in found if graph is not None and _are_alike(r.graph, graph))
         return next(alike, found[0] if found else None)
@@ -402,9 +424,9 @@ class Recordings:
             if (
                 other.mode is recording.mode
                 and other.signature == recording.signature
-                and self._fits(other, (recording.trained, recording.loss_fn))
-                and len(other.tensors) == len(recording.tensors)
-                and all(map(is_, other.tensors, recording.tensors))
+                and other.loss_fn is recording.loss_fn
+                and other.trained == recording.trained
+                and are_same(other.tensors, recording.tensors)
                 and other.graph.describe() == text
             ):
                 return other.plans

@@ -211,7 +211,7 @@ def plan_step(
     planner.keep_at_least(2 * len(shape.parts))
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
-    trained: list[tuple[bool, ...]] = []
+    trained: list[tuple[Sequence[torch.Tensor], tuple[bool, ...]]] = []
     waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
     while waiting:
         (signature, count), *later = waiting
@@ -230,8 +230,8 @@ def plan_step(
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)
-        trained.append(planner.requires_grad())
+        trained.append((planner.trainable, planner.requires_grad()))
         waiting = later
-    marks = [partial(put_requires_grad, planner.trainable, flags) for flags in trained]
-    is_one = len(set(trained)) == 1
+    marks = [partial(put_requires_grad, *part) for part in trained]
+    is_one = len({flags for _, flags in trained}) == 1
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, () if is_one else tuple(marks))

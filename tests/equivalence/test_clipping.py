@@ -249,3 +249,38 @@ def test_one_process_clips_and_tells_the_norm() -> None:
 def test_what_is_no_clipping_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+class TwoWeights(nn.Module):
+    """A layer whose weight the script replaces, and puts back later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weights = [self.first.weight, nn.Parameter(torch.full((8, 8), 0.1))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:network or loss reads")  # each weight takes a capture
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_weight_that_is_put_back_is_clipped_and_frozen_again(microbatches: int) -> None:
+    def change(step: int, network: Any, loss_fn: Any) -> None:
+        if step in (2, 4):
+            network.first.weight = network.weights[step == 2]
+        if step in (6, 8):
+            network.weights[0].requires_grad_(step == 8)
+
+    assert_same_bits(
+        TwoWeights,
+        BATCHES,
+        steps=10,
+        num_workers=2,
+        place=lambda network: network.second.place("MS_WORKER", 1),
+        loss_fn=rows_against_target,
+        clip=GlobalNorm(0.05),
+        microbatches=microbatches,
+        before_step=change,
+        evaluate_after=(3, 5, 7),
+    )
