@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import buffer_of_form
+from graphsplit.torch_ext.attributes import LOAD, buffer_of_form
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
@@ -34,7 +34,7 @@ _NAMES_OF_WRITES = (
     "sub_ subtract_ tril_ triu_ zero_"
 )
 _WRITES = {nn.init.constant_, *(getattr(torch.Tensor, name) for name in _NAMES_OF_WRITES.split())}
-_LOADING = nn.Module._load_from_state_dict.__code__
+_LOADING = getattr(nn.Module, LOAD).__code__
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 _ZERO_GRADS = tuple(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
@@ -69,7 +69,7 @@ class Elsewhere(StandIn):
             raise OwnershipError(self._message(asked))
         # No gradient is here, and who looks at those of all parameters (the norm of the gradients
         # found here would be taken for that of all) would take that for «has none».
-        if sys._getframe(2).f_code in _ZERO_GRADS:
+        if sys._getframe(3).f_code in _ZERO_GRADS:
             return
         name, owner, _ = getattr(self, _WHOSE)
         raise OwnershipError(
