@@ -35,9 +35,7 @@ def state_of_hooks(
     theirs: set[Any] = set()
     network = {id(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
-        hooks = [
-            hook for table in TENSOR_HOOKS for hook in (getattr(tensor, table, None) or {}).values()
-        ]
+        hooks = _hooks_of(tensor)
         if not hooks:
             continue
         found = {
@@ -63,6 +61,60 @@ def with_hooks(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
         for name, tensor in tensors.items()
         if any(getattr(tensor, table, None) for table in TENSOR_HOOKS)
     )
+
+
+class KeptValues:
+    """The values that hooks must leave: later microbatches have computed with them already.
+
+    Args:
+        tensors: This worker's parameters and buffers, by name.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._reached: dict[tuple[int, ...], frozenset[int]] = {}  # by the hooks, held below
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def left_by(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Run what runs the hooks of some parameters.
+
+        Raises:
+            OwnershipError: They have changed the value of a parameter or buffer.
+        """
+        hooks = [hook for parameter in parameters for hook in _hooks_of(parameter)]
+        if not hooks:
+            yield
+            return
+        key = tuple(map(id, hooks))
+        if key not in self._reached:
+            self._hooks += hooks
+            self._reached[key] = frozenset(holder.key for holder in Reached().look(hooks))
+        watched = self._reached[key] | {id(p) for p in parameters if _hooks_of(p)}
+        before = {n: t.detach().clone() for n, t in self._tensors.items() if id(t) in watched}
+        yield
+        for name, value in before.items():
+            if not _is_equal(self._tensors[name], value):
+                lines = "".join(dict.fromkeys(map(_line_of, hooks)))
+                raise OwnershipError(
+                    f"a hook on a parameter{lines} writes to {name!r} after a microbatch; later "
+                    f"microbatches have been computed with the value before\n"
+                    f"  Fix: write between two steps, or use microbatches=1."
+                )
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two values are the same; NaN is NaN."""
+    one = one.detach()
+    return torch.equal(one, other) or bool(
+        ((one == other) | ((one != one) & (other != other))).all()
+    )
+
+
+def _hooks_of(tensor: torch.Tensor) -> list[Any]:
+    return [
+        hook for table in TENSOR_HOOKS for hook in (getattr(tensor, table, None) or {}).values()
+    ]
 
 
 def _line_of(hook: Any) -> str:

@@ -33,7 +33,7 @@ from graphsplit.runtime.random.generators import (
     bind_send_generators,
 )
 from graphsplit.runtime.segments.autograd import gradient_sum
-from graphsplit.runtime.segments.backward import BackwardBinder
+from graphsplit.runtime.segments.backward import BackwardBinder, overtaken
 from graphsplit.runtime.segments.blocks import bind_send_block
 from graphsplit.runtime.segments.changing_state import (
     changing_state,
@@ -106,7 +106,8 @@ class ProgramRunner:
         self._senders, self._receivers = ends.senders, ends.receivers
         pairs = parts.pairs if self._is_microbatched else None
         self._backward = BackwardBinder(
-            parts.plan, parts.state, parts.updater, parts.hook_state, pairs
+            *(parts.plan, parts.state, parts.updater, parts.hook_state, pairs),
+            overtaken=overtaken(parts.plan, instructions),
         )
         self._backward.pending = {segment: [] for segment, _ in self._apart}
         self._actions = [self._bind(i) for i in instructions]

@@ -11,7 +11,7 @@ from torch import nn
 
 import graphsplit as gs
 from graphsplit.errors import OwnershipError
-from graphsplit.optimizers.parameter_hooks import hooks_leave, state_of_hooks
+from graphsplit.optimizers.parameter_hooks import KeptValues, hooks_leave, state_of_hooks
 
 assert threads_as_workers
 X, Y = torch.arange(8.0).reshape(2, 4), torch.tensor([0, 1])
@@ -47,27 +47,43 @@ def notes_on_one_worker(net: nn.Module, log: list[str]) -> None:
     notes(net[2], log)
 
 
-def train(register: Register) -> list[float]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+def apart(net: nn.Sequential) -> None:
     net[0].place("MS_WORKER", 0)
     net[2].place("MS_WORKER", 1)
+
+
+def replicas(net: nn.Sequential) -> None:
+    net.place("MS_WORKER", [0, 1])
+
+
+def train(
+    register: Register, place: Callable[[nn.Sequential], None] = apart, microbatches: int = 1
+) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    place(net)
     register(net, [])
-    model = gs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model = gs.Model(
+        *(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1)),
+        microbatches=microbatches,
+    )
     return [float(model.train_step(X, Y)) for _ in range(3)]
 
 
-def plain(register: Register) -> list[float]:
+def plain(register: Register, microbatches: int = 1) -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     register(net, [])
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(X), Y)
-        loss.backward()
+        total = torch.zeros(())
+        for x, y in zip(X.chunk(microbatches), Y.chunk(microbatches), strict=True):
+            loss = nn.functional.cross_entropy(net(x), y) * (1 / microbatches)
+            loss.backward()
+            total = total + loss.detach()
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(total.item())
     return losses
 
 
@@ -97,3 +113,59 @@ def test_only_what_is_shared_is_watched() -> None:
     with pytest.raises(OwnershipError, match="changes log"), hooks_leave(held):
         log.append(2)
     assert state_of_hooks(tensors, {"weight": 0, "bias": 0}, 0) == ()
+
+
+def clamps(net: nn.Module, log: list[str]) -> None:
+    net[0].weight.register_post_accumulate_grad_hook(lambda p: (p.data.clamp_(-0.1, 0.1), None)[1])
+
+
+def clamps_another(net: nn.Module, log: list[str]) -> None:
+    weight = net[0].weight
+    net[0].bias.register_hook(lambda gradient: (weight.data.clamp_(-0.1, 0.1), None)[1])
+
+
+def clamps_at_last(net: nn.Module, log: list[str]) -> None:
+    def clamp(parameter: torch.Tensor) -> None:
+        log.append("")
+        if len(log) % 2 == 0:
+            parameter.data.clamp_(-0.1, 0.1)
+
+    net[0].weight.register_post_accumulate_grad_hook(clamp)
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize(
+    ("register", "place"), [(clamps, apart), (clamps, replicas), (clamps_another, apart)]
+)
+def test_a_hook_that_writes_where_later_microbatches_have_run_is_refused(
+    register: Register, place: Callable[[nn.Sequential], None]
+) -> None:
+    with pytest.raises(
+        OwnershipError, match=r"hooks_of_parameters.*'0.weight' after(.|\n)*microbatches=1"
+    ):
+        ThreadCluster(lambda _: train(register, place, 2), 2, is_recoverable=False).run()
+
+
+@pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("place", [apart, replicas])
+def test_a_hook_may_write_after_the_last_microbatch(
+    place: Callable[[nn.Sequential], None],
+) -> None:
+    cluster = ThreadCluster(lambda _: train(clamps_at_last, place, 2), 2, is_recoverable=False)
+    assert cluster.run() == [plain(clamps_at_last, 2)] * 2
+
+
+def test_a_hook_may_write_where_one_worker_runs_microbatches_in_turn() -> None:
+    assert train(clamps, microbatches=2) == plain(clamps, 2)
+
+
+def test_a_hook_that_writes_once_a_step_has_the_bits_of_a_plain_loop() -> None:
+    assert train(clamps) == plain(clamps)
+
+
+def test_nan_that_a_hook_leaves_is_not_taken_for_a_write() -> None:
+    value = torch.tensor([float("nan"), 1.0])
+    parameter = nn.Parameter(value)
+    parameter.register_hook(lambda gradient: None)
+    with KeptValues({"w": parameter}).left_by([parameter]):
+        pass

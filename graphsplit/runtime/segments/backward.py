@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.capture.operations.opaque_call import unchanged
-from graphsplit.optimizers.parameter_hooks import HookState, hooks_leave
+from graphsplit.optimizers.parameter_hooks import HookState, KeptValues, hooks_leave
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import opaque_calls, shared_elsewhere
 from graphsplit.partition.plan import PartitionPlan, SumTerm
@@ -30,6 +30,7 @@ from graphsplit.runtime.step_state import Gradient, StepState
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
 
 Action = Callable[[StepState], None]
+_GIVING = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT, Opcode.ACCUMULATE)
 
 
 class BackwardBinder:
@@ -41,6 +42,7 @@ class BackwardBinder:
         updater: Knows the gradient with which the backward of a loss begins.
         hook_state: Python state that hooks on parameters of several workers share.
         pairs: Adds the gradients of microbatches in pairs; None: one after the other, in ``.grad``.
+        overtaken: The instructions before which later microbatches have computed their values.
     """
 
     def __init__(
@@ -50,7 +52,11 @@ class BackwardBinder:
         updater: Updater,
         hook_state: Sequence[HookState] = (),
         pairs: PairwiseSums | None = None,
+        overtaken: Container[Instruction] = (),
     ) -> None:
+        self._overtaken = overtaken
+        names = {node: str(plan.placed.graph.nodes[node].target) for node in state}
+        self._kept = KeptValues({names[node]: tensor for node, tensor in state.items()})
         self._plan = plan
         self._state = state
         self._updater = updater
@@ -73,11 +79,12 @@ class BackwardBinder:
         given_to = self._given_to(instruction) if pairs is not None else ()
         if pairs is not None and given_to:
             run = _apart(run, pairs, given_to, instruction.microbatch)
-        if not held:
+        hooked = self._given_to(instruction) if instruction in self._overtaken else []
+        if not held and not hooked:
             return run
 
         def run_watching(state: StepState) -> None:
-            with hooks_leave(held):
+            with hooks_leave(held), self._kept.left_by(hooked):
                 run(state)
 
         return run_watching
@@ -231,6 +238,24 @@ class BackwardBinder:
                 accumulate(parameter, gradient, is_shared=is_shared)
 
         return accumulate_shared
+
+
+def overtaken(plan: PartitionPlan, instructions: Sequence[Instruction]) -> frozenset[Instruction]:
+    """The instructions that give a parameter its gradient after later microbatches have used it.
+
+    A sum of what several workers give is late for all microbatches but the last: its parameter was
+    sent to the others before the first one.
+    """
+    found, newest = set(), 0
+    last = max((i.microbatch for i in instructions), default=0)
+    for instruction in instructions:
+        opcode, microbatch = instruction.opcode, instruction.microbatch
+        if opcode is Opcode.FORWARD:
+            newest = max(newest, microbatch)
+        is_sum = opcode is Opcode.ACCUMULATE and plan.num_workers > 1
+        if opcode in _GIVING and (microbatch < newest or (is_sum and microbatch < last)):
+            found.add(instruction)
+    return frozenset(found)
 
 
 def _apart(
