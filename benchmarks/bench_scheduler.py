@@ -126,7 +126,7 @@ class SimulatedMember:
             # As long as those of a real worker.
             endpoints={
                 "token": self._incarnation,
-                "grpc": "192.168.100.100:40123",
+                "grpc": "127.0.0.1:40123",
                 "shm": f"{'0' * 36}.4026531840.1000/graphsplit-{self._incarnation}",
                 "generator": "0123456789abcdef",
             },

@@ -101,7 +101,7 @@ def test_workers_with_other_settings_are_refused_before_step_0():
 def test_a_rank_that_the_job_does_not_have_is_refused_with_the_users_line():
     job = run_job("failing.py", "out of range", workers=3)
     assert_named_everywhere(job, "PlacementError", r"failing\.py:\d+")
-    assert re.search(r"MS_WORKER 7, .* workers 0 to 2", job.output)
+    assert re.search(r"MS_WORKER 7 at .*, but the job has workers 0 to 2", job.output)
     assert job.output.count("Traceback (most recent call last)") == 1, job.output
     assert "Fix: " in job.output
 
