@@ -36,20 +36,22 @@ def refuse_unreplicable(
             f"script's own loop (gs.distribute) has none\n  {_sources(replicas)}\n"
             f"  Fix: train it by gs.Model, or place each module on one worker."
         )
-    problems = [
+    too_few = [
         f"{what} is placed on {len(a.replicas)} workers{f' by rows={a.rows}' if a.rows else ''}, "
         f"and the Model has microbatches={num_microbatches}; expected at least one microbatch for "
         f"each\n    {a.source}"
         for what, a in replicas.items()
         if not all(a.blocks(num_microbatches))
     ]
+    problems: list[str] = []
     if is_compiled:
         problems.append("compile= compiles what each worker runs, and replicas cannot be compiled")
     problems += _problems_of(graph)
-    if problems:
-        lines = "\n  ".join(problems)
+    if problems or too_few:
+        lines = "\n  ".join((*too_few, *problems))
+        more = "" if problems else "raise microbatches, or "  # it mends nothing else
         raise PlacementError(
-            f"replicas cannot run this network:\n  {lines}\n  Fix: raise microbatches, or place on "
+            f"replicas cannot run this network:\n  {lines}\n  Fix: {more}place on "
             f"one worker each what is placed on several at\n  {_sources(replicas)}"
         )
 
