@@ -59,7 +59,9 @@ _SHAPED_BY_VALUES = frozenset(
         *("repeat_interleave", "_unique2", "histc"),
     )
 )
-_INDEXING = frozenset({"__getitem__", "__setitem__", "index_put", "index_put_"})
+_MASKS = (torch.bool, torch.uint8)
+_BY_BRACKETS = frozenset({"__getitem__", "__setitem__"})
+_INDEXING = _BY_BRACKETS | {"index_put", "index_put_"}
 _OPERATORS = (
     "add",
     "sub",
@@ -262,10 +264,13 @@ def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse_written_leaf(name, args, kwargs)
+    args = _with_told_indices(name, args)
     given, together = taken_apart(args, kwargs)
     found = _from_last(as_value, given)
     args, kwargs = together(found)
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
+    if not values:  # an ordinary tensor, indexed by a value
+        return func(*args, **kwargs)
     if _needs_values(name, args, kwargs, values):
         shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
         args, kwargs = together(shared)
@@ -274,7 +279,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     is_here = loop.rank == home
     taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
     if not is_here and name in _INDEXING:  # how many elements a mask takes is not seen in shapes
-        args = (args[0], _as_positions(args[1]), *args[2:])
+        args = (args[0], _as_positions(name, args[1]), *args[2:])
         found, together = given, _ = taken_apart(args, kwargs)
     inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
     its_args, its_kwargs = together(inside)
@@ -293,10 +298,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     except NotImplementedError as error:
         if is_here:
             raise
-        raise ConfigurationError(
-            f"{name} cannot be followed on workers that do not have its operands: {error}\n"
-            f"  Fix: do it inside the network's forward, or ask for the value first."
-        ) from error
+        raise _cannot_follow(name, error) from error
     if following.draws:
         _take_generator(loop, home)
     known = {
@@ -362,31 +364,48 @@ def _needs_values(
     """Whether all workers need the operands: shapes hang on them, or a plain tensor is written."""
     if name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1):
         return True
-    if name in _INDEXING:
-        indices = pytree.tree_leaves(args[1])
-        if any(isinstance(i, LoopValue) and _is_number_or_mask(i) for i in indices):
-            return True
     return any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
         for leaf in _written(name, args, kwargs)
     )
 
 
-def _as_positions(indices: Any) -> Any:
-    """Indices without masks, which all workers have: the positions of what they take instead."""
+def _cannot_follow(name: str, error: NotImplementedError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} cannot be followed on workers that do not have its operands: {error}\n"
+        f"  Fix: do it inside the network's forward, or ask for the value first."
+    )
+
+
+def _with_told_indices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if name not in _INDEXING or len(args) < 2:
+        return args
+    return (args[0], pytree.tree_map(_told_index, args[1]), *args[2:])
+
+
+def _told_index(index: Any) -> Any:
+    """An index; one that is a number or a mask, which says how many are taken, on all workers."""
+    value = as_value(index)
+    if isinstance(value, LoopValue) and (value.dim() == 0 or value.dtype in _MASKS):
+        return value.everywhere()
+    return index
+
+
+def _as_positions(name: str, indices: Any) -> Any:
+    """Indices without masks and numbers, which all workers have: the positions of what they take.
+
+    A tensor without memory is then indexed as the value is: a number gives a view of it.
+    """
     found: list[Any] = []
     for index in indices if isinstance(indices, (tuple, list)) else (indices,):
-        is_mask = isinstance(index, torch.Tensor) and not isinstance(index, LoopValue)
-        if is_mask and index.dim() and index.dtype in (torch.bool, torch.uint8):
+        is_known = isinstance(index, torch.Tensor) and not isinstance(index, LoopValue)
+        if is_known and index.dim() and index.dtype in _MASKS:
             found += index.nonzero(as_tuple=True)
+        elif is_known and not index.dim() and index.dtype not in _MASKS:
+            found.append(int(index) if name in _BY_BRACKETS else index)
         else:
             found.append(index)
     return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
-
-
-def _is_number_or_mask(index: LoopValue) -> bool:
-    """Whether an index is a number, which indexing asks for, or says how many are taken."""
-    return index.dim() == 0 or index.dtype in (torch.bool, torch.uint8)
 
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -159,6 +159,35 @@ def contrastive(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+def masked(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Masks and numbers that are values themselves, to read and to write (pruning)."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        out = net(torch.randn(6, 8)) * 1.0
+        out[out < 0] = 0.0
+        out[out[0].argmax(), 1:] = out[-1].detach()[1:]
+        loss = out.square().mean() + out[out > 0.1].sum() + out[out[:, 0].argmax()].sum()
+        optimizer.zero_grad()
+        loss.backward()
+        for p in net.parameters():
+            p.grad[p.grad.abs() < 0.01] = 0
+        optimizer.step()
+        with torch.no_grad():
+            weight = net.last.weight
+            weight[weight.abs() < 0.15] = 0.0
+            weight[weight.sum(1).argmax()].mul_(0.5)
+            weight[weight[:, 1].argmin(), 1] += 1.0
+            weight.index_put_((weight[:, 0] > 0, torch.tensor(2)), torch.tensor(0.25))
+        probabilities = out.detach().softmax(1)
+        probabilities[probabilities < 0.3] = 0
+        yield loss.item(), probabilities, [p.grad for p in net.parameters()]
+        table = torch.arange(8.0)
+        table[(probabilities > 0).sum()] = 1.0
+        yield table, probabilities[probabilities > 0], table[probabilities.argmax(1)].tolist()
+    yield net.state_dict()
+
+
 def moved(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """``net.to(device)`` in mid-run, with gradients; steps in hooks of parameters."""
     net = distribute(small(ranks))
@@ -173,4 +202,4 @@ def moved(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged, mixed, contrastive, moved)
+LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged, mixed, contrastive, masked, moved)
