@@ -157,19 +157,16 @@ class _Wanted:
         for call in calls:
             call.state.totals = totals if is_added_up else None
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
-        with (
-            loop.job.reporting(),
-            loop.adding_up(totals),
-            Following(),
-        ):
+        with loop.job.reporting(), loop.adding_up(totals):
             tell(loop, numbers_behind(self.outputs))
-            held = [output.held for output in self.outputs]
-            if self.inputs is None:
-                torch.autograd.backward(held, given, retain_graph=self.retain)
-                found = []
-            else:
-                found = self._to_inputs(held, given, steps)
-            result = finish(totals, found)
+            with Following():
+                held = [output.held for output in self.outputs]
+                if self.inputs is None:
+                    torch.autograd.backward(held, given, retain_graph=self.retain)
+                    found = []
+                else:
+                    found = self._to_inputs(held, given, steps)
+                result = finish(totals, found)
         loop.num_changes += 1
         return result
 

@@ -37,6 +37,7 @@ class NetworkCalls(ClusterEngine):
         mode = Mode.CALL if torch.is_grad_enabled() else Mode.LOOK
         division = Division(arguments, (arguments,))
         self._job.member.position.calls.pass_milestone()  # all are in the same one, or never meet
+        self.planner.writes.pass_over_own()  # an operation is compared where it runs
         planned = self._leading.given(mode, division, self._step)
         step, self._step = self._step, self._step + 1
         self._job.has_stepped = True

@@ -154,6 +154,14 @@ class Writes:
         """Let writes since ``names`` be none of the code of the step."""
         self._begun = Elsewhere.num_left_out
 
+    def pass_over_own(self) -> None:
+        """Let writes to what lives here be none of the script: its own loop compares them itself.
+
+        Where a write was left out all stays as it is, for that is compared with the owner's.
+        """
+        if Elsewhere.num_left_out == self._settled:
+            self._settle()
+
     def after_step(self) -> None:
         """Note that a step is over.
 

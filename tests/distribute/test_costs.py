@@ -20,6 +20,7 @@ from torch.nn import functional
 import graphsplit as gs
 from graphsplit.distribute import forms as following
 from graphsplit.job import joined
+from graphsplit.planning.planner import Planner
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.transport import memory
 
@@ -134,6 +135,19 @@ def test_a_step_moves_no_more_than_train_step_and_a_kilobyte(
     whole, own = of_one_step(by_train_step), of_one_step(by_own_loop)
     assert 0 < own <= whole + 1024
     assert own < 24 * VOCABULARY * 4  # the logits alone
+
+
+def test_what_an_optimizer_writes_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, original = [], Planner.python_step
+
+    def python_step(self: Planner, *args: Any, **options: Any) -> Any:
+        found = original(self, *args, **options)
+        told.append(found.written)
+        return found
+
+    monkeypatch.setattr(Planner, "python_step", python_step)
+    run(lambda: by_own_loop(3))
+    assert len(told) > NUM_WORKERS and told[-2 * NUM_WORKERS :] == [()] * 2 * NUM_WORKERS
 
 
 def test_forward_and_backward_run_where_a_module_is_placed() -> None:
