@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from graphsplit.cli.launch.console import UPDATE_INTERVAL_S, Console, Sink
 from graphsplit.cli.launch.lines import LinePart
 
@@ -94,24 +96,22 @@ def test_capturing_and_planning_last_until_a_worker_says_something_else() -> Non
     assert not console.turns
 
 
-def test_a_terminal_leaves_out_what_echoes_the_last_line() -> None:
-    echoes = [
-        b"[graphsplit] worker 0 ended because worker 1 (host a, pid 3) failed: ValueError: no",
-        b"[graphsplit] the same error as worker 1: ValueError: no",
-        b"[graphsplit] worker 2 was interrupted: ended by SIGINT; train.py:3",
-    ]
-    own = b"[graphsplit] worker 1 ended because of an error that the script caught: no"
-    for is_terminal in (True, False):
-        console, stream, _ = make_console(is_terminal=is_terminal, environ={"NO_COLOR": "1"})
-        for text in (*echoes, own):
-            console.show("worker 0", "stderr", LinePart(text))
-        heard = b"the job failed: worker 1 (host a, pid 3) failed: no; its log has the whole story"
-        found = b"the job failed: the workers have made different calls"  # nobody else tells it
-        for text in (heard, found):
-            console.show("scheduler", "stderr", LinePart(b"[scheduler] " + text))
-        shown = [] if is_terminal else echoes
-        told = [found] if is_terminal else [heard, found]
-        of_scheduler = b"".join(b"[scheduler] " + one + b"\n" for one in told)
-        assert stream.getvalue().removesuffix(of_scheduler) == b"".join(
-            b"[worker 0] " + one + b"\n" for one in [*shown, own]
-        )
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_echoes_the_last_line_is_left_out(is_terminal: bool) -> None:
+    console, stream, _ = make_console(is_terminal=is_terminal, environ={"NO_COLOR": "1"})
+    heard = b"[graphsplit] worker 1 ended because of an error that the script caught: no"
+    found = b"the job failed: the workers have made different calls"  # nobody else tells it
+    for text in (
+        b"worker 0 ended because worker 1 (host a, pid 3) failed: ValueError: no",
+        b"the same error as worker 1: ValueError: no",
+        b"worker 2 was interrupted: ended by SIGINT; train.py:3",
+    ):
+        console.show("worker 0", "stderr", LinePart(b"[graphsplit] " + text))
+    console.show("worker 1", "stderr", LinePart(heard))
+    for text in (
+        b"the job failed: worker 1 (host a, pid 3) failed: no; its log has the whole story",
+        b"the job failed: worker 1 (host a, pid 3) was lost: its process was killed by SIGKILL",
+        found,
+    ):
+        console.show("scheduler", "stderr", LinePart(b"[scheduler] " + text))
+    assert stream.getvalue() == b"[worker 1] " + heard + b"\n[scheduler] " + found + b"\n"

@@ -139,7 +139,7 @@ class Run:
                 specs,
                 [sys.executable, str(JOB), str(self.folder)],
                 console=console,
-                log_dir=None,
+                log_dir=self.folder / "logs",
                 restarts=Restarts(
                     processes=RESTARTS if has_restarts else 0,
                     with_scheduler=self.case.policy == JOURNAL,
@@ -151,7 +151,8 @@ class Run:
     def _start_real(self) -> int:
         restarts = 0 if self.case.policy == FAIL_FAST else RESTARTS
         command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(NUM_WORKERS),
-                   "--port", str(self.port), "--restarts", str(restarts), "--",
+                   "--port", str(self.port), "--restarts", str(restarts),
+                   "--log-dir", str(self.folder / "logs"), "--",
                    str(JOB), str(self.folder)]  # fmt: skip
         with (self.folder / "output").open("wb") as output:
             child = subprocess.Popen(
@@ -280,12 +281,9 @@ class Verdicts:
                 self.wrong.append(f"the port is still in use: {error}")
 
     def _lines_of(self, process: str) -> list[str]:
-        prefix = f"[{process}] "
-        return [
-            line.removeprefix(prefix)
-            for line in self._output.splitlines()
-            if line.startswith(prefix)
-        ]
+        log = self._run.folder / "logs" / f"{process.replace(' ', '_')}.log"
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return [line.removeprefix(f"[{process}] ") for line in text.splitlines()]
 
     def _last_line(self) -> str:
         told = [line for line in self._output.splitlines() if line.startswith("graphsplit: ")]

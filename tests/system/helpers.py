@@ -7,8 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from system.warm_jobs import warm_launcher, with_defaults
@@ -18,17 +18,17 @@ JOBS = Path(__file__).parent / "jobs"
 
 @dataclass(frozen=True)
 class Finished:
-    """A job that has ended."""
+    """A job that has ended: what its launcher showed, and what its processes printed."""
 
     status: int
     output: str
     seconds: float
+    logs: Mapping[str, str] = field(default_factory=dict)
 
     def lines_of(self, process: str) -> list[str]:
-        """What one process printed."""
-        prefix = f"[{process}] "
-        return [line.removeprefix(prefix) for line in self.output.splitlines()
-                if line.startswith(prefix)]  # fmt: skip
+        """What one process printed; the launcher leaves out what echoes its last line."""
+        lines = self.logs[process.replace(" ", "_")].splitlines()
+        return [line.removeprefix(f"[{process}] ") for line in lines]
 
     def said_by(self, process: str) -> list[str]:
         """What one process's script printed, without graphsplit's own lines."""
@@ -44,9 +44,16 @@ def run_job(
     **environment: str,
 ) -> Finished:
     """Run a script on a scheduler and some workers, to its end."""
-    command = ["run", "-n", str(workers), "--restarts", str(restarts), "--",
-               str(JOBS / script), *arguments]  # fmt: skip
-    return run_command(command, timeout_s=timeout_s, **environment)
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["-n", str(workers), "--restarts", str(restarts), "--log-dir", folder]
+        command = ["run", *options, "--", str(JOBS / script), *arguments]
+        job = run_command(command, timeout_s=timeout_s, **environment)
+        return replace(job, logs=read_logs(Path(folder)))
+
+
+def read_logs(folder: Path) -> dict[str, str]:
+    """What each process printed, from the folder that ``--log-dir`` named."""
+    return {path.stem: path.read_text(errors="replace") for path in folder.glob("*.log")}
 
 
 def run_command(command: Sequence[str], *, timeout_s: float = 240, **environment: str) -> Finished:

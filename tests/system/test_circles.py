@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from system.helpers import run_job
+from system.helpers import Finished, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
 
@@ -32,48 +32,50 @@ ENDS = {
 }
 
 
-def end_of(what: str, workers: int = 2) -> tuple[int, str]:
-    """The status and the output of a job all of which has ended within three seconds."""
+def end_of(what: str, workers: int = 2) -> Finished:
+    """A job all of which has ended within three seconds."""
     job = run_job("circles.py", what, workers=workers)
     ended_at = time.time()
     troubled_at = max(map(float, re.findall(r"trouble at ([\d.]+)", job.output)))
     assert ended_at - troubled_at < 3, job.output
-    return job.status, job.output
+    return job
+
+
+def assert_told(job: Finished, pattern: str, workers: int = 2) -> None:
+    """Each process says in its log why the job ended; one line for all is shown, the last."""
+    processes = ["scheduler", *(f"worker {rank}" for rank in range(workers))]
+    for told in (*map(job.lines_of, processes), job.output.splitlines()[-1:]):
+        assert re.search(pattern, "\n".join(told)), (told, job.output)
+    assert " ended because " not in job.output
 
 
 @pytest.mark.parametrize("what", FORMS)
 def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
     call, function, other = FORMS[what]
-    status, output = end_of(what)
-    assert status == 1
-    mine = rf"worker 1 is in {call}\(\) at {LINE} {function}"
-    others = rf"{other}\(\) at {LINE} (main|own_loop)"
-    for process in ("[scheduler] the job", "[worker 1]", "graphsplit:"):
-        told = "\n".join(line for line in output.splitlines() if line.startswith(process))
-        assert re.search(mine, told), output
-        assert re.search(f"worker 0 is in {others}", told), output
-    assert re.search("worker 0 .*" + mine, output)
+    job = end_of(what)
+    assert job.status == 1
+    assert_told(job, rf"worker 1 is in {call}\(\) at {LINE} {function}")
+    assert_told(job, rf"worker 0 is in {other}\(\) at {LINE} (main|own_loop)")
     fix = "ask for the value" if call.startswith("a value") else f"call {call}()"
-    assert f"{fix} on every worker" in output
+    assert f"{fix} on every worker" in job.output
 
 
 @pytest.mark.parametrize("what", ["a loss", "a metric", "an own loop"])
 def test_a_call_that_one_worker_of_three_makes_ends_the_job_at_once(what: str):
     call, function, _ = FORMS[what]
-    status, output = end_of(what, workers=3)
-    assert status == 1
-    mine = rf"worker 1 is in {call}\(\) at {LINE} {function}"
-    for process in ("[scheduler] the job", "[worker 0]", "[worker 1]", "[worker 2]", "graphsplit:"):
-        told = "\n".join(line for line in output.splitlines() if line.startswith(process))
-        assert re.search(mine, told), output
+    job = end_of(what, workers=3)
+    assert job.status == 1
+    assert_told(job, rf"worker 1 is in {call}\(\) at {LINE} {function}", workers=3)
 
 
 @pytest.mark.parametrize("what", ENDS)
 def test_a_worker_that_leaves_ends_the_job_at_once(what: str):
-    status, output = end_of(what)
-    assert status == (130 if what == "Ctrl-C" else 1)
-    assert re.search(ENDS[what], output.splitlines()[-1]), output
-    assert re.search(r"worker 0\] \[graphsplit\] worker 0 ended because .*worker 1", output), output
+    job = end_of(what)
+    assert job.status == (130 if what == "Ctrl-C" else 1)
+    assert re.search(ENDS[what], job.output.splitlines()[-1]), job.output
+    heard = "\n".join(job.lines_of("worker 0"))
+    assert re.search(r"\[graphsplit\] worker 0 ended because .*worker 1", heard), heard
+    assert "worker 0 ended because" not in job.output
 
 
 def test_a_child_that_a_callback_forks_ends_as_any_other_process():

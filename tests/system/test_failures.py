@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from system.helpers import JOBS, Finished, run_command, run_job
+from system.helpers import JOBS, Finished, read_logs, run_command, run_job
 
 pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
 TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial.md"
@@ -63,8 +64,10 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     (kill,) = re.findall(r"^\$ (kill -9 .*)$", tutorial, re.MULTILINE)
     kill = kill.replace("'2'", "'1'")
     command = f"until {kill} 2>/dev/null; do :; done"  # the log may lag behind
-    options = ["-n", "3", "--log-dir", str(tmp_path / "logs"), "--"]
+    logs = tmp_path / "logs"
+    options = ["-n", "3", "--log-dir", str(logs), "--"]
     job = run_command(["run", *options, str(JOBS / "failing.py"), "killed", command, str(tmp_path)])
+    job = replace(job, logs=read_logs(logs))
     assert job.status != 0
     for process in ("scheduler", "worker 0", "worker 2"):  # worker 2 was asleep in user code
         said = "\n".join(job.lines_of(process))
@@ -73,7 +76,7 @@ def test_a_killed_worker_is_named_with_rank_host_pid_and_position_within_three_s
     assert job.status == 137
     assert max(times(job, "ends")) - times(job, "trouble")[0] < 3
     lost = r"\(host \S+, pid \d+\) was lost: its process was killed by SIGKILL; last position: "
-    last = (tmp_path / "logs" / "worker_2.log").read_text().splitlines()[-1]
+    last = job.lines_of("worker 2")[-1]
     assert re.match(rf"\[graphsplit\] worker 2 ended because worker 1 {lost}", last), job.output
     assert re.search(rf"^\[graphsplit\] worker 4 ended because worker 2 {lost}", tutorial, re.M)
 

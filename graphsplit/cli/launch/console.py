@@ -18,11 +18,12 @@ _LAUNCHER, _SPINNER = "graphsplit", "|/-\\"
 TURN_S = 0.1  # how often a spinner turns
 # They last until a worker says something else.
 _LASTS = re.compile(rb"\[graphsplit\] ((?:capturing|planning) .*)")
-# What follows from the job's end. The launcher's last line names its cause, once for all of them.
+# What follows from the job's end. The launcher's last line names its cause, once for all of them;
+# what each process says of it stands in its log.
 _ECHO = re.compile(
     rb"\[graphsplit\] (worker \d+ ended because (?!of an error).*|the same error as .*"
     rb"|(worker \d+|this process) was interrupted: ended by SIG(INT|TERM).*)"
-    rb"|\[scheduler\] the job failed: .*; its log has the whole story"
+    rb"|\[scheduler\] the job failed: (.*; its log has the whole story|.*\) was lost: .*)"
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -41,11 +42,10 @@ class Sink:
 
 
 class Console:
-    """Prefixes each line with its process.
+    """Prefixes each line with its process; leaves out what only echoes the launcher's last line.
 
     A terminal has one status line at the bottom, for the progress bar of the process that first
-    draws one; lines scroll above it. It leaves out what only echoes the launcher's last line.
-    Elsewhere a progress bar becomes a line now and then, and nothing is left out.
+    draws one; lines scroll above it. Elsewhere a progress bar becomes a line now and then.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Console:
     def show(self, name: str, channel: str, piece: LinePart) -> None:
         """Show what process ``name`` wrote to ``channel``, ``"stdout"`` or ``"stderr"``."""
         sink = self._sinks[channel]
-        if self._sinks["stderr"].is_terminal and _ECHO.fullmatch(piece.text):
+        if _ECHO.fullmatch(piece.text):
             return
         if self._sinks["stderr"].is_terminal and (lasts := _LASTS.fullmatch(piece.text)):
             self.turn(lasts[1].decode(errors="replace"))
