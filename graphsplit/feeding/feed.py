@@ -44,7 +44,7 @@ from graphsplit.job.job import Job
 from graphsplit.job.process_generators import GeneratorWatch, ProcessStates
 from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
-from graphsplit.planning.announced import Note
+from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.tensor_meta import TensorMeta

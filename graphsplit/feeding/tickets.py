@@ -29,7 +29,7 @@ from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates, is_state
 from graphsplit.job.stream import HEADER, TICKET
-from graphsplit.planning.announced import NOTHING_READ, PythonStep
+from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 
 _STEP_BYTES = 512
 _NUMBERS = struct.Struct("<IIIII")

@@ -25,7 +25,7 @@ from graphsplit.job.meter import Meter
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
 from graphsplit.job.stream import ASKED, SENT
-from graphsplit.optimizers.ownership import TensorOwners
+from graphsplit.optimizers.ownership import ComparedWrites, TensorOwners
 from graphsplit.settings import FAIL_FAST
 from graphsplit.transport.base import Transport
 
@@ -49,6 +49,7 @@ class Job:
         joined_generation: The generation in which this process came: above 1 when it takes the
             place of a lost one, and has to catch up.
         owners: Where the tensors of all Models live.
+        compared_writes: How often they had been written to when workers compared that.
         readers: Which workers have read the loaders of all Models.
         script: The calls of the user's script that concern all workers.
         num_barriers: How many barriers the script came to in this generation.
@@ -85,6 +86,7 @@ class Job:
         member.position.calls.is_kept = member.recovery == FAIL_FAST
         self.script = Script(member.position.calls)
         self.owners = TensorOwners()
+        self.compared_writes = ComparedWrites()
         self.readers = LoaderReaders()
         self.num_barriers = 0
         self._closed = False

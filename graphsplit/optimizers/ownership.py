@@ -5,7 +5,7 @@ Its storage is a single zero, expanded to the shape of the tensor before it
 
 All workers run the same script, so ``net.beta.mul_(0.9)`` between two steps runs on the owner too:
 elsewhere it is left out, and noted. Whether all have written to the same tensors is compared before
-the next step (``planning.announced``).
+the next step (``planning.compared.writes``).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import LOAD, buffer_of_form
+from graphsplit.torch_ext.attributes import LOAD, WRITES, buffer_of_form
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
@@ -34,6 +35,7 @@ _NAMES_OF_WRITES = (
     "sub_ subtract_ tril_ triu_ zero_"
 )
 _WRITES = {nn.init.constant_, *(getattr(torch.Tensor, name) for name in _NAMES_OF_WRITES.split())}
+num_writes = attrgetter(WRITES)
 _LOADING = getattr(nn.Module, LOAD).__code__
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 _ZERO_GRADS = tuple(
@@ -127,6 +129,33 @@ class TensorOwners:
     def known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """The owners that are fixed, by the names that another Model has for its tensors."""
         return {name: self._owners[t] for name, t in tensors.items() if t in self._owners}
+
+
+class ComparedWrites:
+    """How often each tensor of a job had been written to when workers last compared that.
+
+    A tensor has one number of writes, however many Models use it, and whichever has compared last.
+
+    Attributes:
+        writes: The writes to each tensor, by its key.
+    """
+
+    def __init__(self) -> None:
+        self._keys: Any = WeakTensorKeyDictionary()  # numbers, none of which comes twice
+        self.writes: dict[int, int] = {}
+
+    def key_of(self, tensor: torch.Tensor) -> int:
+        """The number by which a tensor is known; of a new one, no write so far counts."""
+        key: int | None = self._keys.get(tensor)
+        if key is None:
+            key = self._keys[tensor] = len(self.writes)
+            self.writes[key] = num_writes(tensor)
+        return key
+
+    def is_written_to(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is here, and known, was written to since."""
+        key = None if is_elsewhere(tensor) else self._keys.get(tensor)
+        return key is not None and self.writes[key] != num_writes(tensor)
 
 
 def free(

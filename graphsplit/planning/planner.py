@@ -26,7 +26,9 @@ from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
-from graphsplit.planning.announced import Note, PythonStep, Swaps, Writes, compare, written_apart
+from graphsplit.planning.compared.announced import Note, PythonStep, compare
+from graphsplit.planning.compared.swaps import Swaps
+from graphsplit.planning.compared.writes import Writes, written_apart
 from graphsplit.planning.many_sizes import SizesSeen
 from graphsplit.planning.modes import as_in, refuse_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
@@ -95,7 +97,7 @@ class Planner:
         self._swaps = swaps = Swaps(task)
         self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
         self.python_values = PythonValues(self.recordings, task)
-        self.writes = Writes(self._tensors)
+        self.writes = Writes(self._tensors, job.compared_writes)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
@@ -108,7 +110,7 @@ class Planner:
         self._due.clear()
         self._swaps.settle()  # the channels are gone
         # Somebody may be new, and know nothing of what was seen before.
-        self.writes.look()
+        self.writes.start_over()
         self.python_values.note()
         self.recordings.start_over()
         self._found = None

@@ -34,7 +34,7 @@ from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, shown
-from graphsplit.planning.announced import Swaps
+from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_RECORDINGS = 64

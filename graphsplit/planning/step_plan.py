@@ -23,7 +23,7 @@ import torch
 from graphsplit.batches.batch import leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
-from graphsplit.planning.announced import Note
+from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.trainable import put_requires_grad

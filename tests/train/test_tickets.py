@@ -18,7 +18,9 @@ from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders
-from graphsplit.planning.announced import NOTHING_READ, Writes
+from graphsplit.optimizers.ownership import ComparedWrites
+from graphsplit.planning.compared.announced import NOTHING_READ
+from graphsplit.planning.compared.writes import Writes
 
 
 class Wire:
@@ -217,7 +219,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         pairs=None,
         trainable=(),
         plan_for=lambda *a, **k: planned,
-        writes=Writes(dict),
+        writes=Writes(dict, ComparedWrites()),
         keep_at_least=lambda number: None,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,

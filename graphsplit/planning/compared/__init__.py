@@ -1,0 +1,1 @@
+"""The Python side of a step as workers compare it: values, swapped losses, writes to tensors."""

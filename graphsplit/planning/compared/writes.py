@@ -1,0 +1,149 @@
+"""The parameters and buffers that code has written to, or replaced, between two steps.
+
+Several Models may share modules. Then a step of any of them compares what was written before it,
+and the next step of another one must not find it again::
+
+    judge.train_step(...)
+    for p in d.parameters(): p.clamp_(-0.01, 0.01)     on the owner; left out and noted elsewhere
+    maker.train_step(...)       compares the writes to d, and the step itself writes to d's buffers
+    judge.train_step(...)       nothing was written to since
+
+So how often a tensor had been written to when workers last compared is known to the job
+(``optimizers.ownership.ComparedWrites``), whichever Model did it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+
+from graphsplit.optimizers.ownership import (
+    LEFT_OUT,
+    ComparedWrites,
+    Elsewhere,
+    is_elsewhere,
+    num_writes,
+)
+from graphsplit.planning.compared.announced import PythonStep
+
+_MAX_NAMED = 1 << 15  # characters of names: they travel in a ticket
+
+
+def written_apart(
+    mine: PythonStep,
+    leaders: PythonStep,
+    ranks: tuple[int, int],
+    owners: Callable[[], Mapping[str, int]],
+) -> list[str]:
+    """The tensors that one of two workers has written to, in words.
+
+    What its owner alone writes to is written: a callback may go through the parameters that live
+    there. What others write to is left out there, so its owner must have done it.
+
+    Args:
+        mine: This worker's values.
+        leaders: The leader's.
+        ranks: This worker, and the leader.
+        owners: Gives the owners of all tensors that have one.
+    """
+    if mine.written == leaders.written:
+        return []
+    (rank, leader), whose = ranks, owners()
+    pairs = (
+        (rank, leader, mine.written, leaders.written),
+        (leader, rank, leaders.written, mine.written),
+    )
+    return [
+        f"{name!r} was written to on worker {one}, and not on worker {other}"
+        for one, other, names, others in pairs
+        for name in names
+        if name not in others and whose.get(name) != one
+    ]
+
+
+class Writes:
+    """The parameters and buffers of a Model that were written to, or replaced, since the last step.
+
+    Args:
+        tensors: Gives all of them by name.
+        compared: What any Model of the job has compared.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Mapping[str, torch.Tensor]], compared: ComparedWrites
+    ) -> None:
+        self._tensors = tensors
+        self._compared = compared
+        self._held: dict[str, torch.Tensor] = {}
+        self._here: list[torch.Tensor] = []
+        self._keys: list[int] = []
+        self._begun = self._settled = 0  # numbers of writes that were left out
+
+    def look(self) -> None:
+        """Take the tensors as they are now: what is written from now on counts.
+
+        Of those that a Model knew before counts what was written since it compared.
+        """
+        self._held = dict(self._tensors())
+        self._here = [t for t in self._held.values() if not is_elsewhere(t)]
+        self._keys = list(map(self._compared.key_of, self._here))
+
+    def start_over(self) -> None:
+        """Look, and let nothing be written so far: somebody may be new, and know nothing of it."""
+        self.look()
+        self._settle()
+
+    def names(self, *, with_replaced: bool) -> tuple[str, ...]:
+        """The names of those written to; those that are others now, where that is asked for."""
+        self._begun = Elsewhere.num_left_out
+        if not with_replaced and self._begun == self._settled:
+            before = list(map(self._compared.writes.__getitem__, self._keys))
+            if list(map(num_writes, self._here)) == before:
+                return ()
+        tensors = dict(self._tensors()) if with_replaced else self._held
+        found = tuple(
+            name
+            for name, tensor in tensors.items()
+            if hasattr(tensor, LEFT_OUT)
+            or self._compared.is_written_to(tensor)
+            or (with_replaced and self._held.get(name, tensor) is not tensor)
+        )
+        if sum(map(len, found)) <= _MAX_NAMED:
+            return found
+        digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+        return (f"{len(found)} tensors (SHA-256 {digest})",)
+
+    def pass_over(self) -> None:
+        """Let writes since ``names`` be none of the code of the step."""
+        self._begun = Elsewhere.num_left_out
+
+    def pass_over_own(self) -> None:
+        """Let writes to what lives here be none of the script: its own loop compares them itself.
+
+        Where a write was left out all stays as it is, for that is compared with the owner's.
+        """
+        if Elsewhere.num_left_out == self._settled:
+            self._settle()
+
+    def after_step(self) -> None:
+        """Note that a step is over.
+
+        Raises:
+            OwnershipError: Code of the step itself has written to a tensor that is not here; it
+                runs on one worker alone.
+        """
+        if Elsewhere.num_left_out != self._begun:
+            for tensor in self._held.values():
+                is_late = getattr(tensor, LEFT_OUT, 0) > self._begun
+                if isinstance(tensor, Elsewhere) and is_late:
+                    tensor.need_value("an operation in place, within a step")
+        self._settle()
+
+    def _settle(self) -> None:
+        self._compared.writes.update(zip(self._keys, map(num_writes, self._here), strict=True))
+        if Elsewhere.num_left_out != self._settled:
+            for tensor in self._held.values():
+                vars(tensor).pop(LEFT_OUT, None)
+            self._settled = Elsewhere.num_left_out
