@@ -20,7 +20,7 @@ from graphsplit.partition.buffer_chains import with_chains
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
-from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
+from graphsplit.partition.checks.replicated import refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
 from graphsplit.partition.lanes import merge_lanes
@@ -54,7 +54,6 @@ from graphsplit.rewrite.known_results import with_known_results
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.orders import checked
 from graphsplit.schedule.policies import policy_of
-from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import buffer_of_form
 from graphsplit.torch_ext.stand_ins import as_ordinary
 
@@ -120,7 +119,6 @@ def make_plan(
     num_workers: int,
     owners: Mapping[str, int],
     part: StepPart,
-    recovery: str = FAIL_FAST,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
     """All pure passes in a row: resolve, partition, lower; each result is verified.
 
@@ -128,11 +126,9 @@ def make_plan(
     """
     rules = placement_rules(task, num_workers=num_workers, owners=owners)
     replicas = replicated(graph, rules)
-    refuse_in_recovery(replicas, recovery)
     if replicas and graph.mode not in (Mode.EVAL, Mode.PREDICT):
-        number, is_compiled = task.divider.num_microbatches, task.compiler is not None
         graph = take_updates_apart(graph)
-        refuse_unreplicable(graph, replicas, number, is_compiled=is_compiled)
+        refuse_unreplicable(graph, replicas, task.divider.num_microbatches)
     check_graph(graph)
     num_parts = part.num_parts or part.num_microbatches
     lanes = lanes_of(replicas.values(), part.parts, num_parts)

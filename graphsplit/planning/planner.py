@@ -417,10 +417,7 @@ class Planner:
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
         owners, num_workers = self.known_owners(), self._job.num_workers
-        policy = self._job.recovery_policy
-        return make_plan(
-            graph, self._task, num_workers=num_workers, owners=owners, part=part, recovery=policy
-        )
+        return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
 
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""

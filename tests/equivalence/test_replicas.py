@@ -18,7 +18,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError
 from graphsplit.marks.annotations import Annotation, annotations_of
 from graphsplit.partition import splitting
-from graphsplit.partition.checks.replicated import refuse_in_recovery, refuse_unreplicable
+from graphsplit.partition.checks.replicated import refuse_unreplicable
 from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.schedule.costs import Costs
@@ -302,12 +302,8 @@ def test_jobs_and_loops_without_replicas_say_so() -> None:
     net.body.place("MS_WORKER", [0, 1])
     modules = {f"module {path!r}": a for path, a in annotations_of(net).items() if a.replicas}
     graph = planned(whole(0, 1)).plan.placed.graph
-    with pytest.raises(PlacementError, match=r"runs with wait_rejoin\n  .*test_replicas.py"):
-        refuse_in_recovery(modules, "wait_rejoin")
     with pytest.raises(PlacementError, match=r"gs.distribute\) has none"):
         refuse_unreplicable(replace(graph, mode=Mode.CALL), modules, 4)
-    with pytest.raises(PlacementError, match=r"cannot be compiled\n  Fix: place on one worker"):
-        refuse_unreplicable(graph, modules, 4, is_compiled=True)
     model = gs.Model(net, rows_against_target, adam(net), microbatches=4)
     (batch,) = batches_of(8, 6, 6, num=1)
     with pytest.raises(PlacementError, match="names one worker each"):

@@ -41,6 +41,8 @@ ON_DISK = (
     "loss_and_optimizer_given_anew",
     "numbers_of_python_and_numpy",
     "python_values",
+    "replicas",
+    "replicas_in_pairs",
     "sampler_that_counts_epochs",
     "sampler_with_set_epoch",
     "scaled_and_clipped",
@@ -48,7 +50,12 @@ ON_DISK = (
     "two_models_of_the_same_modules",
     "unfrozen_by_a_callback",
 )
-MANY_INSTRUCTIONS = ("accumulated_uneven_microbatches", "scaled_and_clipped")  # in a step
+MANY_INSTRUCTIONS = (
+    "accumulated_uneven_microbatches",
+    "replicas",
+    "replicas_in_pairs",
+    "scaled_and_clipped",
+)  # in a step
 
 
 def undisturbed(script: Callable[..., Any]) -> Any:

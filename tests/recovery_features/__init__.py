@@ -4,7 +4,7 @@ Each takes whether to place the network, builds everything anew, and returns wha
 with the plain loop.
 """
 
-from recovery_features import calls, computing, feeding, networks, optimizers
+from recovery_features import calls, computing, feeding, networks, optimizers, replicated
 from recovery_features.parts import FEATURES
 
-__all__ = ["FEATURES", "calls", "computing", "feeding", "networks", "optimizers"]
+__all__ = ["FEATURES", "calls", "computing", "feeding", "networks", "optimizers", "replicated"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import graphsplit as gs
+from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.planning.task import Task
@@ -38,12 +40,23 @@ class Branches(nn.Module):
         return self.last(F.dropout(self.norm(hidden), 0.3, self.training) + hidden)
 
 
-def task(compile: bool | Mapping[str, Any] = False) -> Task:
+class Replicated(Branches):
+    """The same on two replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.first, self.norm, self.last):
+            module.place("MS_WORKER", [1, 0])
+
+
+def task(compile: bool | Mapping[str, Any] = False, make: Any = Branches, parts: int = 1) -> Task:
     torch.manual_seed(0)
-    net = Branches()
+    net = make()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    loss = nn.CrossEntropyLoss()
-    return Task(net, loss, optimizer, "affinity", False, compiler=compiler_of(compile))
+    loss, divider = nn.CrossEntropyLoss(), Divider(parts)
+    return Task(
+        net, loss, optimizer, "affinity", False, compiler=compiler_of(compile), divider=divider
+    )
 
 
 def batches(sizes: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -76,6 +89,29 @@ def test_segments_are_compiled_once_for_each_shape() -> None:
     }
     assert len(compiled) == 2 * num_segments[Mode.TRAIN] + num_segments[Mode.PREDICT]
     expected, _ = trained(False, sizes)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_replicas_are_compiled(order: Any) -> None:
+    """With a compiler that changes no bit: the statistics of norms are folded beside it."""
+
+    def trained(compile: bool | Mapping[str, Any], place: bool) -> list[Any]:
+        make = Replicated if place else Branches
+        options = {"gradient_order": order}
+        cluster = SimulatedCluster(
+            lambda: replace(task(compile, make, parts=4), **options), num_workers=2
+        )
+        torch.manual_seed(2)
+        losses = [cluster.train_step(divided)[0] for divided in pairs]
+        norms = [
+            value
+            for name, value in cluster.owner_of("norm.running_mean").task.network.named_buffers()
+        ]
+        return [*losses, *norms, cluster.predict(((torch.ones(3, 8),), {}))[0]]
+
+    pairs = [(batch, {}) for batch in batches((8, 8, 10))]
+    found, expected = trained({"backend": "aot_eager"}, True), trained(False, False)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -9,15 +9,12 @@ from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.state.kept_names import told
 from graphsplit.errors import PlacementError
 from graphsplit.marks.annotations import Annotation
-from graphsplit.settings import FAIL_FAST
 
 
 def refuse_unreplicable(
     graph: CapturedGraph,
     replicas: Mapping[str, Annotation],
     num_microbatches: int,
-    *,
-    is_compiled: bool = False,
 ) -> None:
     """Refuse a graph whose microbatches cannot be shared among replicas with the same bits.
 
@@ -25,7 +22,6 @@ def refuse_unreplicable(
         graph: The graph.
         replicas: All that is placed on several workers, in words.
         num_microbatches: Into how many microbatches the Model splits a batch.
-        is_compiled: Whether segments are compiled.
 
     Raises:
         PlacementError: It cannot; names each reason, and the lines that place replicas.
@@ -43,29 +39,13 @@ def refuse_unreplicable(
         for what, a in replicas.items()
         if not all(a.blocks(num_microbatches))
     ]
-    problems: list[str] = []
-    if is_compiled:
-        problems.append("compile= compiles what each worker runs, and replicas cannot be compiled")
-    problems += _problems_of(graph)
+    problems = list(_problems_of(graph))
     if problems or too_few:
         lines = "\n  ".join((*too_few, *problems))
         more = "" if problems else "raise microbatches, or "  # it mends nothing else
         raise PlacementError(
             f"replicas cannot run this network:\n  {lines}\n  Fix: {more}place on "
             f"one worker each what is placed on several at\n  {_sources(replicas)}"
-        )
-
-
-def refuse_in_recovery(replicas: Mapping[str, Annotation], policy: str) -> None:
-    """Refuse replicas in a job that goes on without a lost worker.
-
-    Raises:
-        PlacementError: There are some.
-    """
-    if policy != FAIL_FAST and replicas:
-        raise PlacementError(
-            f"replicas are not tried in a job that runs with {policy}\n  {_sources(replicas)}\n"
-            f"  Fix: start the job with GS_RECOVERY=fail_fast, or place each module on one worker."
         )
 
 
