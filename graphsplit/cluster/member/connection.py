@@ -29,6 +29,7 @@ from graphsplit.cluster.member.state_machine import (
 )
 from graphsplit.cluster.wire.messages import (
     Accepted,
+    Formed,
     Refused,
     Register,
     SchedulerMessage,
@@ -197,6 +198,9 @@ class Connection:
                 self._answered = session
                 if membership.to_report is not None and not membership.state.is_failure_noted:
                     session.send(membership.to_report)
+            if isinstance(message, Formed):
+                # It arrives before ``gs.init`` returns: who vanishes right after that has a line.
+                session.send(membership.heartbeat())
             self.carry_out_locked(effects)
             membership.changed.notify_all()
         self.carry_out(effects)

@@ -86,7 +86,7 @@ class ReportedPosition:
         self.waiting_source: Callable[[], tuple[int, str] | None] = lambda: None
         self.training_source: Callable[[], str] = str
         self.calls = CallHistory()
-        self._last_progress = -1
+        self._last_progress = 0  # a worker that has yet to begin is where the script is
 
     def text(self) -> str:
         """The position in words; empty if the source has none, or fails."""
