@@ -28,8 +28,9 @@ from graphsplit.errors import FrameError
 from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates, is_state
-from graphsplit.job.stream import HEADER, TICKET
+from graphsplit.job.stream import HEADER, TICKET, TICKET_BYTES
 from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
+from graphsplit.transport.base import Sender
 
 _STEP_BYTES = 512
 _NUMBERS = struct.Struct("<IIIII")
@@ -111,6 +112,9 @@ class Tickets:
         self._texts: dict[str, str] = {}
         self._step = -1
         self._shape: BatchDescription | None = None  # announced last
+        self._senders: dict[int, Sender] = {}  # by worker; none before the first ticket
+        # Always the same memory: a channel is quicker with values that are laid out alike.
+        self._ticket = torch.empty(0, dtype=torch.uint8)
 
     def send(
         self,
@@ -135,6 +139,9 @@ class Tickets:
             checksum: Of the batch, where all workers hold it.
             previous_checksum: Of the batch before, where readers drew it from their loaders.
             python: The Python values behind the step.
+
+        Raises:
+            FrameError: The batch has too many parts to describe them in 128 KiB.
         """
         self._step += 1
         is_last = shape is not None and self._job.member.state.stops_soon
@@ -158,7 +165,22 @@ class Tickets:
         data = ticket_of(self._step, news, *numbers, lifted=floats[0], settings=floats[1])
         self._shape = shape
         self._job.is_stopping |= is_last
-        self._job.control.send_ticket(data, quiet=quiet)
+        self._send(data, quiet)
+
+    def _send(self, data: bytes, quiet: Container[int]) -> None:
+        if len(data) > TICKET_BYTES:
+            raise FrameError(
+                f"a step ticket takes {len(data)} bytes; at most {TICKET_BYTES} are allowed\n"
+                f"  Fix: a batch of this many parts cannot be described; group them into tensors."
+            )
+        if self._ticket.numel() != len(data):
+            self._ticket = torch.empty(len(data), dtype=torch.uint8)
+        self._ticket.numpy().data[:] = data
+        if not self._senders:
+            others = (peer for peer in range(self._job.num_workers) if peer != self._job.rank)
+            self._senders = {peer: self._job.control.ticket_sender(peer) for peer in others}
+        for peer, sender in self._senders.items():
+            sender.send(self._ticket, step=0, microbatch=0, quiet=peer in quiet)
 
     def _described(self, shape: BatchDescription) -> dict[str, Any]:
         return {
@@ -180,7 +202,10 @@ class Tickets:
             FrameError: It is malformed, or not the next one.
         """
         self._step += 1
-        ticket = self._read(self._job.control.receive_ticket(leader), leader)
+        octets = self._job.control.ticket_receiver(leader).receive(step=0, microbatch=0)
+        if octets is None:
+            raise FrameError(f"an empty step ticket from worker {leader}")
+        ticket = self._read(octets.numpy().tobytes(), leader)
         if ticket.step != self._step:
             raise FrameError(
                 f"worker {leader} announces batch {ticket.step}; expected {self._step}"

@@ -6,7 +6,7 @@ length (a stream of chunks), and such a one for what scripts send. They are open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -14,7 +14,6 @@ from graphsplit.errors import FrameError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.stream import (
     MESSAGES,
-    TICKET_BYTES,
     TICKETS,
     IncomingStream,
     OutgoingStream,
@@ -56,52 +55,22 @@ class ControlChannels(WorkerGroup):
         self._incoming: dict[int, IncomingStream] = {}
         self._ticket_senders: dict[int, Sender] = {}
         self._ticket_receivers: dict[int, Receiver] = {}
-        self._num_sent = 0
-        self._num_received: dict[int, int] = {}
-        # Always the same memory: a channel is quicker with values that are laid out alike.
-        self._ticket = torch.empty(0, dtype=torch.uint8)
 
     def tick(self) -> None:
         """See ``WorkerGroup.tick``."""
         self._tick()
 
-    def send_ticket(self, data: bytes, *, quiet: Container[int] = ()) -> None:
-        """Send a small message to every other worker.
+    def ticket_sender(self, peer: int) -> Sender:
+        """The channel for step tickets to a worker."""
+        if peer not in self._ticket_senders:
+            self._ticket_senders[peer] = self._open_sender(TICKETS, peer)
+        return self._ticket_senders[peer]
 
-        Args:
-            data: The message.
-            quiet: Workers that something else will wake, soon after.
-
-        Raises:
-            FrameError: It is larger than 128 KiB.
-        """
-        if len(data) > TICKET_BYTES:
-            raise FrameError(
-                f"a step ticket takes {len(data)} bytes; at most {TICKET_BYTES} are allowed\n"
-                f"  Fix: a batch of this many parts cannot be described; group them into tensors."
-            )
-        if self._ticket.numel() != len(data):
-            self._ticket = torch.empty(len(data), dtype=torch.uint8)
-        self._ticket.numpy().data[:] = data
-        for peer in range(self.num_workers):
-            if peer != self.rank:
-                if peer not in self._ticket_senders:
-                    self._ticket_senders[peer] = self._open_sender(TICKETS, peer)
-                self._ticket_senders[peer].send(
-                    self._ticket, step=self._num_sent, microbatch=0, quiet=peer in quiet
-                )
-        self._num_sent += 1
-
-    def receive_ticket(self, source: int) -> bytes:
-        """Wait for the next ticket of a worker."""
+    def ticket_receiver(self, source: int) -> Receiver:
+        """The channel for step tickets from a worker."""
         if source not in self._ticket_receivers:
             self._ticket_receivers[source] = self._open_receiver(TICKETS, source)
-        number = self._num_received.get(source, 0)
-        self._num_received[source] = number + 1
-        ticket = self._ticket_receivers[source].receive(step=number, microbatch=0)
-        if ticket is None:
-            raise FrameError(f"an empty step ticket from worker {source}")
-        return ticket.numpy().tobytes()
+        return self._ticket_receivers[source]
 
     def broadcast(
         self, tensor: torch.Tensor | None, meta: TensorMeta, *, source: int

@@ -43,7 +43,6 @@ from graphsplit.planning.progress import PlanningLines
 from graphsplit.planning.python_values import PythonValues
 from graphsplit.planning.ready_plan import ReadyPlan, written_inputs
 from graphsplit.planning.recordings import (
-    Circumstances,
     Match,
     Recording,
     Recordings,
@@ -95,7 +94,9 @@ class Planner:
         self._max_plans = _MAX_PLANS
         self.has_replicas = False  # whether several workers share what is placed outside forward
         self._swaps = swaps = Swaps(task)
-        self.recordings = Recordings(self._record, self._circumstances, self._tensors, swaps)
+        self.recordings = Recordings(
+            self._record, task, lambda: self.trainable, self._tensors, swaps
+        )
         self.python_values = PythonValues(self.recordings, task)
         self.writes = Writes(self._tensors, job.compared_writes)
         self._found: tuple[Mode, Signature, Match | None] | None = None
@@ -316,9 +317,6 @@ class Planner:
     def requires_grad(self) -> tuple[bool, ...]:
         """Of every parameter of network and loss, whether it is trained."""
         return requires_grad_of(self.trainable)
-
-    def _circumstances(self) -> Circumstances:
-        return self.trainable, self._task.loss_fn
 
     def _make(self, found: Match, part: StepPart, note: Note) -> ReadyPlan:
         recording = found.recording

@@ -35,13 +35,13 @@ from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, shown
 from graphsplit.planning.compared.swaps import Swaps
+from graphsplit.planning.task import Task
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _MAX_RECORDINGS = 64
 _MAX_LIFTS = 2
 
 
-Circumstances = tuple[tuple[nn.Parameter, ...], Any]  # what may be trained, and the loss
 Record = Callable[[Mode, Signature, tuple[Place, ...]], CapturedGraph]
 
 
@@ -131,8 +131,8 @@ class Recordings:
 
     Args:
         record: Records a step with some places lifted.
-        circumstances: Gives the parameters of network and loss, since the last recording that was
-            used; and the loss.
+        task: Has the loss.
+        trainable: Gives the parameters of network and loss, since the last recording that was used.
         tensors: Gives all parameters and buffers by name.
         swaps: The loss and the optimizer that the Model was given since the last step.
     """
@@ -140,12 +140,14 @@ class Recordings:
     def __init__(
         self,
         record: Record,
-        circumstances: Callable[[], Circumstances],
+        task: Task,
+        trainable: Callable[[], tuple[nn.Parameter, ...]],
         tensors: Callable[[], Mapping[str, torch.Tensor]],
         swaps: Swaps,
     ) -> None:
         self._record = record
-        self._circumstances = circumstances
+        self._task = task
+        self._trainable = trainable
         self._tensors = tensors
         self._swaps = swaps
         self._latest: list[Recording] = []  # the one that was used last comes first
@@ -212,8 +214,8 @@ class Recordings:
         swapped = self._swaps.changed()
         if before is None:
             return swapped
-        parameters, _ = self._circumstances()
-        was, now = self._marks(before.trained), self._marks(requires_grad_of(parameters))
+        was = self._marks(before.trained)
+        now = self._marks(requires_grad_of(self._trainable()))
         marks = (named_failure(name, was[name], now[name]) for name in now if name in was)
         changed = before.graph.state.guards.failures()
         return [*swapped, *changed, *(mark for mark in marks if mark.old != mark.new)]
@@ -265,7 +267,7 @@ class Recordings:
         chosen = self._lifted(before, graph, changed, mode, signature) if before else None
         if chosen is None:
             self._count(changed, (mode, signature.digest), time.monotonic() - began)
-        parameters, loss_fn = self._circumstances()
+        parameters = self._trainable()
         recording = Recording(
             self._num_made,
             mode,
@@ -273,7 +275,7 @@ class Recordings:
             chosen or graph,
             parameters,
             requires_grad_of(parameters),
-            loss_fn,
+            self._task.loss_fn,
             tuple(self._tensors().values()),
             changed=changed,
         )
@@ -356,9 +358,8 @@ class Recordings:
 
         That the network has other parameters now, its guards see.
         """
-        _, loss_fn = self._circumstances()
         return (
-            recording.loss_fn is loss_fn
+            recording.loss_fn is self._task.loss_fn
             and requires_grad_of(recording.parameters) == recording.trained
         )
 

@@ -30,10 +30,9 @@ from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer, Shown
 from graphsplit.train.metrics import Metric, as_metrics
-from graphsplit.train.steps import Steps, need_optimizer
+from graphsplit.train.steps import Calls, Steps, need_optimizer, stop_if_asked
 from graphsplit.train.stored import StoredState
 from graphsplit.train.survey import one_process_engine
-from graphsplit.train.training import Calls, stop_if_asked
 from graphsplit.witness import witness_for
 
 

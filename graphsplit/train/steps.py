@@ -1,18 +1,156 @@
-"""Single training steps: whole, or in parts for scripts that put them together themselves."""
+"""Steps of a Model: the methods that make them, and the calls of all workers behind those.
+
+A Model's method checks its arguments and makes the call of the same name, which leads to the
+engine. A call is what all workers do between two lines of a script; where lost workers may come
+back, the script stands in between (``Script.around``).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from graphsplit.errors import ConfigurationError
+from graphsplit.batches.microbatches import Division
+from graphsplit.checkpoint.other_loaders import length_of
+from graphsplit.checkpoint.states import States
+from graphsplit.errors import ConfigurationError, EnoughSteps, StoppedInOrder
+from graphsplit.feeding.loader_checks import refuse_shares
+from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.own_step import guard_backward
 from graphsplit.planning.task import Task
+from graphsplit.train.callbacks import Callback, RunContext, TrainedModel
 from graphsplit.train.engine import Engine
-from graphsplit.train.training import Calls, stop_if_asked
+from graphsplit.train.metrics import Metric
+from graphsplit.train.outputs import Predicting
+from graphsplit.train.training import TrainingLoop
+from graphsplit.witness import What
+
+
+class Calls:
+    """Trains, evaluates and predicts; see the methods of ``Model``.
+
+    Args:
+        task: What is run.
+        engine: Runs the steps.
+        states: Saves and loads the state.
+        metrics: What ``eval`` computes, by name.
+        script: Told when a training step is over.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        engine: Engine,
+        states: States,
+        metrics: Mapping[str, Metric],
+        script: Script,
+    ) -> None:
+        self._task = task
+        self._engine = engine
+        self._states = states
+        self._metrics = metrics
+        self._script = script
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._states.python.begin()
+
+    def train(
+        self,
+        epochs: int,
+        loader: Iterable[Any],
+        callbacks: Sequence[Callback],
+        resume: bool,
+        steps: int | None,
+        model: TrainedModel,
+    ) -> None:
+        """Train over a loader; callbacks see the Model."""
+        self._begin()
+        lengths = [length for length in (length_of(loader), steps) if length is not None]
+        context = RunContext(model, joined.get_rank(), epochs, min(lengths, default=None))
+        run = TrainingLoop(self._engine, self._states, context, callbacks, self._after_step)
+        run.run(loader, resume=resume, steps=steps)
+
+    def _after_step(self) -> None:
+        self._script.step_done()
+        stop_if_asked(self._engine, self._script, ends_step=True)
+
+    def train_step(self, batch: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Train on one batch; returns the loss."""
+        return self._one_step(batch, kwargs, self._engine.train_step, What.STEP)
+
+    def forward_backward(
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], scale: float
+    ) -> torch.Tensor:
+        """Add the gradients of one batch; returns the loss."""
+        run = partial(self._engine.forward_backward, scale=scale)
+        return self._one_step(batch, kwargs, run, What.BATCH)
+
+    def _one_step(
+        self,
+        batch: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[Division], torch.Tensor],
+        what: What,
+    ) -> torch.Tensor:
+        self._begin()
+        task, engine = self._task, self._engine
+        with engine.guard():
+            division = task.divider.divide_call(batch, kwargs, has_loss_fn=task.loss_fn is not None)
+            if engine.witness is not None:
+                engine.witness.begins(what)
+            loss = run(division)
+            if engine.witness is not None:
+                engine.witness.trained(loss, what)
+            return loss
+
+    def zero_grad(self) -> None:
+        """Reset the gradients."""
+        with self._engine.guard():
+            self._engine.zero_gradients()
+
+    def step(self) -> None:
+        """Use the gradients that were added."""
+        with self._engine.guard():
+            if not self._engine.progress.adds_up:
+                raise ConfigurationError(
+                    "step was called, and there are no gradients that forward_backward has added\n"
+                    "  Fix: call forward_backward before, and zero_grad after step; train_step "
+                    "does all three."
+                )
+            self._engine.step()
+            if self._engine.witness is not None:
+                self._engine.witness.stepped()
+
+    def eval(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Compute the metrics over a loader."""
+        self._begin()
+        with self._engine.guard():
+            refuse_shares(loader, "eval")
+            self._states.others.begin(loader)
+            found = self._engine.eval_epoch(loader, self._metrics)
+            self._states.others.end(loader)
+            if self._engine.witness is not None:
+                self._engine.witness.evaluated(found)
+            return found
+
+    def predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outputs for one batch, or for each batch of a loader."""
+        self._begin()
+        with self._engine.guard():
+            has_loss_fn = self._task.loss_fn is not None
+            predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)
+            outputs = predicting.outputs((args, kwargs))
+            if self._engine.witness is not None:
+                self._engine.witness.predicted(outputs)
+            return outputs
 
 
 class Steps:
@@ -102,3 +240,26 @@ def need_optimizer(task: Task, method: str) -> None:
             f"{method} needs an optimizer\n  Fix: Model(..., optimizer=torch.optim.SGD("
             f"net.parameters(), lr=0.01))."
         )
+
+
+def stop_if_asked(engine: Engine, script: Script, *, ends_step: bool = False) -> None:
+    """Leave the script, together with all workers, if the job was asked to end.
+
+    What a callback calls is part of a training step, which has an end of its own.
+
+    Args:
+        engine: Runs the steps.
+        script: The script that is left.
+        ends_step: Whether this is the end of a step of ``train``, or else of a call.
+
+    Raises:
+        EnoughSteps: The check that runs the script has seen what it needs.
+        StoppedInOrder: The job was asked to end.
+    """
+    if engine.is_inside_call and not ends_step:
+        return
+    if engine.witness is not None and engine.witness.has_enough:
+        raise EnoughSteps
+    if engine.stops_here:
+        script.stop()
+        raise StoppedInOrder

@@ -30,7 +30,9 @@ def ticket(text: str) -> bytes:
 
 
 def receive(data: bytes) -> Ticket:
-    control = SimpleNamespace(receive_ticket=lambda source: data)
+    octets = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    channel = SimpleNamespace(receive=lambda step, microbatch: octets)
+    control = SimpleNamespace(ticket_receiver=lambda source: channel)
     job = SimpleNamespace(rank=1, control=control, is_stopping=False)
     return Tickets(cast(Any, job)).receive(3)
 

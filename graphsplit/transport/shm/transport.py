@@ -197,13 +197,13 @@ class _ShmSender(_End, Sender):
         self, value: torch.Tensor | None, *, step: int, microbatch: int, quiet: bool = False
     ) -> None:
         """See ``Sender.send``."""
-        frame = self._encoder.frame_of(value)
         count, words = self._count, self._words
         if self.closed or self._link.broken is not None:
             self._raise_if_ended(words, lambda _: False)
         if count - words[_TAKEN] >= self._depth:
             self._wait(lambda words: count - words[_TAKEN] < self._depth, _SENDER_WAITS)
         slot = self._free_slot(count)
+        frame = self._encoder.frame_of(value)
         if slot.frame is not frame:
             slot.adopt(frame)
             slot.header[MESSAGE.size :] = frame.raw
@@ -294,7 +294,7 @@ class _ShmReceiver(_End, Receiver):
         )
         if slot.frame is not frame:
             slot.adopt(frame)
-        value = self._value_in(slot)
+        value = self._value_in(slot) if self._num_spare else slot.copy_out()
         self._fence.light()
         self._count = words[_TAKEN] = count + 1
         self._fence.full()
@@ -303,13 +303,13 @@ class _ShmReceiver(_End, Receiver):
         return value
 
     def _value_in(self, slot: RingSlot) -> torch.Tensor | None:
-        if self._num_spare:
-            self._lent = [other for other in self._lent if other.is_lent]
-            value = slot.lend() if len(self._lent) < self._num_spare else None
-            if value is not None:
-                self._lent.append(slot)
-                return value
-        return slot.copy_out()
+        """The value of a slot: lent where that is possible; see [Note: lent slots]."""
+        self._lent = [other for other in self._lent if other.is_lent]
+        value = slot.lend() if len(self._lent) < self._num_spare else None
+        if value is None:
+            return slot.copy_out()
+        self._lent.append(slot)
+        return value
 
     def _slot_of(self, count: int) -> RingSlot:
         if not self._num_spare:
