@@ -30,7 +30,7 @@ def ticket(text: str) -> bytes:
 
 
 def receive(data: bytes) -> Ticket:
-    octets = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    octets = torch.tensor(list(data), dtype=torch.uint8)
     channel = SimpleNamespace(receive=lambda step, microbatch: octets)
     control = SimpleNamespace(ticket_receiver=lambda source: channel)
     job = SimpleNamespace(rank=1, control=control, is_stopping=False)
