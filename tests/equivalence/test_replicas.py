@@ -9,38 +9,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence_helpers import batches_of, rows_against_target
+from replica_helpers import Net, planned, same_over_two, whole
 from test_microbatches import Tied, num_tokens, tokens
 from torch import nn
 
 import graphsplit as gs
-from graphsplit.batches.microbatches import Divider
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlacementError
 from graphsplit.marks.annotations import Annotation, annotations_of
 from graphsplit.partition import splitting
 from graphsplit.partition.checks.replicated import refuse_unreplicable
-from graphsplit.planning.task import Task
 from graphsplit.program.instruction import Opcode
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
-from graphsplit.testing.simulate import Captures, SimulatedCluster
+from graphsplit.testing.simulate import Captures
 
 ORDERS = ("left", "pairs")
-
-
-class Net(nn.Module):
-    """A body with dropout, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 6), nn.Tanh()
-        )
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
 
 
 class Block(nn.Module):
@@ -81,10 +66,6 @@ class SmallGPT(nn.Module):
 
 def adam(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(net.parameters(), lr=0.01)
-
-
-def whole(*ranks: int) -> Any:
-    return lambda net: net.place("MS_WORKER", list(ranks))
 
 
 def stage(net: Any) -> None:
@@ -221,43 +202,11 @@ def test_frozen_parameters_and_hooks() -> None:
         net.unused = nn.Linear(2, 2)
         return net
 
-    assert_same_bits(
+    same_over_two(
         make,
         batches_of(8, 6, 6, num=2),
-        num_workers=2,
-        loss_fn=rows_against_target,
-        place=whole(0, 1),
         microbatches=4,
     )
-
-
-def planned(
-    place: Any,
-    make: Any = Net,
-    microbatches: int = 4,
-    *,
-    order: Any = "left",
-    is_cluster: bool = False,
-) -> Any:
-    def make_task() -> Task:
-        torch.manual_seed(0)
-        net = make()
-        place(net)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        return Task(
-            net,
-            rows_against_target,
-            optimizer,
-            "affinity",
-            False,
-            divider=Divider(microbatches),
-            gradient_order=order,
-        )
-
-    cluster = SimulatedCluster(make_task, 3, captures=Captures())
-    (batch,) = batches_of(max(8, microbatches), 6, 6, num=1)
-    cluster.train_step((batch, {}))
-    return cluster if is_cluster else cluster.latest(Mode.TRAIN)
 
 
 def test_replicas_compute_at_the_same_time_and_share_the_parameters_out() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import rows_against_target
+from replica_helpers import whole
 from test_microbatches import Everything
-from test_replicas import whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
-from test_replicas import Net, planned, whole
+from replica_helpers import Net, planned, same_over_two, whole
 from torch import nn
 
 from graphsplit.capture.graph import NodeKind
@@ -93,12 +93,9 @@ class Sums(nn.Module):
 
 
 def test_gradients_that_parameters_share() -> None:
-    assert_same_bits(
+    same_over_two(
         Sums,
         batches_of(16, 6, 6, num=2),
-        num_workers=2,
-        loss_fn=rows_against_target,
-        place=whole(0, 1),
         microbatches=8,
         gradient_order="pairs",
     )
@@ -116,12 +113,9 @@ def test_hooks_see_every_part() -> None:
         net.head.weight.register_post_accumulate_grad_hook(halve)
         return net
 
-    assert_same_bits(
+    same_over_two(
         make,
         batches_of(8, 6, 6, num=2),
-        num_workers=2,
-        loss_fn=rows_against_target,
-        place=whole(0, 1),
         microbatches=4,
         gradient_order="pairs",
     )

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+Launch = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
 
 SCRIPT = Path(__file__).with_name("lenet_job.py")
 LIMIT_S = 120.0
@@ -21,6 +24,26 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MS_", "GS_"))}
     own = {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder), "MARK": str(folder)}
     return {**kept, **own, **variables}
+
+
+@contextmanager
+def launched(
+    command: Sequence[str], folder: Path, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
+    """The launcher's process, which runs the script; killed at the end if it is there still."""
+    process = subprocess.Popen(
+        [*command, str(SCRIPT)],
+        env=environment(folder, **variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -52,6 +75,18 @@ def learned_alone(folder: Path, **variables: str) -> str:
     )
     (learned,) = [line for line in alone.stdout.splitlines() if line.startswith("learned ")]
     return learned
+
+
+def assert_learns_as_alone(launch: Launch, folder: Path, *, started: str) -> None:
+    """Two workers learn what one process does; ``started`` says how it was launched, once."""
+    learned = learned_alone(folder, STEPS="5")
+    with launch(folder, STEPS="5") as job:
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    assert output.count(learned) == 2, output
+    assert output.count(f"started by {started}: 2 workers, the scheduler is a child of") == 1
+    assert "all workers have finished" in output
+    assert_nothing_is_left(folder)
 
 
 def pids_of_workers(output: IO[str] | None, *, count: int) -> dict[int, int]:

@@ -7,17 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from launched_jobs import (
     LIMIT_S,
-    SCRIPT,
+    assert_learns_as_alone,
     assert_nothing_is_left,
-    environment,
-    learned_alone,
+    launched,
     pids_of_workers,
 )
 
@@ -31,33 +29,14 @@ pytestmark = [
 ]
 
 
-@contextmanager
-def mpirun(folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def mpirun(folder: Path, **variables: str) -> AbstractContextManager[subprocess.Popen[str]]:
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    process = subprocess.Popen(
-        ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable, str(SCRIPT)],
-        env=environment(folder, **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    command = ["mpirun", *as_root, "--oversubscribe", "-n", "2", sys.executable]
+    return launched(command, folder, **variables)
 
 
 def test_lenet_learns_the_same_as_by_itself(tmp_path: Path) -> None:
-    learned = learned_alone(tmp_path, STEPS="5")
-    with mpirun(tmp_path, STEPS="5") as job:
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
-    assert output.count(learned) == 2, output
-    assert output.count("started by Open MPI: 2 workers, the scheduler is a child of worker 0") == 1
-    assert "all workers have finished" in output
-    assert_nothing_is_left(tmp_path)
+    assert_learns_as_alone(mpirun, tmp_path, started="Open MPI")
 
 
 @pytest.mark.parametrize("whom", ["mpirun", "worker 0", "worker 1"])

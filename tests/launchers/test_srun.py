@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from launched_jobs import (
     LIMIT_S,
-    SCRIPT,
+    Launch,
+    assert_learns_as_alone,
     assert_nothing_is_left,
-    environment,
-    learned_alone,
+    launched,
     pids_of_workers,
 )
 from slurm_cluster import slurm_cluster, why_not
@@ -34,42 +33,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield variables
 
 
-@contextmanager
-def srun(
-    cluster: dict[str, str], folder: Path, **variables: str
-) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        ["srun", "-n", "2", "--overcommit", sys.executable, str(SCRIPT)],
-        env=environment(folder, **cluster, **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+@pytest.fixture
+def srun(cluster: dict[str, str]) -> Launch:
+    return partial(launched, ["srun", "-n", "2", "--overcommit", sys.executable], **cluster)
 
 
-def test_lenet_learns_the_same_as_by_itself(cluster: dict[str, str], tmp_path: Path) -> None:
-    learned = learned_alone(tmp_path, STEPS="5")
-    with srun(cluster, tmp_path, STEPS="5") as job:
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
-    assert output.count(learned) == 2, output
-    assert output.count("started by a Slurm step: 2 workers, the scheduler is a child of") == 1
-    assert "all workers have finished" in output
-    assert_nothing_is_left(tmp_path)
+def test_lenet_learns_the_same_as_by_itself(srun: Launch, tmp_path: Path) -> None:
+    assert_learns_as_alone(srun, tmp_path, started="a Slurm step")
 
 
 @pytest.mark.parametrize("whom", ["srun", "worker 0", "worker 1"])
-def test_an_ended_job_leaves_nothing_behind(
-    cluster: dict[str, str], tmp_path: Path, whom: str
-) -> None:
+def test_an_ended_job_leaves_nothing_behind(srun: Launch, tmp_path: Path, whom: str) -> None:
     """Ctrl-C, which srun wants twice; or a worker is killed, once the scheduler's parent."""
-    with srun(cluster, tmp_path, STEPS="1000000") as job:
+    with srun(tmp_path, STEPS="1000000") as job:
         pids = pids_of_workers(job.stdout, count=2)
         if whom == "srun":
             job.send_signal(signal.SIGINT)
@@ -87,9 +63,9 @@ def test_an_ended_job_leaves_nothing_behind(
 
 
 def test_a_policy_that_srun_cannot_do_is_refused_in_every_process(
-    cluster: dict[str, str], tmp_path: Path
+    srun: Launch, tmp_path: Path
 ) -> None:
-    with srun(cluster, tmp_path, STEPS="5", GS_RECOVERY="restart") as job:
+    with srun(tmp_path, STEPS="5", GS_RECOVERY="restart") as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode != 0
     assert output.count("GS_RECOVERY=restart, and srun starts no process again") >= 2
