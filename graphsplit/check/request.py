@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from graphsplit.encoding import records
 from graphsplit.errors import ConfigurationError
+from graphsplit.security.private_files import replace_file
 
 VARIABLE = "GS_CHECK_FILE"
 PLAIN = "plain"
@@ -100,7 +100,7 @@ def read_refusals(records: Path) -> tuple[str, ...]:
 def leave_generator(file: Path, state: bytes) -> None:
     """Worker 0 has left ``gs.init()``: the plain loop is to begin from the same state."""
     with contextlib.suppress(FileNotFoundError):
-        os.replace(_written(file.parent / f"{_GENERATOR}.new", state), file.parent / _GENERATOR)
+        replace_file(file.parent / _GENERATOR, state)
 
 
 def left_generator(file: Path) -> bytes | None:
@@ -109,8 +109,3 @@ def left_generator(file: Path) -> bytes | None:
         return (file.parent / _GENERATOR).read_bytes()
     except FileNotFoundError:
         return None
-
-
-def _written(path: Path, data: bytes) -> Path:
-    path.write_bytes(data)
-    return path

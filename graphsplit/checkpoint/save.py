@@ -26,13 +26,13 @@ from graphsplit.checkpoint.disk.files import (
     FileRecord,
     TensorFileWriter,
     write_file,
-    write_text,
 )
 from graphsplit.checkpoint.disk.manifest import MANIFEST, Manifest, expected_names, file_name
 from graphsplit.checkpoint.layout import FileInfo, FileLayout
 from graphsplit.encoding.values import meta_from_json, meta_to_json, to_text
 from graphsplit.errors import CheckpointError, StateError
 from graphsplit.job.group import WorkerGroup, read_message
+from graphsplit.security.private_files import replace_file
 from graphsplit.tensor_meta import TensorMeta, octets_of, plain_meta
 from graphsplit.version import __version__
 
@@ -174,7 +174,7 @@ def write_manifest(folder: Path, told: list[dict[str, Any]], slot: int, num_shar
         written_by={"graphsplit": __version__, "torch": torch.__version__},
         saved_at_s=time.time(),
     )
-    write_text(folder / MANIFEST, to_text(manifest.to_json()))
+    replace_file(folder / MANIFEST, to_text(manifest.to_json()).encode())
 
 
 def save_file(path: Path, make: Make, group: WorkerGroup, *, holds: str) -> None:

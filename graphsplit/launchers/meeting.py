@@ -7,8 +7,6 @@ and torchrun's store are read by whoever reaches them.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import time
@@ -21,11 +19,8 @@ from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.environment import IN_WORDS, Found
-from graphsplit.security.private_files import (
-    is_private,
-    open_instead,
-    own_folder,
-)
+from graphsplit.security.held_files import HeldFile, NotOwnFolderError, read_held
+from graphsplit.security.private_files import own_folder, replace_file
 
 _LOOK_AGAIN_S = 0.05
 _MAX_BYTES = 4096
@@ -67,39 +62,27 @@ class OwnFile:
 
     def __init__(self, found: Found) -> None:
         self._path = own_folder() / f"{_name(found)}.job"
-        self._kept: Any = None
+        self._kept: HeldFile | None = None
 
     def tell(self, said: Whereabouts) -> None:
-        """See ``MeetingPlace.tell``. The lock lasts as long as this process."""
-        folder = self._path.parent
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if not is_private(folder):
+        """See ``MeetingPlace.tell``. It is held as long as this process runs."""
+        try:
+            self._kept = HeldFile(self._path, records.to_text(said).encode())
+        except NotOwnFolderError as error:
             raise ConfigurationError(
-                f"{folder} is not this user's own, and the job's secret must not lie in it\n"
+                f"{error}, and the job's secret must not lie in it\n"
                 f"  Fix: set XDG_RUNTIME_DIR to a folder of this user's, of mode 0700"
-            )
-        self._kept = open_instead(self._path)
-        fcntl.flock(self._kept, fcntl.LOCK_EX)
-        self._kept.write(records.to_text(said).encode())
-        self._kept.flush()
+            ) from None
 
     def look(self) -> Whereabouts | None:
         """See ``MeetingPlace.look``."""
-        try:
-            if not is_private(self._path.parent):
-                return None
-            with self._path.open("rb") as file:
-                return _read(file.read(_MAX_BYTES)) if _is_held(file) else None
-        except OSError:
-            return None
+        content = read_held(self._path)
+        return None if content is None else _read(content)
 
     def close(self) -> None:
         """Take it away."""
-        with contextlib.suppress(OSError):
-            if self._kept is not None:
-                self._path.unlink()
-                self._kept.close()
-            self._path.parent.rmdir()  # others may have theirs in it
+        if self._kept is not None:
+            self._kept.take_away()
 
 
 class SharedFolder:
@@ -110,11 +93,8 @@ class SharedFolder:
 
     def tell(self, said: Whereabouts) -> None:
         """See ``MeetingPlace.tell``."""
-        part = self._path.with_name(self._path.name + ".part")
         try:
-            with open_instead(part) as file:
-                file.write(records.to_text(said).encode())
-            os.replace(part, self._path)
+            replace_file(self._path, records.to_text(said).encode())
         except OSError as error:
             raise ConfigurationError(
                 f"GS_RENDEZVOUS_DIR={str(self._path.parent)!r} takes no file: {error.strerror}\n"
@@ -191,12 +171,3 @@ def _read(text: bytes) -> Whereabouts | None:
         return records.from_text(Whereabouts, text, what="what rank 0 said")
     except MessageError:
         return None  # it is still being written
-
-
-def _is_held(file: Any) -> bool:
-    """Whether the process that wrote a file still runs."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -11,6 +12,7 @@ from typing import BinaryIO
 from graphsplit.errors import ConfigurationError
 
 MAX_FILE_BYTES = 1 << 20
+PART = ".part"  # ends the name of a file that is being written
 _NEW_TOKEN = (
     "(umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > job-token)"
 )
@@ -112,3 +114,33 @@ def open_instead(path: Path) -> BinaryIO:
     """
     path.unlink(missing_ok=True)
     return open_new_file(path)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file as a whole, durably.
+
+    Raises:
+        OSError: The write failed; what was there before is still there.
+    """
+    part = path.with_name(path.name + PART)
+    try:
+        with open_instead(part) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def put_in_place(part: Path, path: Path) -> None:
+    """Give a file that is whole on disk its name, and make that durable where the system can."""
+    os.replace(part, path)
+    with contextlib.suppress(OSError):  # some file systems refuse to sync a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -25,10 +25,9 @@ from graphsplit.checkpoint.layout import (
 )
 from graphsplit.encoding.fields import integer
 from graphsplit.errors import CheckpointError, InvariantError
-from graphsplit.security.private_files import open_instead
+from graphsplit.security.private_files import PART, open_instead, put_in_place
 from graphsplit.tensor_meta import TensorMeta, contiguous_strides, octets_of
 
-PART = ".part"  # ends the name of a file that is being written
 _PIECE_BYTES = 16 * 1024 * 1024
 
 
@@ -114,8 +113,7 @@ class TensorFileWriter:
         self._file.close()
         with TensorFile(self._part):  # the library must be able to open it
             pass
-        os.replace(self._part, self._path)
-        sync_folder(self._path.parent)
+        put_in_place(self._part, self._path)
         self._tick()
         size = len(header) + self._layout.data_bytes
         return FileRecord(self._path.name, size, _digest(header[PREFIX_BYTES:]))
@@ -147,36 +145,6 @@ def write_file(
     except BaseException:
         writer.abandon()
         raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file as a whole, durably.
-
-    Raises:
-        OSError: The write failed; what was there before is still there.
-    """
-    part = path.with_name(path.name + PART)
-    try:
-        with open_instead(part) as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names durable, where the system can."""
-    with contextlib.suppress(OSError):  # some file systems refuse to sync a folder
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class TensorFile:

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from graphsplit.checkpoint.disk.files import PART, FileRecord
+from graphsplit.checkpoint.disk.files import FileRecord
 from graphsplit.checkpoint.layout import FORMAT_VERSION, check_version
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError, integer
 from graphsplit.encoding.values import from_text
 from graphsplit.errors import CheckpointError
+from graphsplit.security.private_files import PART
 
 FORMAT = "graphsplit training state"
 MANIFEST = "manifest.json"

@@ -31,7 +31,7 @@ from graphsplit.cluster.scheduler.job.image import JobImage, from_json, to_json
 from graphsplit.cluster.scheduler.job.rules import JobRules
 from graphsplit.encoding.fields import MessageError
 from graphsplit.errors import JournalError
-from graphsplit.security.private_files import open_instead
+from graphsplit.security.private_files import replace_file
 
 HEADER = b"GSJRNL" + struct.pack("<H", 1)
 _RECORD = struct.Struct("<III")
@@ -172,17 +172,8 @@ class Journal:
     def _replace(self, payload: bytes) -> None:
         """Write a new file beside the old one, and put it in its place in one go."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        other = self._path.with_name(self._path.name + ".new")
         content = HEADER + record_of(payload, 0)
-        with open_instead(other) as file:
-            _write_all(file.fileno(), content, at=0)
-            os.fsync(file.fileno())
-        os.replace(other, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_file(self._path, content)
         self._checksum = 0
         self._note(payload, len(content))
 

@@ -26,12 +26,12 @@ from typing import Any
 
 from graphsplit.checkpoint import by_worker
 from graphsplit.checkpoint.contents import CheckpointContents
-from graphsplit.checkpoint.disk.files import write_text
 from graphsplit.checkpoint.save import write_manifest, write_shard
 from graphsplit.encoding.values import from_text, to_text
 from graphsplit.errors import CheckpointError
 from graphsplit.job.group import read_message
 from graphsplit.recovery.snapshot.shard import SnapshotShard
+from graphsplit.security.private_files import replace_file
 
 SNAPSHOT = "snapshot.json"
 FORMAT = "graphsplit snapshot"
@@ -265,7 +265,7 @@ class DiskWriter:
             write_manifest(model_folder(folder, int(index)), shards, 0, self._num_workers)
         folder.mkdir(parents=True, exist_ok=True)  # there may be no Model yet that matters
         (script,) = [report["script"] for report in reports if report["script"] is not None]
-        write_text(folder / SNAPSHOT, text_of(number, script))
+        replace_file(folder / SNAPSHOT, text_of(number, script).encode())
 
 
 def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> CheckpointContents:
