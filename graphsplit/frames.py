@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 from graphsplit.errors import GraphsplitError
 
 # Folders of packages, not their names: a user's own folder may be called torch.
 OWN = f"{Path(__file__).parent}/"
 _PYTHON = f"{Path(contextlib.__file__).parent}/"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_NOWHERE = "(no line of your own code is involved)"
 
 
 def is_own(file: str) -> bool:
@@ -82,6 +87,34 @@ def line_now(frame: FrameType | None) -> str:
     return _line(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
 
 
+def users_line_now() -> str:
+    """``file:line  code`` of the user's own call that is running."""
+    found = users_frame(sys._getframe(1))
+    if found is None:
+        return _NOWHERE
+    file, number = found.f_code.co_filename, found.f_lineno
+    return f"{file}:{number}  {linecache.getline(file, number, found.f_globals).strip()}"
+
+
+def users_summary(frames: Sequence[FrameSummary]) -> FrameSummary | None:
+    """The user's innermost frame of an extracted stack."""
+    return next((frame for frame in reversed(frames) if is_users(frame.filename)), None)
+
+
+def users_line_of(frames: Sequence[FrameSummary]) -> str:
+    """``file:line  code`` of the user's innermost frame of an extracted stack."""
+    frame = users_summary(frames)
+    return _NOWHERE if frame is None else f"{frame.filename}:{frame.lineno}  {frame.line}"
+
+
+def users_line_of_node(node: Any) -> str:
+    """``file:line`` of the user's call that a node of ``torch.fx`` was traced from, or ``""``."""
+    for frame in reversed(list(_FRAME.finditer(node.meta.get("stack_trace") or ""))):
+        if is_users(frame["file"]):
+            return f"{frame['file']}:{frame['line']}"
+    return ""
+
+
 def warn_users(text: str) -> None:
     """Warn, and show the user's line that it comes of, whatever called this in between."""
     found = users_frame(sys._getframe(1))
@@ -101,6 +134,11 @@ def line_at(code: CodeType, number: int) -> str:
 def _line(file: str, number: int, function: str) -> str:
     where = f"{short_path(file)}:{number}"
     return where if function == "<module>" else f"{where}, in {function}"
+
+
+def where_defined(code: CodeType) -> str:
+    """``file:line`` where the code of a function begins."""
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
 
 
 def short_path(file: str) -> str:

@@ -15,8 +15,8 @@ from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.normalize.inplace import make_in_place_explicit
 from graphsplit.capture.operations.effects import is_random, written_operands
 from graphsplit.capture.operations.regions import region_of
+from graphsplit.frames import users_line_of_node
 from graphsplit.torch_ext.private import OpOverload, pytree
-from graphsplit.users_line import users_line_of_trace
 
 NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -48,7 +48,7 @@ def _obstacles(node: FxNode, *, redraws: bool) -> Iterator[str]:
 
 
 def _obstacle(node: FxNode, *, redraws: bool) -> Iterator[str]:
-    line = users_line_of_trace(node.meta.get("stack_trace") or "")
+    line = users_line_of_node(node)
     where = f" ({line})" if line else ""
     if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
         if node.op != "placeholder":

@@ -28,9 +28,9 @@ from torch.fx import GraphModule, Node
 
 from graphsplit.capture.operations.effects import is_random
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_of_node
 from graphsplit.torch_ext.private import CHECKPOINT
 from graphsplit.torch_ext.replaced import replaced
-from graphsplit.users_line import users_line_of_trace
 
 # Under this key the region that an operation stands in travels in ``node.meta["custom"]``:
 # its number, whether it is reentrant, and whether its random numbers are drawn again.
@@ -120,7 +120,4 @@ def _region(node: Node) -> tuple[int, bool, bool] | None:
 
 
 def _refusal(node: Node, what: str, way_out: str) -> CaptureError:
-    return CaptureError(
-        f"{node.target} {what}\n  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
-        f"  Fix: {way_out}."
-    )
+    return CaptureError(f"{node.target} {what}\n  {users_line_of_node(node)}\n  Fix: {way_out}.")

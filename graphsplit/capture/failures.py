@@ -15,11 +15,11 @@ from torch import nn
 
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_of, users_summary
 from graphsplit.marks.annotations import INSIDE_BRANCH
 from graphsplit.torch_ext.attributes import is_module_call
 from graphsplit.torch_ext.private import LOGGERS_OF_CAPTURE, export_trace
 from graphsplit.torch_ext.replaced import replaced
-from graphsplit.users_line import users_frame, users_line_of
 
 _OPAQUE = "keep the module around it whole with gs.opaque"
 _VALUES = "the code that runs depends on the values of a tensor"
@@ -83,7 +83,7 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
     # Torch's words for a length that it does not know would lead astray.
     first = "" if is_of_packing(error) else text.strip().splitlines()[0][:300]
     was = f"  the error was: {first}\n" if first else ""
-    if frames and users_frame(frames) is None:
+    if frames and users_summary(frames) is None:
         was += f"  at {frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}\n"
     return CaptureError(
         f"{type(network).__name__} cannot be captured as one graph: {reason}\n"

@@ -26,10 +26,10 @@ from graphsplit.capture.operations.opaque_call import OpaqueCall, opaque_call
 from graphsplit.capture.operations.probe import Differentiation, Probe, makes_views
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import OperatorBase
-from graphsplit.users_line import users_line_of_trace
 
 _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
 
@@ -192,7 +192,7 @@ class NodeBuilder:
             runs_after=runs_after,
             meta=meta,
             module_path=_module_path(fx_node),
-            source=users_line_of_trace(fx_node.meta.get("stack_trace") or ""),
+            source=users_line_of_node(fx_node),
             annotation=_annotation(fx_node),
             is_random=is_random(fx_node),
             draws_from_process=draws_from_process(fx_node),

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from graphsplit.capture.observe import is_tracked, reachable_values
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now, users_line_of_node
 from graphsplit.guards.values import comparable
 from graphsplit.torch_ext.private import CHECKPOINT_HOOK
 from graphsplit.torch_ext.replaced import (
@@ -33,7 +34,6 @@ from graphsplit.torch_ext.replaced import (
     Patch,
     replaced,
 )
-from graphsplit.users_line import users_line_now, users_line_of_trace
 
 _OPAQUE = "keep the module or function that does it whole, with gs.opaque"
 # (what of torch, what it does that would be lost, the way out)
@@ -188,7 +188,7 @@ def refuse_own_generators(program: ExportedProgram) -> None:
 def _own_generator(node: Node) -> CaptureError:
     return CaptureError(
         f"{node.target} draws from a generator of its own, of which every worker has a copy\n"
-        f"  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
+        f"  {users_line_of_node(node)}\n"
         f"  Fix: leave generator= out, or {_OPAQUE}."
     )
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.frames import is_own, short_path
+from graphsplit.frames import is_own, where_defined
 from graphsplit.guards.classes import (
     HookedClasses,
     is_watchable,
@@ -272,7 +272,7 @@ class ValueVisitor:
     def note_closure(self, function: FunctionType) -> None:
         """Note the variables of a function's closure, its defaults and its code."""
         name, code = function.__qualname__, function.__code__
-        source = f"{short_path(code.co_filename)}:{code.co_firstlineno}"
+        source = where_defined(code)
         for variable, held in zip(code.co_freevars, function.__closure__ or (), strict=False):
             place = cell(held, f"{variable!r} in the closure of {name}", source)
             if variable != "__class__":

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graphsplit.errors import CaptureError
-from graphsplit.frames import is_users, short_path
+from graphsplit.frames import is_users, where_defined
 from graphsplit.guards.code_facts import facts_of
 from graphsplit.guards.places import Place, PlaceKind, entry
 
@@ -56,11 +56,10 @@ def _check_not_wrapped(value: Any, name: str, where: str) -> None:
     used = (value.__globals__.get(name) for name in facts_of(value.__code__).globals_read)
     cells = getclosurevars(value).nonlocals.values()
     if any(getattr(one, "__name__", "") == name for one in (*used, *cells, *_given(value))):
-        code = value.__code__
         raise CaptureError(
             f"{where}.{name} was replaced by a function that calls the original, which cannot be "
             f"recorded\n"
-            f"  {short_path(code.co_filename)}:{code.co_firstlineno}\n"
+            f"  {where_defined(value.__code__)}\n"
             f"  Fix: leave {where}.{name} as it is, and call the function of your own by its name."
         )
 

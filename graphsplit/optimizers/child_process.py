@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphsplit.errors import GraphsplitError
-from graphsplit.users_line import users_frame
+from graphsplit.frames import users_summary
 
 _SEED = 0x5EED
 _is_child = False
@@ -144,5 +144,5 @@ def raised_where(error: BaseException) -> str:
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
         ": "
     )
-    frame = users_frame(traceback.extract_tb(error.__traceback__))
+    frame = users_summary(traceback.extract_tb(error.__traceback__))
     return text if frame is None else f"{text} ({frame.filename}:{frame.lineno})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import inspect
-import operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.frames import where_defined
+from graphsplit.guards.values import are_same
 from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.own_step import (
     by_the_model,
@@ -221,7 +222,7 @@ class OwnedOptimizer:
         code = code_of_step(self._optimizer)
         self._refreshed()
         judged = self._judged
-        if judged is None or not _are_same(judged.code, code):
+        if judged is None or not are_same(judged.code, code):
             members = tuple(tuple(group) for group in self._counted)
             judged = self._judged = self._find(code, members)
         return judged
@@ -230,7 +231,7 @@ class OwnedOptimizer:
         """Whether a verdict is of these groups, and of those who own their parameters now."""
         return (
             len(judged.members) == len(self._counted)
-            and all(map(_are_same, judged.members, self._counted))
+            and all(map(are_same, judged.members, self._counted))
             and judged.owners == self._owners
         )
 
@@ -287,8 +288,8 @@ class OwnedOptimizer:
         self, groups: list[dict[str, Any]], given: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         now = self._optimizer.param_groups
-        if _are_same(now, groups) and all(
-            group["params"] is parameters and _are_same(group["params"], owned)
+        if are_same(now, groups) and all(
+            group["params"] is parameters and are_same(group["params"], owned)
             for group, parameters, owned in zip(groups, given, self._owned, strict=True)
         ):
             return
@@ -302,7 +303,7 @@ class OwnedOptimizer:
         """The owned parameters of each group; looked up anew when groups have changed."""
         groups = self._optimizer.param_groups
         is_known = len(groups) == len(self._counted) and all(
-            _are_same(group["params"], counted)
+            are_same(group["params"], counted)
             for group, counted in zip(groups, self._counted, strict=True)
         )
         if not is_known:
@@ -319,11 +320,6 @@ class OwnedOptimizer:
             return ()
         known, rank = self._residence.owner_by_id(), self._residence.rank
         return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
-
-
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether they hold the same objects, in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:
@@ -365,4 +361,4 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
 def _where(function: Any) -> str:
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
-    return "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return "" if code is None else f" ({where_defined(code)})"

@@ -7,15 +7,15 @@ fill would be several lists, and a counter that scales gradients would count a p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
-from graphsplit.capture.reach.holders import Holder
+from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
-from graphsplit.frames import short_path
+from graphsplit.frames import where_defined
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
 HookState = tuple[Holder, str]  # and the hook's line
@@ -119,24 +119,21 @@ def _hooks_of(tensor: torch.Tensor) -> list[Any]:
 
 def _line_of(hook: Any) -> str:
     code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
-    return f" ({short_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
+    return "" if code is None else f" ({where_defined(code)})"
 
 
-@contextmanager
-def hooks_leave(held: Sequence[HookState]) -> Iterator[None]:
+def hooks_leave(held: Sequence[HookState]) -> AbstractContextManager[None]:
     """Run what runs hooks of parameters, which must leave shared state as it is.
 
     Raises:
         OwnershipError: They have changed some of it.
     """
-    for holder, _ in held:
-        holder.note()
-    yield
-    for holder, line in held:
-        if holder.has_changed():
-            raise OwnershipError(
-                f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "
-                f"other workers use too; each worker has its own, unlike in one process\n"
-                f"  Fix: give each parameter's hook a state of its own, or look at gradients in "
-                f"a callback's on_gradients."
-            )
+    return unchanged(
+        held,
+        lambda holder, line: OwnershipError(
+            f"a hook on a parameter{line} changes {holder.name}, which hooks on parameters of "
+            f"other workers use too; each worker has its own, unlike in one process\n"
+            f"  Fix: give each parameter's hook a state of its own, or look at gradients in "
+            f"a callback's on_gradients."
+        ),
+    )

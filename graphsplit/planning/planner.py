@@ -15,6 +15,7 @@ from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
+from graphsplit.guards.values import are_same
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
 from graphsplit.marks.rules import has_replicas
@@ -46,7 +47,6 @@ from graphsplit.planning.recordings import (
     Match,
     Recording,
     Recordings,
-    are_same,
     requires_grad_of,
 )
 from graphsplit.planning.task import (

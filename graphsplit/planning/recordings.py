@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, shown
+from graphsplit.guards.values import MISSING, are_same, shown
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.task import Task
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -119,11 +118,6 @@ def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     """Of every parameter, whether it is trained."""
     with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
         return tuple([parameter.requires_grad for parameter in parameters])
-
-
-def are_same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether they are the same tensors, in one order."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 class Recordings:

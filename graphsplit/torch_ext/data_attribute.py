@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.torch_calls import TorchCalls
-from graphsplit.users_line import users_line_now
 
 _ATTRIBUTE: Any = torch.Tensor.data
 

@@ -21,9 +21,9 @@ from torch.fx import Graph, Node
 
 from graphsplit.capture.operations.regions import in_region, region_of, set_region
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_of_node
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import OpOverload, TorchDispatchMode, pytree
-from graphsplit.users_line import users_line_of_trace
 
 _CASTS = (torch.ops.aten._to_copy.default,)
 
@@ -75,7 +75,7 @@ def _casts_inside(node: Node, candidates: Sequence[Node]) -> dict[Node, torch.dt
             raise CaptureError(
                 f"{node.target} uses the parameter {operand.name} both as it is and cast by "
                 f"autocast, inside one operation\n"
-                f"  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
+                f"  {users_line_of_node(node)}\n"
                 f"  Fix: pass cache_enabled=False to torch.autocast, or call this operation "
                 f"outside of the autocast block."
             )

@@ -25,10 +25,10 @@ from graphsplit.capture.operations.effects import OWN_MEMORY, roots_of, written_
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.capture.operations.regions import region_of
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_of_node
 from graphsplit.torch_ext.attributes import operator_schema, overload_name
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import FakeTensor, OpOverload, has_kernel
-from graphsplit.users_line import users_line_of_trace
 
 # Their gradients have a formula of their own, by the result or the same, which gives the same bits.
 _SAME_BITS = ("aten::leaky_relu_", "aten::hardtanh_", "aten::fill_")
@@ -139,7 +139,7 @@ def _refuse_new_memory(node: Node, state: AbstractSet[str]) -> None:
         return
     base, target = node.args[0], node.target
     assert isinstance(base, Node) and isinstance(target, OpOverload)
-    line = users_line_of_trace(node.meta.get("stack_trace") or "")
+    line = users_line_of_node(node)
     if operator_schema(target).name in _NEW_MEMORY:
         raise CaptureError(
             f"{base.name} is given other memory in place ({target})\n  {line}\n"

@@ -20,8 +20,8 @@ from torch.fx import Node as FxNode
 from graphsplit.capture.numbers.lifted import NUMBER, Lifted
 from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.errors import CaptureError, ConfigurationError
+from graphsplit.frames import users_line_of_node
 from graphsplit.torch_ext.private import pytree
-from graphsplit.users_line import users_line_of_trace
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -47,7 +47,7 @@ def check_known(node: FxNode) -> None:
         what = "has a shape that depends" if isinstance(value, torch.Tensor) else "depends"
         raise CaptureError(
             f"the result of {node.target} {what} on the values of a tensor, not only on shapes\n"
-            f"  {users_line_of_trace(node.meta.get('stack_trace') or '')}\n"
+            f"  {users_line_of_node(node)}\n"
             f"  Fix: keep the number in a tensor of no dimensions, use torch.where instead of "
             f"indexing by a mask, or keep this part whole with gs.opaque."
         )

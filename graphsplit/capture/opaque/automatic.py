@@ -19,6 +19,7 @@ from torch import nn
 
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, GLOBAL_BACKWARD_HOOKS
 from graphsplit.torch_ext.private import (
     TRANSFORMS,
@@ -29,7 +30,6 @@ from graphsplit.torch_ext.private import (
     eager_transforms,
 )
 from graphsplit.torch_ext.replaced import ASKING_FOR_VALUES, DRAW_SOBOL, replaced
-from graphsplit.users_line import users_line_now
 
 
 @contextmanager

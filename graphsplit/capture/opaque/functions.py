@@ -21,9 +21,9 @@ from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
 from graphsplit.torch_ext.replaced import APPLY_FUNCTION, replaced
-from graphsplit.users_line import users_line_now
 
 Apply = Callable[..., Any]
 _SINGLE_LEVEL: Any = SingleLevelFunction

@@ -22,10 +22,10 @@ from graphsplit.capture.operations.opaque_call import PLACEHOLDER, OpaqueCall, P
 from graphsplit.capture.reach.state import Reached
 from graphsplit.capture.structure import take_apart
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.attributes import BUFFERS, PARAMETERS, storage_of
 from graphsplit.torch_ext.function_modes import TRACERS, modes_of_others
 from graphsplit.torch_ext.private import pytree
-from graphsplit.users_line import users_line_now
 
 _PLAIN = (type(None), bool, int, float, str)
 

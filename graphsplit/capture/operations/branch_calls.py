@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.capture.operations.memory_calls import MemoryCall, Outside, copy_of
+from graphsplit.capture.operations.memory_calls import MemoryCall, Outside, copy_of, filled
 from graphsplit.torch_ext.attributes import schema_of
 
 
@@ -69,10 +69,10 @@ class Guarded(MemoryCall):
         return self._run(operands[1])
 
     def _run(self, operands: Sequence[Any]) -> Any:
-        args = _filled(self._args, operands)
-        if not self._kwargs:
-            return self.target(*args)
-        return self.target(*args, **{k: _filled(v, operands) for k, v in self._kwargs.items()})
+        def operand(marker: Any) -> Any:
+            return operands[marker.index]
+
+        return self.target(*filled(self._args, operand), **filled(self._kwargs, operand))
 
     def aliased(self, args: Sequence[Any]) -> Sequence[Any]:
         """Operands that the result may be a view of: any; fake tensors tell which."""
@@ -88,14 +88,6 @@ class Guarded(MemoryCall):
         parts = [_shown(argument) for argument in self._args]
         parts += [f"{key}={_shown(value)}" for key, value in self._kwargs.items()]
         return f"{', '.join(parts)}, when {self._when}"
-
-
-def _filled(value: Any, operands: Sequence[Any]) -> Any:
-    if isinstance(value, Outside):
-        return operands[value.index]
-    if isinstance(value, (tuple, list)):
-        return type(value)([_filled(item, operands) for item in value])
-    return value
 
 
 def _shown(value: Any) -> str:

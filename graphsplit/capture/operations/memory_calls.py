@@ -68,7 +68,7 @@ class Taken:
         def fill(marker: Any) -> Any:
             return operands[marker.index] if isinstance(marker, Outside) else itself
 
-        return self.target(*_fill(self.args, fill), **_fill(self.kwargs, fill))
+        return self.target(*filled(self.args, fill), **filled(self.kwargs, fill))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class WriteToCopy(MemoryCall):
         def fill(marker: Any) -> Any:
             return (others if isinstance(marker, Outside) else inside)[marker.index]
 
-        args, kwargs = _fill(self._args, fill), _fill(self._kwargs, fill)
+        args, kwargs = filled(self._args, fill), filled(self._kwargs, fill)
         if self._region == ORDINARY:
             results = self._target(*args, **kwargs)
         else:
@@ -279,12 +279,12 @@ def _view(base: torch.Tensor, steps: Sequence[Step], operands: Sequence[Any]) ->
     return base
 
 
-def _fill(value: Any, fill: Callable[[Any], Any]) -> Any:
+def filled(value: Any, fill: Callable[[Any], Any]) -> Any:
     """Replace the markers in nested arguments."""
     if isinstance(value, (Inside, Outside, _Itself)):
         return fill(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([_fill(item, fill) for item in value])
+        return type(value)([filled(item, fill) for item in value])
     if isinstance(value, dict):
-        return {key: _fill(item, fill) for key, item in value.items()}
+        return {key: filled(item, fill) for key, item in value.items()}
     return value

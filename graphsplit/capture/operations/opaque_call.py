@@ -11,15 +11,15 @@ the recorded ``OpaqueCall`` itself::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from graphsplit.capture.reach.holders import Holder
+from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.torch_ext.private import FakeTensor, HigherOrderOperator
 
@@ -154,7 +154,7 @@ class OpaqueCall:
 
     def _called(self, operands: Sequence[Any]) -> Any:
         watched = self._limits.unchanged if self._limits is not None else ()
-        with unchanged(self.label, self.source, watched):
+        with leaves_state(self.label, self.source, watched):
             outputs = list(self._run(*operands))
         for index, (output, expected) in enumerate(zip(outputs, self.traits.outputs, strict=True)):
             dtype, shape = expected
@@ -255,8 +255,9 @@ ONE_STATE = (
 )
 
 
-@contextmanager
-def unchanged(label: str, source: str, watched: Sequence[tuple[Holder, str]]) -> Iterator[None]:
+def leaves_state(
+    label: str, source: str, watched: Sequence[tuple[Holder, str]]
+) -> AbstractContextManager[None]:
     """Run code that must leave Python state as it is.
 
     Args:
@@ -267,16 +268,14 @@ def unchanged(label: str, source: str, watched: Sequence[tuple[Holder, str]]) ->
     Raises:
         OpaqueCallError: It has changed some of it.
     """
-    for holder, _ in watched:
-        holder.note()
-    yield
-    for holder, elsewhere in watched:
-        if holder.has_changed():
-            raise OpaqueCallError(
-                f"{label} changes {holder.name}, which a call elsewhere can reach too, or the same "
-                f"call in another microbatch; it would find something else there than in one "
-                f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE}"
-            )
+    return unchanged(
+        watched,
+        lambda holder, elsewhere: OpaqueCallError(
+            f"{label} changes {holder.name}, which a call elsewhere can reach too, or the same "
+            f"call in another microbatch; it would find something else there than in one "
+            f"process\n  {source}\n  {elsewhere}\n  Fix: {ONE_STATE}"
+        ),
+    )
 
 
 class _WritableLeaf(torch.autograd.Function):

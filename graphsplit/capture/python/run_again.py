@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now
 from graphsplit.guards.meeting import Noted
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.values import any_leaf, differences, freeze
 from graphsplit.torch_ext.private import FakeTensor
-from graphsplit.users_line import users_line_now
 
 
 class RunAgain:

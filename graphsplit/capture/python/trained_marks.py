@@ -24,10 +24,10 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
+from graphsplit.frames import users_line_now
 from graphsplit.guards.changes import Change
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.torch_ext.replaced import MARK_TRAINED, replaced
-from graphsplit.users_line import users_line_now
 
 _ATTRIBUTE: Any = torch.Tensor.requires_grad
 _METHOD = torch.Tensor.requires_grad_

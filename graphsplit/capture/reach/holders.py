@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,3 +127,21 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
     return bool(one == other)
+
+
+@contextmanager
+def unchanged(
+    watched: Sequence[tuple[Holder, str]], refusal: Callable[[Holder, str], Exception]
+) -> Iterator[None]:
+    """Run code that must leave Python state as it is.
+
+    Args:
+        watched: The state, each with the line of other code that can reach it too.
+        refusal: The error for one that has changed, with its line.
+    """
+    for holder, _ in watched:
+        holder.note()
+    yield
+    for holder, line in watched:
+        if holder.has_changed():
+            raise refusal(holder, line)

@@ -25,6 +25,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from graphsplit.capture.state.old_values import noted_as_assignment
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_now
 from graphsplit.guards.values import MISSING
 from graphsplit.torch_ext.attributes import (
     BUFFERS,
@@ -36,7 +37,6 @@ from graphsplit.torch_ext.attributes import (
     parameters_of,
     storage_of,
 )
-from graphsplit.users_line import users_line_now
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from graphsplit.capture.operations.effects import alias_roots, written_operands
 from graphsplit.capture.state.attributes import Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in
 from graphsplit.errors import CaptureError
+from graphsplit.frames import users_line_of_node
 from graphsplit.guards.meeting import Noted
 from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_of
-from graphsplit.users_line import users_line_of_trace
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -112,7 +112,7 @@ def _refusal(write: Node, tensor: torch.Tensor, holders: Collection[Key]) -> Cap
     return CaptureError(
         f"forward modifies a {list(tensor.shape)} tensor that is neither parameter nor buffer, and "
         f"is {where}: every worker would modify a copy of its own ({write.target})\n"
-        f"  {users_line_of_trace(write.meta.get('stack_trace') or '')}\n"
+        f"  {users_line_of_node(write)}\n"
         f"  Fix: register it once with register_buffer, in the network or in a loss that is a "
         f"module."
     )

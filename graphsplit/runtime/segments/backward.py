@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from graphsplit.capture.graph import NodeKind
-from graphsplit.capture.operations.opaque_call import unchanged
+from graphsplit.capture.operations.opaque_call import leaves_state
 from graphsplit.optimizers.parameter_hooks import HookState, KeptValues, hooks_leave
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import opaque_calls, shared_elsewhere
@@ -282,7 +282,7 @@ def _watching(run: Action, plan: PartitionPlan, segment: int) -> Action:
     def run_watching(state: StepState) -> None:
         with ExitStack() as stack:
             for call, held in watched:
-                stack.enter_context(unchanged(f"backward of {call.label}", call.source, held))
+                stack.enter_context(leaves_state(f"backward of {call.label}", call.source, held))
             run(state)
 
     return run_watching if any(held for _, held in watched) else run
