@@ -28,10 +28,9 @@ from graphsplit.capture.branching import (
 from graphsplit.capture.graph import CapturedGraph
 from graphsplit.capture.operations.branch_calls import EnterBranches, Guarded, JoinBranches
 from graphsplit.capture.operations.effects import alias_roots, is_random, written_operands
-from graphsplit.capture.operations.memory_calls import MemoryCall, Outside
+from graphsplit.capture.operations.memory_calls import MemoryCall, Outside, filled
 from graphsplit.capture.operations.regions import Region, region_of, set_region
 from graphsplit.rewrite.rebuild import rebuild_nodes
-from graphsplit.rewrite.shared_memory import map_nodes
 from graphsplit.torch_ext.fakes import on_fakes, value_of
 from graphsplit.torch_ext.private import pytree
 
@@ -220,7 +219,7 @@ class _Opener:
             return Outside(len(operands) - 1)
 
         assert callable(node.target)
-        args, kwargs = map_nodes(node.args, outside), map_nodes(node.kwargs, outside)
+        args, kwargs = filled((node.args, node.kwargs), outside, torch.fx.Node)
         value = node.meta.get("val")
         call = Guarded(
             node.target,

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from graphsplit.capture.operations.effects import HIDDEN_WRITES, written_operands
-from graphsplit.rewrite.shared_memory import map_nodes
+from graphsplit.capture.operations.memory_calls import filled
 from graphsplit.torch_ext.attributes import operator_schema, storage_of
 from graphsplit.torch_ext.private import OpOverload, pytree
 
@@ -46,7 +46,7 @@ class WrittenCall:
         """The arguments with every operand replaced by what stands for it."""
 
         def of(value: Any, is_written: bool) -> Any:
-            return map_nodes(value, lambda operand: marker(operand, is_written))
+            return filled(value, lambda operand: marker(operand, is_written), Node)
 
         args = tuple(of(value, is_written) for value, is_written in self.args)
         return args, {key: of(*argument) for key, argument in self.kwargs.items()}

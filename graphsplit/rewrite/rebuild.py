@@ -53,7 +53,6 @@ class _Rebuilder(NodeBuilder):
         )
         super().__init__(program, {}, graph.mode.records_gradients)
         self._old = {node.name: node for node in graph.nodes}
-        self._old_outputs = graph.outputs
         self._origins = origins
         self._more_runs_after = runs_after
 

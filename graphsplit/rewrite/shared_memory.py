@@ -21,6 +21,7 @@ from graphsplit.capture.operations.memory_calls import (
     Step,
     Strided,
     Taken,
+    filled,
 )
 from graphsplit.errors import PlacementError
 from graphsplit.torch_ext.private import FakeTensor, OpOverload
@@ -145,7 +146,7 @@ class SharedMemory:
             return ITSELF if self.canonical(operand) is parent else outside(operand)
 
         assert callable(view.target)
-        args, kwargs = map_nodes(view.args, marker), map_nodes(view.kwargs, marker)
+        args, kwargs = filled((view.args, view.kwargs), marker, FxNode)
         return Taken(view.target, args, kwargs)
 
     def _placed(self, node: FxNode, root: FxNode) -> Placed:
@@ -168,18 +169,6 @@ class SharedMemory:
             f"  Fix: place the operations that use it on one worker, or use operations that return "
             f"new tensors."
         )
-
-
-def map_nodes(value: Any, stands_for: Callable[[FxNode], Any]) -> Any:
-    """Replace the nodes in nested arguments."""
-    if isinstance(value, FxNode):
-        return stands_for(value)
-    if isinstance(value, (tuple, list)):
-        kind = tuple if isinstance(value, tuple) else list
-        return kind(map_nodes(item, stands_for) for item in value)
-    if isinstance(value, dict):
-        return {key: map_nodes(item, stands_for) for key, item in value.items()}
-    return value
 
 
 def _can_be_repeated(view: FxNode) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def as_in_eager_mode() -> Iterator[None]:
     truths = {name: getattr(torch.compiler, name) for name in _PREDICATES}
     with (
         _predicates({name: _for_torch_alone(truth) for name, truth in truths.items()}),
-        _truthful_to_the_compiler(truths),
+        compiled_branches(lambda: _truthful(truths)),
         _fused_layers(),
         _conversions_to_the_same(),
         _checked_distributions(),
@@ -65,13 +65,23 @@ def _for_torch_alone(truth: Callable[[], bool]) -> Callable[[], bool]:
 
 
 @contextmanager
-def _truthful_to_the_compiler(truths: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
-    """``torch.cond`` and its like compile their branches, in eager mode too: undo all for them."""
+def _truthful(truths: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
+    with _predicates(truths), without_modes(OURS):
+        yield
+
+
+@contextmanager
+def compiled_branches(undo: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """``torch.cond`` and its like compile their branches, in eager mode too: undo what is replaced.
+
+    Args:
+        undo: Undoes it, for as long as they are compiled.
+    """
     original = higher_order_ops.setup_compilation_env
 
     @contextmanager
     def setup_compilation_env() -> Iterator[Any]:
-        with _predicates(truths), without_modes(OURS), original() as backend:
+        with undo(), original() as backend:
             yield backend
 
     with replaced(higher_order_ops, "setup_compilation_env", setup_compilation_env):

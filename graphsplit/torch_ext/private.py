@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch._higher_order_ops.utils as higher_order_ops
 from torch._C import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -87,7 +86,6 @@ __all__ = [
     "has_foreach_support",
     "has_kernel",
     "has_storage",
-    "higher_order_ops",
     "kernels_of_python",
     "make_wrapper",
     "mode_options",

@@ -14,7 +14,7 @@ import torch
 from checkpoint_helpers import SmallDisk
 
 from graphsplit.checkpoint.disk import files
-from graphsplit.checkpoint.disk.files import TensorFile, TensorFileWriter, write_file, write_text
+from graphsplit.checkpoint.disk.files import TensorFile, TensorFileWriter, write_file
 from graphsplit.checkpoint.layout import (
     INFO_KEY,
     FileInfo,
@@ -22,6 +22,7 @@ from graphsplit.checkpoint.layout import (
     meta_from_json,
 )
 from graphsplit.errors import CheckpointError
+from graphsplit.security.private_files import replace_file
 from graphsplit.tensor_meta import octets_of, plain_meta
 from graphsplit.testing.compare import difference
 
@@ -128,14 +129,14 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
 
 def test_a_text_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "manifest.json"
-    write_text(path, "old")
+    replace_file(path, b"old")
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output"):
-        write_text(path, "new")
+        replace_file(path, b"new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["manifest.json"]
 

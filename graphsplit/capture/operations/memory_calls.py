@@ -279,12 +279,18 @@ def _view(base: torch.Tensor, steps: Sequence[Step], operands: Sequence[Any]) ->
     return base
 
 
-def filled(value: Any, fill: Callable[[Any], Any]) -> Any:
-    """Replace the markers in nested arguments."""
-    if isinstance(value, (Inside, Outside, _Itself)):
+_MARKERS = (Inside, Outside, _Itself)
+
+
+def filled(
+    value: Any, fill: Callable[[Any], Any], kinds: type | tuple[type, ...] = _MARKERS
+) -> Any:
+    """Replace the markers, or what else is of some kinds, in nested arguments."""
+    if isinstance(value, kinds):
         return fill(value)
     if isinstance(value, (tuple, list)):
-        return type(value)([filled(item, fill) for item in value])
+        kind = tuple if isinstance(value, tuple) else list  # torch.fx has kinds of its own
+        return kind([filled(item, fill, kinds) for item in value])
     if isinstance(value, dict):
-        return {key: filled(item, fill) for key, item in value.items()}
+        return {key: filled(item, fill, kinds) for key, item in value.items()}
     return value

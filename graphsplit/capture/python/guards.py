@@ -27,9 +27,9 @@ from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.marks.ignored import is_ignored
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES, parameters_of
+from graphsplit.torch_ext.eager_mode import compiled_branches
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
-from graphsplit.torch_ext.private import higher_order_ops
-from graphsplit.torch_ext.replaced import outside, replaced
+from graphsplit.torch_ext.replaced import outside
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class StateWatch:
                 run_again = RunAgain(recorder)
                 with (
                     recorder.recording(),
-                    _compiler_let_in(recorder),
+                    compiled_branches(recorder.suspended),
                     marks.seen(),
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
@@ -213,20 +213,6 @@ class StateWatch:
                     f"  Fix: change the parameter in place under torch.no_grad(), or replace it "
                     f"between two steps."
                 )
-
-
-@contextmanager
-def _compiler_let_in(recorder: ReadRecorder) -> Iterator[None]:
-    """``torch.cond`` and its like compile their branches: there nothing may be replaced."""
-    original = higher_order_ops.setup_compilation_env
-
-    @contextmanager
-    def setup_compilation_env() -> Iterator[Any]:
-        with recorder.suspended(), original() as backend:
-            yield backend
-
-    with replaced(higher_order_ops, "setup_compilation_env", setup_compilation_env):
-        yield
 
 
 def label_of_path(path: str) -> str:

@@ -108,11 +108,6 @@ class Roster:
         return [worker.registration for worker in self._workers]
 
     @property
-    def connected(self) -> list[Worker]:
-        """The workers whose stream is still there."""
-        return [worker for worker in self._workers if worker.is_connected]
-
-    @property
     def vacant(self) -> list[int]:
         """The ranks that nobody holds, once ranks are final."""
         held = {worker.rank for worker in self._workers}
