@@ -1,8 +1,8 @@
 """Files that a process leaves for others of this user on this machine, for as long as it runs.
 
-Each is in a folder of this user's own, which nobody else can look into. Who wrote it holds a lock on
-it, which goes when the process does, however that ends: what a killed one left is nobody's, and who
-looks next takes it away.
+Each is in a folder of this user's own, which nobody else can look into. Its writer holds a lock on
+it, which goes when the process does, however that ends: what a killed one left is nobody's, and
+who looks next takes it away.
 """
 
 from __future__ import annotations
