@@ -14,9 +14,8 @@ import ctypes
 import enum
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Callable, Iterator, KeysView, ValuesView
 from dataclasses import dataclass
-from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -330,11 +329,6 @@ def _same_content(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     if isinstance(one[-1], tuple) and one[:2] == other[:2]:
         return all(a is b or _same_bits(a, b) for a, b in zip(one[-1], other[-1], strict=True))
     return one == other
-
-
-def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects, in one order."""
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def is_plain(frozen: Any) -> bool:

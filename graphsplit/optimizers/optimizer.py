@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,6 @@ import torch
 
 from graphsplit.errors import ConfigurationError
 from graphsplit.frames import where_defined
-from graphsplit.guards.values import are_same
 from graphsplit.optimizers import partial_norm
 from graphsplit.optimizers.own_step import (
     by_the_model,
@@ -320,6 +320,11 @@ class OwnedOptimizer:
             return ()
         known, rank = self._residence.owner_by_id(), self._residence.rank
         return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects, in one order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _refusal(optimizer: torch.optim.Optimizer, judged: _Judged) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
-
-from graphsplit.guards.values import are_same
 
 # What optimizers count themselves is in their groups too, and only where they have parameters: of
 # classes that are not torch's, these alone are known to be the script's.
@@ -38,7 +37,8 @@ class Settings:
     def numbers(self) -> tuple[float, ...]:
         """The first numbers among the settings, learning rates before all, and a checksum."""
         now = [group.get(key) for group, keys in self._groups() for key in keys]
-        if not are_same(now, self._seen) or any(isinstance(value, torch.Tensor) for value in now):
+        is_same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
+        if not is_same or any(isinstance(value, torch.Tensor) for value in now):
             self._seen = now
             told = (number for *_, number in self._told())
             self._numbers = (*told, float(zlib.crc32(repr(list(map(_plain, now))).encode())))

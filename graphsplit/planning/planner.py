@@ -15,11 +15,11 @@ from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
-from graphsplit.guards.values import are_same
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
 from graphsplit.marks.rules import has_replicas
 from graphsplit.optimizers.freed_memory import return_now
+from graphsplit.optimizers.optimizer import are_same
 from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater

@@ -32,7 +32,8 @@ from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure, named_failure
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, are_same, shown
+from graphsplit.guards.values import MISSING, shown
+from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.task import Task
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
