@@ -189,7 +189,7 @@ def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> n
 
     Args:
         module: The module; usable as ``module.place(role, rank)``.
-        role: ``"MS_WORKER"``; may be left out: ``module.place(1)``.
+        role: ``"MS_WORKER"``; may be left out: ``module.place(1)``, ``module.place(rank=1)``.
         rank: The worker, from 0 to the number of workers less one. The upper bound is checked
             when the cluster's size is known. A list of workers: each runs a contiguous block of
             the microbatches, see ``docs/how-to/replicate-modules.md``.
@@ -356,7 +356,7 @@ def check_blocks() -> None:
 
 
 def place(
-    role: str | int | Sequence[int],
+    role: str | int | Sequence[int] = WORKER_ROLE,
     rank: int | Sequence[int] | None = None,
     *,
     rows: Sequence[int] | None = None,
@@ -400,7 +400,7 @@ class PlaceableOperation(Generic[P, R]):
 
     def place(
         self,
-        role: str | int | Sequence[int],
+        role: str | int | Sequence[int] = WORKER_ROLE,
         rank: int | Sequence[int] | None = None,
         *,
         rows: Sequence[int] | None = None,
@@ -437,7 +437,7 @@ def install() -> None:
 
     def place(
         self: Any,
-        role: str | int | Sequence[int],
+        role: str | int | Sequence[int] = WORKER_ROLE,
         rank: int | Sequence[int] | None = None,
         *,
         rows: Sequence[int] | None = None,

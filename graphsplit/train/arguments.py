@@ -89,7 +89,9 @@ def problems_of_loader(loader: Any, *, has_loss_fn: bool) -> list[str]:
         ]
     if isinstance(loader, Iterable):
         return []
-    return [f"loader is {described(loader)}; expected something that yields batches"]
+    is_data = isinstance(loader, torch.utils.data.Dataset)
+    hint = "; did you mean DataLoader(...) of it?" if is_data else ""
+    return [f"loader is {described(loader)}{hint}; expected something that yields batches"]
 
 
 def check_loader(method: str, loader: Any, *, has_loss_fn: bool) -> None:

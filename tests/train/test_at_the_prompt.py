@@ -29,16 +29,15 @@ def test_what_is_public_is_shown_and_nothing_else():
 
 
 def test_the_role_may_be_left_out():
-    short, long = nn.Linear(2, 2), nn.Linear(2, 2)
+    short, by_name, long = (nn.Linear(2, 2) for _ in range(3))
     assert short.place(1) is short  # type: ignore[operator]
+    by_name.place(rank=1)  # type: ignore[operator]
     long.place("MS_WORKER", 1)  # type: ignore[operator]
-    ranks = [found.rank for found in map(module_annotation, (short, long)) if found is not None]
-    assert ranks == [1, 1]
-    for wrong in (("MS_WORKER",), (True,), (-1,)):
+    ranks = [found.rank for found in map(module_annotation, (short, by_name, long)) if found]
+    assert ranks == [1, 1, 1]
+    for wrong in ((), ("MS_WORKER",), (True,), (-1,)):
         with pytest.raises(PlacementError):
             short.place(*wrong)  # type: ignore[operator]
-    with pytest.raises(TypeError, match=r"^Module\.place\(\) missing .* 'role'"):
-        short.place()  # type: ignore[operator]
 
 
 def monitored() -> list[float]:
@@ -88,6 +87,8 @@ def test_a_batch_is_no_loader():
             model.train(1, loader)
         with pytest.raises(ConfigurationError, match=r"eval\(...\): .* did you pass a batch"):
             model.eval(loader)
+    with pytest.raises(ConfigurationError, match="TensorDataset; did you mean DataLoader"):
+        model.train(1, batches().dataset)
 
 
 def test_a_finished_run_says_that_nothing_is_trained(
