@@ -25,18 +25,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.batch import fingerprint
+from graphsplit.batches.batch import Signature, fingerprint
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
+from graphsplit.feeding.groups import Groups, num_batches
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets
@@ -46,7 +48,7 @@ from graphsplit.marks.annotations import module_annotation
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
+from graphsplit.planning.step_plan import Outlook, PlannedStep, TrainingProgress, outlook, plan_step
 from graphsplit.tensor_meta import TensorMeta
 
 _FIX = (
@@ -95,6 +97,7 @@ class Feed:
         start: EpochStart = FROM_THE_START,
         progress: TrainingProgress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
+        one_by_one: bool = False,
     ) -> None:
         self._job = job
         self._planner = planner
@@ -119,7 +122,9 @@ class Feed:
             self._epoch_state = start.generator
         self._epoch_process = ProcessStates.now()
         self._cursor: Iterator[Division] | None = None
-        self._step = start.step
+        self._is_grouped = mode is Mode.EVAL and job.num_workers > 1 and not one_by_one
+        self._together: int | None = None  # batches of the step that is announced
+        self._step, self._num_batches = start.step, 0
         self._checksum: int | None = None  # of the batch drawn last
         self._next: Division | None = None  # drawn, but not yet announced
         self._next_checksum: int | None = None
@@ -143,6 +148,16 @@ class Feed:
         while not self._is_stopped() and (division := next(cursor, None)) is not None:
             yield self._planned(division.shape()), division, None
             self._step += 1
+
+    def _outlook(self, signature: Signature) -> Outlook:
+        found = outlook(self._planner, self._mode, signature)
+        return found if self._together is None else replace(found, together=self._together)
+
+    def _pass(self, shape: BatchDescription) -> None:
+        """A step is over."""
+        self._step += 1
+        self._num_batches += num_batches(shape) if self._mode is Mode.EVAL else 1
+        self._together = None
 
     def _lead(self) -> Iterator[FeedItem]:
         watch, memory = GeneratorWatch(), loader_memory(self._loader)
@@ -184,7 +199,7 @@ class Feed:
             for consumer in self._not_reading(planned):
                 send_batch(self._job.control, division, destination=consumer)
             yield planned, division, self._checking(division, planned)
-            self._step += 1
+            self._pass(shape)
 
     def _end_leading(
         self, generator: torch.Tensor | None, process: ProcessStates, checksum: int, before: Any
@@ -248,7 +263,10 @@ class Feed:
     def _new_cursor(self) -> Iterator[Division]:
         batches = self._start.open(self._loader)
         divide = self._divider.divide  # in a generator: what it raises never ends the epoch
-        return (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
+        divisions = (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
+        for _ in range(self._num_batches):
+            next(divisions, None)
+        return Groups(divisions, self._outlook) if self._is_grouped else divisions
 
     def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
         """Computes the checksum while the step waits; done now if the step writes."""
@@ -274,6 +292,8 @@ class Feed:
             if ticket.shape is None:
                 self._end(ticket)
                 return
+            if self._is_grouped and self._next is None:
+                self._together = self._outlook(ticket.shape.first).together
             self._planner.check_python_step(
                 *(self._mode, ticket.shape.first),
                 leaders=(ticket.python, self.leader),
@@ -295,6 +315,7 @@ class Feed:
                 self._next = self._next_checksum = None
                 self._take_over_generators(ticket)
                 yield planned, None, None
+            self._pass(ticket.shape)
             if self._cursor is not None and not self._is_stopped():
                 # In program order the next batch is drawn now, after the step and the callbacks:
                 # while others still compute, and before its ticket.
@@ -303,7 +324,6 @@ class Feed:
                     self._next_checksum = fingerprint(self._next.arguments)
             if self._planner.is_open(planned.first):
                 planned.first.runner.expect_first_value()
-            self._step += 1
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
         """Consumers that have missed a part of what was read from this loader, and are sent it."""
@@ -386,8 +406,6 @@ class Feed:
         torch.default_generator.set_state(self._epoch_state)
         self._epoch_process.put()
         self._cursor = self._new_cursor()
-        for _ in range(self._step - self._start.step):
-            next(self._cursor, None)
         if self._step > 0:
             torch.default_generator.set_state(now)
             process.put()

@@ -45,6 +45,8 @@ class Leading:
         loader: Iterable[Any],
         start: EpochStart,
         is_stopped: Callable[[], bool] = lambda: False,
+        *,
+        one_by_one: bool = False,
     ) -> Feed:
         """The steps of an epoch, each with its batch where that is needed.
 
@@ -53,6 +55,7 @@ class Leading:
             loader: The loader.
             start: Where the epoch goes on.
             is_stopped: Whether it ends after the step that is done; the same on all workers.
+            one_by_one: Whether each step takes one batch, whatever replicas there are.
         """
         is_training = mode is Mode.TRAIN
         if is_training:
@@ -72,6 +75,7 @@ class Leading:
             has_loss_fn=self._task.loss_fn is not None,
             note=self._note if is_training else str,
             progress=self._progress if is_training else None,
+            one_by_one=one_by_one,
         )
 
     def given(

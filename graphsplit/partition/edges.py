@@ -32,13 +32,16 @@ PROCESS_GENERATORS_META = TensorMeta(torch.uint8, (_PROCESS_BYTES,), (1,))
 ALL_GENERATORS_META = TensorMeta(torch.uint8, (ALL_GENERATORS_BYTES,), (1,))
 
 
-def partition(placed: PlacedGraph, *, is_microbatched: bool = False) -> PartitionPlan:
+def partition(
+    placed: PlacedGraph, *, is_microbatched: bool = False, home: int | None = None
+) -> PartitionPlan:
     """Cut a placed graph into segments and derive what travels between workers.
 
     Args:
         placed: The graph, every node with its worker.
         is_microbatched: Whether the plan is for microbatches, which draw from generator states of
             their own.
+        home: The worker that gets the outputs of an evaluation; None: the one that makes them.
 
     Returns:
         The plan; equal inputs give equal plans on every worker.
@@ -48,7 +51,7 @@ def partition(placed: PlacedGraph, *, is_microbatched: bool = False) -> Partitio
             have to cross between workers.
     """
     segmentation, gradients = segments_in_eager_order(placed)
-    return _Partitioner(placed, segmentation, gradients, is_microbatched).run()
+    return _Partitioner(placed, segmentation, gradients, is_microbatched, home).run()
 
 
 def segments_in_eager_order(placed: PlacedGraph) -> tuple[Segmentation, GradientOrder]:
@@ -83,6 +86,7 @@ class _Partitioner:
         segmentation: Segmentation,
         gradients: GradientOrder,
         is_microbatched: bool,
+        home: int | None,
     ) -> None:
         self.placed = placed
         self.graph = placed.graph
@@ -92,7 +96,7 @@ class _Partitioner:
         self.gradients = gradients
         self.is_microbatched = is_microbatched
         self.edges: list[Edge] = []
-        self.home = self._home()
+        self.home = self._home() if home is None else home
         num_segments = len(segmentation.segments)
         self.leaves: list[list[int]] = [[] for _ in range(num_segments)]
         for contribution in gradients.contributions:

@@ -208,6 +208,7 @@ class PartitionPlan:
             first lane; see ``partition.buffer_chains``.
         blocks: The parameters whose gradients are added in blocks, by number in the first lane; see
             ``partition.blocks``.
+        together: How many whole batches replicas evaluate at once: they are its microbatches then.
     """
 
     placed: PlacedGraph
@@ -226,6 +227,7 @@ class PartitionPlan:
     lanes: tuple[range, ...] = ()
     chains: Mapping[int, BufferChain] = field(default_factory=dict)
     blocks: Mapping[int, BlockSums] = field(default_factory=dict)
+    together: int = 1
 
     @property
     def num_values(self) -> int:

@@ -15,6 +15,7 @@ Within a lane a placement is one as ever: ``in_lane`` gives the rules for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -50,6 +51,12 @@ def lanes_of(annotations: Iterable[Annotation], parts: range, num_parts: int) ->
             found.append(range(part, part + 1))
         before = blocks
     return tuple(found)
+
+
+def num_together(annotations: Iterable[Annotation]) -> int:
+    """How many batches replicas evaluate at once: enough for each of them to have its share."""
+    shares = [annotation.rows or (1,) * len(annotation.replicas) for annotation in annotations]
+    return max((sum(some) // math.gcd(*some) for some in shares), default=1)
 
 
 def in_lane(rules: PlacementRules, part: int, num_parts: int) -> PlacementRules:

@@ -11,6 +11,7 @@ from typing import Any
 from graphsplit.batches import batch as batches
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode, NodeKind
+from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
@@ -20,7 +21,7 @@ from graphsplit.partition.buffer_chains import with_chains
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
-from graphsplit.partition.checks.replicated import refuse_unreplicable
+from graphsplit.partition.checks.replicated import is_evaluated_apart, refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
 from graphsplit.partition.lanes import merge_lanes
@@ -28,7 +29,13 @@ from graphsplit.partition.plan import PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.reduction import check_reduction, with_reduction
 from graphsplit.partition.splitting import with_splits
-from graphsplit.placement.replicas import in_lane, lanes_of, replicated, shared_out
+from graphsplit.placement.replicas import (
+    in_lane,
+    lanes_of,
+    num_together,
+    replicated,
+    shared_out,
+)
 from graphsplit.placement.resolve import (
     PlacedGraph,
     PlacementRules,
@@ -126,22 +133,30 @@ def make_plan(
     """
     rules = placement_rules(task, num_workers=num_workers, owners=owners)
     replicas = replicated(graph, rules)
-    if replicas and graph.mode not in (Mode.EVAL, Mode.PREDICT):
+    is_evaluated, together = graph.mode in (Mode.EVAL, Mode.PREDICT), 1
+    if replicas and is_evaluated:
+        together = num_together(replicas.values())
+    elif replicas:
         graph = take_updates_apart(graph)
         refuse_unreplicable(graph, replicas, task.divider.num_microbatches)
     check_graph(graph)
-    num_parts = part.num_parts or part.num_microbatches
+    num_parts = together if is_evaluated else part.num_parts or part.num_microbatches
     lanes = lanes_of(replicas.values(), part.parts, num_parts)
     rules = replace(rules, in_lanes=len(lanes) > 1)
     plans: list[PartitionPlan] = []
     modules: list[Mapping[str, Annotation]] = []
     for lane in lanes:
         its_rules = in_lane(rules, lane.start, num_parts)
-        plans.append(_partitioned(graph, task, its_rules, part))
+        home = plans[0].home if plans else None
+        plans.append(_partitioned(graph, task, its_rules, part, home))
         modules.append(its_rules.modules)
         rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
     plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
     plan = with_chains(plan, modules)
+    if together > 1 and is_evaluated_apart(graph):
+        plan = replace(plan, together=together)
+    if is_evaluated and part.num_microbatches > plan.together:
+        raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
     if task.gradient_order == "pairs":
         tensors = named_state(task.network, task.loss_fn)
         plan = with_blocks(plan, start=part.start, hooked=with_hooks(tensors))
@@ -156,13 +171,13 @@ def make_plan(
 
 
 def _partitioned(
-    graph: CapturedGraph, task: Task, rules: PlacementRules, part: StepPart
+    graph: CapturedGraph, task: Task, rules: PlacementRules, part: StepPart, home: int | None
 ) -> PartitionPlan:
     """The plan of microbatches that run alike, verified."""
     opened = take_branches_apart(graph, branches_to_open(graph, rules))
     placed = keep_memory_together(with_known_results(resolve(opened, rules)))
     refuse_redrawn(placed, is_microbatched=part.is_microbatched)
-    plan = partition(placed, is_microbatched=part.is_microbatched)
+    plan = partition(placed, is_microbatched=part.is_microbatched, home=home)
     refuse_shared_state(plan)
     refuse_unordered(plan)
     if task.compiler is None:  # it decides what to keep, and makes backward one piece

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphsplit.batches.batch import leaves
+from graphsplit.batches.batch import Signature, leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
 from graphsplit.planning.compared.announced import Note
@@ -175,6 +175,8 @@ def _inputs(
         return [plan.no_inputs] * size
     if not division.weights:
         return [leaves(division.arguments)]
+    if plan.plan.placed.graph.mode is not Mode.TRAIN:
+        return [leaves(batch) for batch in division.microbatches]
     return [own_views(microbatch) for microbatch in division.microbatches[part]]
 
 
@@ -204,10 +206,11 @@ def plan_step(
     if only_adds:
         opens = closes = False
     planner.begin_step(mode)
-    if not shape.parts:
-        part = StepPart(first=opens, last=closes)
-        found = planner.recording_for(mode, shape.whole, note=note)
-        return PlannedStep((planner.plan_for(found, part, note=note),))
+    if mode is not Mode.TRAIN or not shape.parts:
+        signature, count = shape.parts[0] if shape.parts else (shape.whole, 1)
+        part = StepPart(count, first=opens, last=closes)
+        found = planner.recording_for(mode, signature, note=note)
+        return PlannedStep((planner.plan_for(found, part, note=note),), (count,))
     planner.keep_at_least(2 * len(shape.parts))
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
@@ -235,3 +238,31 @@ def plan_step(
     marks = [partial(put_requires_grad, *part) for part in trained]
     is_one = len({flags for _, flags in trained}) == 1
     return PlannedStep(tuple(plans), tuple(sizes), shape.weights, () if is_one else tuple(marks))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """All that a step depends on beside its batch, as it is now.
+
+    Attributes:
+        together: How many such batches replicas evaluate at once; 1 where there is no plan yet.
+        recording: The number of the recording that holds; None where none does.
+        lifted: The numbers that it computes with.
+        written: How often each parameter and buffer was written to.
+    """
+
+    together: int = 1
+    recording: int | None = None
+    lifted: tuple[Any, ...] = ()
+    written: tuple[int, ...] = ()
+
+
+def outlook(planner: Planner, mode: Mode, signature: Signature) -> Outlook:
+    """The outlook for a batch, with the network in the modes that its step finds."""
+    found = planner.recordings.find(mode, signature)
+    if found is None:
+        return Outlook()
+    known = planner.known_plan(found)
+    together = 1 if known is None else known.plan.together
+    lifted, written = tuple(found.lifted), planner.writes.counts()
+    return Outlook(together, found.recording.number, lifted, written)

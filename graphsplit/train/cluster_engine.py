@@ -7,25 +7,33 @@ programs run (``runtime``), and leave the loss, which every worker gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from graphsplit.batches.batch import Arguments, leaves
+from graphsplit.batches.batch import Arguments, Signature, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
+from graphsplit.feeding.groups import Groups, evaluated, refuse_change
 from graphsplit.feeding.leading import Leading
 from graphsplit.feeding.left_by_calls import note_left, share_left
 from graphsplit.feeding.resized_buffers import share_sizes
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.job.job import Job
-from graphsplit.planning.modes import evaluating
+from graphsplit.planning.modes import as_in, evaluating
 from graphsplit.planning.planner import Planner
-from graphsplit.planning.step_plan import PlannedStep, StepPhase, TrainingProgress
+from graphsplit.planning.step_plan import (
+    Outlook,
+    PlannedStep,
+    StepPhase,
+    TrainingProgress,
+    outlook,
+)
 from graphsplit.planning.task import Task, named_state
 from graphsplit.profiling.profile import Profiler
 from graphsplit.profiling.trace import Trace
@@ -149,36 +157,58 @@ class ClusterEngine(ClusterState):
         """Evaluate; metrics are computed where the outputs are, their values known everywhere."""
         for metric in metrics.values():
             metric.reset()
-        home = num_batches = 0
-        feed = self._leading.feed(Mode.EVAL, loader, FROM_THE_START)
+        home = num_steps = 0
+        one_by_one = self.witness is not None
+        feed = self._leading.feed(Mode.EVAL, loader, FROM_THE_START, one_by_one=one_by_one)
         with evaluating(self._task.network):
             for planned, division, meanwhile in feed:
-                home, num_batches = planned.first.plan.home, num_batches + 1
-                values = self._run_whole(planned, division, feed.holders(planned), meanwhile)
+                home, num_steps = planned.first.plan.home, num_steps + 1
+                ((_, values),) = self._run(planned, division, feed.holders(planned), meanwhile)
                 if self._job.rank == home:
                     assert division is not None
-                    outputs = _outputs(planned, division.arguments, values)
-                    self._update_metrics(metrics, division.arguments, outputs)
-        need_batches(num_batches)
+                    self._show(planned, division, values, metrics)
+        need_batches(num_steps)
         return self._share_metrics(metrics, home)
+
+    def _show(
+        self,
+        planned: PlannedStep,
+        division: Division,
+        values: Sequence[Values],
+        metrics: Mapping[str, Metric],
+    ) -> None:
+        """Show metrics the batches of a step, in their order."""
+        batches = evaluated(division)
+        look = partial(self._outlook, Mode.EVAL, Signature.of(batches[0].arguments))
+        before = look() if len(batches) > 1 else None
+        for index, (batch, of_batch) in enumerate(zip(batches, values, strict=True)):
+            if index and look() != before:
+                refuse_change("a metric changes what forward reads between two batches")
+            outputs = _outputs(planned, batch.arguments, of_batch)
+            self._update_metrics(metrics, batch.arguments, outputs)
 
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs, in its own structure, on every worker."""
-        division = Division(arguments, (arguments,))
+        (outputs,) = self._predict(Division(arguments, (arguments,)))
+        return outputs
+
+    def predict_each(self, batches: Iterable[Arguments]) -> list[Any]:
+        """The outputs for each batch; replicas run several at once."""
+        divisions: Iterator[Division] = (Division(batch, (batch,)) for batch in batches)
+        if self.witness is None:
+            divisions = Groups(divisions, partial(self._outlook, Mode.PREDICT))
+        return [outputs for division in divisions for outputs in self._predict(division)]
+
+    def _predict(self, division: Division) -> list[Any]:
         with evaluating(self._task.network):
             planned = self._leading.given(Mode.PREDICT, division, self._step)
-            values = self._run_whole(planned, division, self._job.ranks)
-        return _outputs(planned, arguments, values)
+            ((_, values),) = self._run(planned, division, self._job.ranks, None)
+        pairs = zip(evaluated(division), values, strict=True)
+        return [_outputs(planned, batch.arguments, of_batch) for batch, of_batch in pairs]
 
-    def _run_whole(
-        self,
-        planned: PlannedStep,
-        division: Division | None,
-        holders: Collection[int],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Values:
-        ((_, (values,)),) = self._run(planned, division, holders, meanwhile)
-        return values
+    def _outlook(self, mode: Mode, signature: Signature) -> Outlook:
+        with as_in(mode, self._task.network):
+            return outlook(self.planner, mode, signature)
 
     def _run(
         self,
@@ -275,6 +305,6 @@ class ClusterEngine(ClusterState):
 
 
 def _outputs(planned: PlannedStep, arguments: Arguments, values: Values) -> Any:
-    """The outputs of a step without microbatches, in the network's own structure."""
+    """The outputs for a whole batch, in the network's own structure."""
     plan = planned.first
     return unflatten_outputs(plan.plan.placed.graph, values, leaves(arguments), plan.numbers)

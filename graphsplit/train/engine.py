@@ -95,6 +95,10 @@ class Engine(StateHolder):
     def predict(self, arguments: Arguments) -> Any:
         """The network's outputs."""
 
+    def predict_each(self, batches: Iterable[Arguments]) -> list[Any]:
+        """The network's outputs for each of some batches, in their order."""
+        return [self.predict(batch) for batch in batches]
+
     @abstractmethod
     def optimizer_state_dicts(self) -> list[dict[str, Any]]:
         """The optimizers' full states."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,11 +61,13 @@ class Predicting:
 
     Attributes:
         predict: Runs the network once.
+        predict_each: Runs it for each of some batches.
         others: Remembers what loaders remember.
         has_loss_fn: Whether batches end in a target.
     """
 
     predict: Callable[[Arguments], Any]
+    predict_each: Callable[[Iterable[Arguments]], list[Any]]
     others: OtherLoaders
     has_loss_fn: bool
 
@@ -76,7 +78,7 @@ class Predicting:
             return self.predict(arguments)
         refuse_shares(loader, "predict")
         self.others.begin(loader)
-        outputs = [self.predict(self._inputs(batch)) for batch in loader]
+        outputs = self.predict_each(self._inputs(batch) for batch in loader)
         self.others.end(loader)
         return outputs
 

@@ -146,7 +146,8 @@ class Calls:
         self._begin()
         with self._engine.guard():
             has_loss_fn = self._task.loss_fn is not None
-            predicting = Predicting(self._engine.predict, self._states.others, has_loss_fn)
+            engine, others = self._engine, self._states.others
+            predicting = Predicting(engine.predict, engine.predict_each, others, has_loss_fn)
             outputs = predicting.outputs((args, kwargs))
             if self._engine.witness is not None:
                 self._engine.witness.predicted(outputs)

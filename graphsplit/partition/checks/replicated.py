@@ -49,6 +49,17 @@ def refuse_unreplicable(
         )
 
 
+def is_evaluated_apart(graph: CapturedGraph) -> bool:
+    """Whether a graph of eval or predict gives for each batch what it would after any other.
+
+    Then replicas may run several batches at once, and loaders be read ahead.
+    """
+    nodes = graph.nodes
+    draws = any(node.is_random for node in nodes)
+    is_state_out = any(o.node is not None and nodes[o.node].is_state for o in graph.outputs)
+    return not (draws or is_state_out or any(_problems_of(graph)))
+
+
 def _sources(replicas: Mapping[str, Annotation]) -> str:
     """The lines that place replicas."""
     return "\n  ".join(dict.fromkeys(a.source for a in replicas.values()))

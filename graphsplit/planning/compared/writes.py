@@ -115,6 +115,10 @@ class Writes:
         digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
         return (f"{len(found)} tensors (SHA-256 {digest})",)
 
+    def counts(self) -> tuple[int, ...]:
+        """How often each tensor was written to so far, and how often one that is elsewhere."""
+        return (Elsewhere.num_left_out, *map(num_writes, self._here))
+
     def pass_over(self) -> None:
         """Let writes since ``names`` be none of the code of the step."""
         self._begun = Elsewhere.num_left_out
