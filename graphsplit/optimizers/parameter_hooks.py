@@ -16,6 +16,7 @@ from graphsplit.capture.reach.holders import Holder, unchanged
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import OwnershipError
 from graphsplit.frames import where_defined
+from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
 HookState = tuple[Holder, str]  # and the hook's line
@@ -94,7 +95,7 @@ class KeptValues:
         before = {n: t.detach().clone() for n, t in self._tensors.items() if id(t) in watched}
         yield
         for name, value in before.items():
-            if not _is_equal(self._tensors[name], value):
+            if not _has_same_bits(self._tensors[name], value):
                 lines = "".join(dict.fromkeys(map(_line_of, hooks)))
                 raise OwnershipError(
                     f"a hook on a parameter{lines} writes to {name!r} after a microbatch; later "
@@ -103,12 +104,9 @@ class KeptValues:
                 )
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two values are the same; NaN is NaN."""
-    one = one.detach()
-    return torch.equal(one, other) or bool(
-        ((one == other) | ((one != one) & (other != other))).all()
-    )
+def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_alike = one.dtype == other.dtype and one.shape == other.shape
+    return is_alike and torch.equal(octets_of(one), octets_of(other))
 
 
 def _hooks_of(tensor: torch.Tensor) -> list[Any]:

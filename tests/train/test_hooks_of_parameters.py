@@ -17,6 +17,7 @@ assert threads_as_workers
 X, Y = torch.arange(8.0).reshape(2, 4), torch.tensor([0, 1])
 
 Register = Callable[[nn.Module, list[str]], None]
+Write = Callable[[torch.Tensor], object]
 
 
 def notes(net: nn.Module, log: list[str]) -> None:
@@ -169,3 +170,18 @@ def test_nan_that_a_hook_leaves_is_not_taken_for_a_write() -> None:
     parameter.register_hook(lambda gradient: None)
     with KeptValues({"w": parameter}).left_by([parameter]):
         pass
+
+
+@pytest.mark.parametrize(
+    ("value", "write"),
+    [
+        (0.0, lambda p: p.neg_()),  # -0.0 == 0.0
+        (1.0, lambda p: p.mul_(float("nan"))),
+    ],
+)
+def test_a_write_that_changes_bits_alone_is_noticed(value: float, write: Write) -> None:
+    parameter = nn.Parameter(torch.full((3,), value))
+    parameter.register_hook(lambda gradient: None)
+    told, kept = "writes to 'w' after a microbatch", KeptValues({"w": parameter})
+    with pytest.raises(OwnershipError, match=told), kept.left_by([parameter]), torch.no_grad():
+        write(parameter)
