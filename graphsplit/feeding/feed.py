@@ -39,6 +39,7 @@ from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.groups import Groups, num_batches
+from graphsplit.feeding.left_by_loaders import LeftByLoader
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets
@@ -128,6 +129,8 @@ class Feed:
         self._checksum: int | None = None  # of the batch drawn last
         self._next: Division | None = None  # drawn, but not yet announced
         self._next_checksum: int | None = None
+        self._first: Signature | None = None  # of the batch announced last
+        self._left = LeftByLoader(planner, mode)
 
     def __iter__(self) -> Iterator[FeedItem]:
         if self._job.num_workers == 1:
@@ -179,6 +182,7 @@ class Feed:
                 self._end_leading(news, process, previous, memory)
                 return
             shape = division.shape()
+            self._first = shape.first
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
             # than a hop, when there are fewer cores than workers.
             is_same = planned is not None and looked == (shape.whole, shape.parts)
@@ -213,6 +217,7 @@ class Feed:
             process=process,
             previous_checksum=checksum,
             loader_changed=has_changed,
+            python=self._left.told(None if self._is_stopped() else self._first),
         )
         if has_changed:
             self._share_memory(since(before, now))
@@ -264,8 +269,9 @@ class Feed:
         batches = self._start.open(self._loader)
         divide = self._divider.divide  # in a generator: what it raises never ends the epoch
         divisions = (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
-        for _ in range(self._num_batches):
-            next(divisions, None)
+        with self._planner.writes.read_again():
+            for _ in range(self._num_batches):
+                next(divisions, None)
         return Groups(divisions, self._outlook) if self._is_grouped else divisions
 
     def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
@@ -300,6 +306,7 @@ class Feed:
                 ahead=ahead,
                 catch_up=self._draw_missed,  # the leader's data set may have changed a value
             )
+            self._first = ticket.shape.first
             planned = self._planned(ticket.shape)
             waiting = self._not_reading(planned)
             if self._job.rank in waiting:
@@ -412,6 +419,11 @@ class Feed:
         return self._cursor
 
     def _end(self, ticket: Ticket) -> None:
+        ranks = self._job.rank, self.leader
+        is_reading = self._cursor is not None or self._is_stopped()
+        if not is_reading and self._left.was_missed(ticket.python, self._first, ranks):
+            self._draw_missed()
+            self._left.note_read(ticket.python)
         if self._next is not None and self._job.rank in self._reading.ranks:
             raise self._mismatch("its loader has a further batch", "the leader's has ended")
         self._take_over_generators(ticket)

@@ -1,9 +1,9 @@
 """A loader's memory from epoch to epoch, as far as workers can tell it each other.
 
 Generators of random numbers in the loader, its samplers and its data set; whole numbers that a
-sampler keeps, such as the epoch; and numbers and texts in attributes of the data set that reading
-has changed: by them it may decide what to change of the network. Only workers that read a loader
-draw from them: the others are told, at the end of the epoch.
+sampler keeps, such as the epoch; and numbers and texts in attributes of the data set, or of a
+loader without one, that reading has changed: by them it may decide what to change of the network.
+Only workers that read a loader draw from them: the others are told, at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ def since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_of_data(loader: Any) -> dict[str, Any]:
-    held = getattr(getattr(loader, "dataset", None), "__dict__", {})
+    held = getattr(_data_of(loader), "__dict__", {})
     return {name: value for name, value in held.items() if type(value) in _PLAIN}
+
+
+def _data_of(loader: Any) -> Any:
+    """The data set; a loader of the user's that has none is one itself."""
+    return getattr(loader, "dataset", loader)
 
 
 def share_loader_memory(
@@ -70,7 +75,7 @@ def share_loader_memory(
             generators[path].set_state(state)
         put_remembered(loader, told["remembered"])
         for name, value in told["of_data"].items():
-            vars(loader.dataset)[name] = value
+            vars(_data_of(loader))[name] = value
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise FrameError(
             f"worker {source} sent what the loader here cannot remember: {error}"

@@ -12,6 +12,7 @@ import torch
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
+from graphsplit.capture.state.attributes import plain_attributes
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
@@ -81,6 +82,7 @@ class Planner:
         self._numbers: dict[tuple[int, StepPart], int] = {}
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
+        self.attributes_agree = True  # those of the network, once all have read one loader
         self._is_settled = False  # whether the updater knows where its parameters live
         self.updater = Updater(task.update_rules, self.parameters)
         self._progress = PlanningLines(job.rank, task)
@@ -167,6 +169,18 @@ class Planner:
             return PythonStep(number, lifted, settings=rates, written=written)
         return PythonStep.of(self._swaps.changed(), rates, number, lifted, written)
 
+    def python_left(self, mode: Mode, signature: Signature) -> PythonStep:
+        """The message on what a loader may have changed since the last step, when it has ended."""
+        written = self.writes.names(with_replaced=False)
+        latest = self.recordings.latest_if_it_holds()
+        if latest is None:
+            return PythonStep.of(self.recordings.changed(mode, signature), (), written=written)
+        return PythonStep(latest.number + 1, tuple(map(float, latest.lifted())), written=written)
+
+    def attributes(self) -> str:
+        """The plain attributes of the network, as text."""
+        return plain_attributes(self._task.network)
+
     def check_python_step(
         self,
         mode: Mode,
@@ -232,7 +246,7 @@ class Planner:
             is_new = recording.plans == recording.number
             text = f"recording {recording.number}\n" if is_new else f"as {recording.plans}\n"
             topic = f"graph of plan {self._job.following_plan_number} ({mode.value})"
-            self._job.member.agree(topic, f"{note()}\n{text}{recording.graph.describe()}")
+            self._job.member.agree(topic, f"{note()}\n{text}{found.describe()}")
             if not is_new:
                 self._job.next_plan_number()  # no topic comes twice
         elif found.recording.parameters is not self.trainable:
@@ -249,7 +263,7 @@ class Planner:
             if not self.catch_up(None):
                 raise
             return self.recordings.make(mode, signature)
-        if not self.catch_up(found.recording.graph.describe()):
+        if not self.catch_up(found.describe()):
             return found
         self.recordings.drop(found)
         return self.recordings.make(mode, signature)

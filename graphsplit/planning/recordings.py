@@ -114,6 +114,14 @@ class Match:
     lifted: tuple[Any, ...]
     numbers: Mapping[str, Any]
 
+    def describe(self) -> str:
+        """The graph, and the numbers that its text does not tell."""
+        places = self.recording.graph.state.guards.lifted
+        values = zip(places, self.lifted, strict=True)
+        return "\n".join(
+            [*(f"{place.label} is {v!r}" for place, v in values), self.recording.graph.describe()]
+        )
+
 
 def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     """Of every parameter, whether it is trained."""

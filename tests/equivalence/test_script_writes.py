@@ -180,3 +180,121 @@ def test_a_hook_that_writes_to_what_lives_elsewhere_is_refused() -> None:
         net.first.weight.register_hook(lambda gradient, net=net: (net.late.mul_(0.9), None)[1])
     with pytest.raises(OwnershipError, match=r"'late' lives on worker 1.*within a step"):
         cluster.train_step((batches_of(8, 3)[0], {}))
+
+
+class Thrice(nn.Module):
+    """Only worker 0 reads batches; what lives on worker 1, and what evaluation reads, decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.early: torch.Tensor
+        self.late: torch.Tensor
+        self.register_buffer("early", torch.tensor(0.5))
+        self.register_buffer("late", torch.ones(4))
+        self.gain = self.gain_of_eval = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(torch.relu(self.first(x * self.early))) * self.late * self.gain
+        made: torch.Tensor = self.third(h if self.training else h * self.gain_of_eval)
+        return made
+
+
+class Counting(Writing):
+    """A loader that counts its epochs, and writes before, at, or after its batches."""
+
+    def __init__(self, net: Any, write: Change, when: str) -> None:
+        super().__init__(net, write)
+        self.when, self.num_read = when, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self._call("before", self.num_read)
+        for step, batch in enumerate(batches_of(8, 3, num=3)):
+            self._call("at", 3 * self.num_read + step)
+            yield copy.deepcopy(batch)
+        self._call("after", self.num_read)
+        self.num_read += 1
+
+    def _call(self, when: str, count: int) -> None:
+        if when == self.when:
+            self.write(count, self.net, None)
+
+
+def _by_turns(count: int, net: Any, loss_fn: Any) -> None:
+    (net.late if count % 2 else net.early).mul_(0.9)
+
+
+def _in_the_second_epoch(count: int, net: Any, loss_fn: Any) -> None:
+    if count == 5:
+        net.late.mul_(0.9)
+
+
+LEFT: dict[str, tuple[Change, str]] = {
+    "by turns": (_by_turns, "at"),
+    "in the second epoch": (_in_the_second_epoch, "at"),
+    "before": (CHANGES["a number, scaled"], "before"),
+    "after": (CHANGES["a number, scaled"], "after"),
+    "an attribute before": (lambda n, net, loss: setattr(net, "gain", 1 / (n + 2)), "before"),
+    "an attribute after": (lambda n, net, loss: setattr(net, "gain", 1 / (n + 2)), "after"),
+    "of evaluation": (lambda n, net, loss: setattr(net, "gain_of_eval", 1 / (n + 2)), "at"),
+    "of evaluation, after": (lambda n, net, loss: setattr(net, "gain_of_eval", n + 2.0), "after"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_loader_leaves_is_known_to_those_that_have_not_read_it(name: str) -> None:
+    change, when = LEFT[name]
+    torch.manual_seed(0)
+    net: Any = Thrice()
+    optimizer, loader = torch.optim.SGD(net.parameters(), lr=0.05), Counting(net, change, when)
+    example, expected = batches_of(8, 3)[0][0], []
+    for _ in range(3):
+        net.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = rows_against_target(net(x), y)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.detach())
+        with torch.no_grad():
+            expected.append(net.eval()(example))
+
+    def make() -> Task:
+        net: Any = Thrice()
+        for module, rank in ((net.first, 0), (net.second, 1), (net.third, 0)):
+            module.place("MS_WORKER", rank)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        return Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+
+    def run(worker: Any) -> list[torch.Tensor]:
+        loader, found = Counting(worker.task.network, change, when), []
+        for _ in range(3):
+            found += [*worker.engine.train_epoch(loader), worker.engine.predict(((example,), {}))]
+        return found
+
+    torch.manual_seed(0)
+    for found in SimulatedCluster(make, 2).run(run):
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_worker_that_alone_changes_a_number_that_is_lifted_now_is_named(is_new: bool) -> None:
+    """Both record the step again, find the same graph, and would compute with other numbers."""
+
+    def make() -> Task:
+        net: Any = Thrice()
+        for module, rank in ((net.first, 0), (net.second, 1), (net.third, 0)):
+            module.place("MS_WORKER", rank)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        return Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+
+    cluster, arguments = SimulatedCluster(make, 2), (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+    if not is_new:
+        for worker in cluster.workers:
+            worker.task.network.gain = 0.5
+        cluster.train_step(arguments)
+    for worker in cluster.workers:
+        worker.task.network.gain = 0.25 + worker.rank
+    with pytest.raises(PlanMismatchError, match=r"(?s)net\.gain is.*0\.25.*1\.25|1\.25.*0\.25"):
+        cluster.train_step(arguments)

@@ -15,7 +15,8 @@ So how often a tensor had been written to when workers last compared is known to
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -122,6 +123,20 @@ class Writes:
     def pass_over(self) -> None:
         """Let writes since ``names`` be none of the code of the step."""
         self._begun = Elsewhere.num_left_out
+
+    @contextmanager
+    def read_again(self) -> Iterator[None]:
+        """Let writes to what is left out inside be none: batches of earlier steps are read here.
+
+        Had this worker owned any of it, it would have read those batches then.
+        """
+        before = {name: getattr(t, LEFT_OUT, 0) for name, t in self._held.items()}
+        yield
+        for name, tensor in self._held.items():
+            if getattr(tensor, LEFT_OUT, 0) != before[name]:
+                vars(tensor).pop(LEFT_OUT)
+                if before[name]:
+                    setattr(tensor, LEFT_OUT, before[name])
 
     def pass_over_own(self) -> None:
         """Let writes to what lives here be none of the script: its own loop compares them itself.
