@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphsplit.batches.microbatches import Divider
-from graphsplit.capture.graph import Mode
+from graphsplit.capture.graph import Mode, NodeKind
 from graphsplit.errors import PlacementError
-from graphsplit.partition.plan import EdgeKind
+from graphsplit.partition.plan import EdgeKind, PartitionPlan
 from graphsplit.planning.task import Task
-from graphsplit.program.instruction import Opcode
+from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.simulation.simulate import simulate
 from graphsplit.testing.equivalence import assert_same_bits
@@ -207,3 +207,45 @@ def test_what_cannot_wait_until_after_forward_is_refused_by_name(make: Any, why:
         planned(whole(0, 1), make)
     assert "·" not in str(caught.value)
     assert "torch.float32" not in str(caught.value)
+
+
+def one_after_the_other(plan: PartitionPlan, microbatches: int) -> list[list[Instruction]]:
+    """A schedule by the rules of docs/how-to/choose-a-schedule.md, and nothing else."""
+    orders: list[list[Instruction]] = [[] for _ in range(plan.num_workers)]
+    nodes = plan.placed.graph.nodes
+    for m in range(microbatches):
+        here = [one for one in plan.segments if plan.is_in(m, one.nodes[0])]
+        for one in here:
+            orders[one.worker].append(Instruction(Opcode.FORWARD, one.index, m))
+        for one in reversed(here):
+            if plan.io[one.index].roots or plan.io[one.index].leaves:
+                orders[one.worker].append(Instruction(Opcode.BACKWARD, one.index, m))
+        for value in plan.gradient_sums:
+            if nodes[value].kind is NodeKind.PARAMETER and plan.is_in(m, value):
+                worker = plan.worker_of_sum(value)
+                orders[worker].append(Instruction(Opcode.ACCUMULATE, value, m))
+                block = plan.blocks_of(value)
+                if block is not None and m in block.ends:
+                    owner = plan.placed.workers[value]
+                    orders[owner].append(Instruction(Opcode.ADD_BLOCK, value, m))
+        for first, chain in plan.chains.items():
+            for lane, worker in enumerate(chain.workers):
+                value = first + lane * plan.num_values
+                if plan.is_in(m, value):
+                    orders[worker].append(Instruction(Opcode.FOLD, value, m))
+    return orders
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_an_own_schedule_by_the_documented_rules(order: str) -> None:
+    assert_same_bits(
+        Images,
+        images(12, 12),
+        num_workers=3,
+        loss_fn=rows_against_target,
+        place=mixed,
+        microbatches=6,
+        gradient_order=order,
+        schedule=one_after_the_other,
+        captures=_images,
+    )

@@ -17,6 +17,7 @@ from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
+import graphsplit as gs
 from graphsplit.testing.compare import difference
 
 assert threads_as_workers
@@ -177,10 +178,62 @@ def test_the_gpt_accumulates_and_goes_on_where_it_was(example: ModuleType, tmp_p
         assert difference((losses[12:], net.state_dict()), found) is None
 
 
+def data_parallel(net: nn.Module, loss_fn: Any, data: Any) -> Any:
+    """The loop that adds 4 parts of each batch in pairs, and two batches before each step."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    losses, parameters = [], list(net.parameters())
+    for number, (x, y) in enumerate(2 * data):
+        if number % 2 == 0:
+            before: list[Any] = [None] * len(parameters)
+        total, parts = 0, []
+        for m, (xm, ym) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+            torch.set_rng_state(gs.microbatch_rng_state(0, number, m))
+            optimizer.zero_grad()
+            loss = loss_fn(net(xm), ym)
+            (loss * 0.25 / 2).backward()
+            parts.append([p.grad for p in parameters])
+            total = total + loss.detach() * 0.25
+        for index, (p, (a, b, c, d)) in enumerate(
+            zip(parameters, zip(*parts, strict=True), strict=True)
+        ):
+            gradient = (a + b) + (c + d)
+            p.grad = gradient if before[index] is None else before[index] + gradient
+        before = [p.grad for p in parameters]
+        losses.append(total)
+        if number % 2:
+            optimizer.step()
+            warm_up.step()
+    net.eval()
+    with torch.no_grad():
+        seen = [(float(loss_fn(net(x), y)) * len(y), len(y)) for x, y in data]
+    mean = sum(loss for loss, _ in seen) / sum(rows for _, rows in seen)
+    return losses, {"Loss": mean}, net.state_dict()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("example", ["replicas"], indirect=True)
+def test_data_parallelism_has_the_bits_of_the_loop_whatever_the_workers(
+    example: ModuleType, workers: int
+) -> None:
+    torch.manual_seed(1)
+    seen, read = example.pictures(4), example.tokens(4)
+    expected = []
+    for make, loss_fn, data in (
+        (example.ResNet, cross_entropy, seen),
+        (example.Gpt, example.loss_of, read),
+    ):
+        torch.manual_seed(0)
+        expected.append(data_parallel(make(), loss_fn, data))
+    cluster = ThreadCluster(lambda _: example.train_both(workers), workers, is_recoverable=False)
+    for found in cluster.run():
+        assert difference(tuple(expected), found) is None
+
+
 def test_every_example_is_tried() -> None:
     files = {str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.rglob("*.py")}
     of_lenet = {f"lenet_mnist/{name}" for name in ("data", "lenet", "train")}
     of_trainers = {
         f"trainers/{name}" for name in ("accelerate_loop", "lightning_module", "run_clm")
     }
-    assert files - of_lenet - of_trainers == {*LOOPS, "gpt_like"}
+    assert files - of_lenet - of_trainers == {*LOOPS, "gpt_like", "replicas"}
