@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from graphsplit.distribute.asking import numbers_behind, tell
 from graphsplit.distribute.calls import Call, steps_behind
 from graphsplit.distribute.forms import Following, casting_dtype
-from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
+from graphsplit.distribute.workers.asking import numbers_behind, tell
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.partition.checks.given_roots import unordered_parameters

@@ -12,8 +12,8 @@ from torch.autograd import Function
 from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
 from graphsplit.capture.graph import Mode, NodeKind
-from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.shared_inputs import share_written
 from graphsplit.planning.ready_plan import ReadyPlan

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from graphsplit.distribute.loop import META, shape_of
+from graphsplit.distribute.workers.loop import META, shape_of
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import base_of, operator_schema
 from graphsplit.torch_ext.private import (

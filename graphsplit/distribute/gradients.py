@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from graphsplit.cluster.wire.messages import ASKING
-from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.parameters import InLoop, enter_loop
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from graphsplit.distribute.loop import Loop, shape_of
 from graphsplit.distribute.values import SPECIAL, LoopValue, operate
+from graphsplit.distribute.workers.loop import Loop, shape_of
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 

@@ -21,9 +21,9 @@ from graphsplit.distribute import backward, many  # noqa: F401  (special operati
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.forms import casting_dtype
 from graphsplit.distribute.gradients import Gradients
-from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value, taken_apart
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, OwnershipError
 from graphsplit.job import joined
 from graphsplit.job.job import Job

@@ -17,8 +17,8 @@ from torch import nn
 from torch.autograd import Function
 
 from graphsplit.distribute.forms import refuse_cached_cast
-from graphsplit.distribute.loop import Loop, empty_as
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.ownership import Elsewhere, ElsewhereParameter, is_elsewhere
 from graphsplit.runtime.segments.autograd import gradient_sum

@@ -19,9 +19,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import drop_others, give_whole_state, state_of
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.child_process import is_child
 from graphsplit.optimizers.optimizer import OwnedOptimizer

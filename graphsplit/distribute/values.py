@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphsplit.distribute.asking import ask, follow
 from graphsplit.distribute.forms import Following, casting_dtype, follow_casts, refuse_cached_cast
-from graphsplit.distribute.loop import META, Loop, enter, move, share
+from graphsplit.distribute.workers.asking import ask, follow
+from graphsplit.distribute.workers.loop import META, Loop, enter, move, share
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from graphsplit.cluster.wire.messages import ASKING
-from graphsplit.distribute.loop import Loop, laid_out
-from graphsplit.distribute.taken import CHECKSUM_BYTES
+from graphsplit.distribute.workers.loop import Loop, laid_out
+from graphsplit.distribute.workers.taken import CHECKSUM_BYTES
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.tensor_meta import TensorMeta

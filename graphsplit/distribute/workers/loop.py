@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from graphsplit.distribute.taken import FromOutside
+from graphsplit.distribute.workers.taken import FromOutside
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job

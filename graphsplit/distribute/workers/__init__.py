@@ -1,0 +1,1 @@
+"""The workers of a script's own loop: who has a value, what they ask and tell each other."""
