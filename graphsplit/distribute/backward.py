@@ -232,7 +232,7 @@ class _Wanted:
                 is_found = told[known.owner][positions[id(one)]] == "1"
                 results.append(_total(one, known, totals) if is_found else None)
             elif isinstance(one, LoopValue) and gradient is not None:
-                results.append(LoopValue.of(gradient, one.home, one.loop))
+                results.append(LoopValue.of(gradient, one.home, one.loop, one.loop.taken.next()))
             else:
                 results.append(gradient)
         return results
@@ -240,7 +240,7 @@ class _Wanted:
 
 def _total(parameter: torch.Tensor, known: InLoop, totals: dict[int, torch.Tensor]) -> LoopValue:
     held = totals.get(id(parameter), known.shape)
-    return LoopValue.of(held, known.owner, known.loop)
+    return LoopValue.of(held, known.owner, known.loop, known.loop.taken.next())
 
 
 def _inner(one: Any) -> Any:

@@ -117,8 +117,11 @@ class Call:
             entered = [v.held if isinstance(v, LoopValue) else v for v in self.entered.values()]
             found = list(_called(self, loop, nodes, found, anchor, *entered))
         made.clear()
+        number = loop.taken.next()
         values: dict[int, Any] = {
-            node: LoopValue.of(tensor, placed.workers[node], loop)
+            node: LoopValue.of(
+                tensor, placed.workers[node], loop, ("output", node, "of call", number)
+            )
             for node, tensor in zip(nodes, found, strict=True)
         }
         return unflatten_outputs(graph, values, arguments, self.plan.numbers)

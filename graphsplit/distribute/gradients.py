@@ -14,6 +14,7 @@ from torch import nn
 from graphsplit.cluster.wire.messages import ASKING
 from graphsplit.distribute.parameters import InLoop, enter_loop
 from graphsplit.distribute.values import LoopValue
+from graphsplit.distribute.workers.asking import exchange
 from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
@@ -43,16 +44,22 @@ class Gradients:
         self._loop = loop
         self._known: dict[int, LoopValue | None] = {}
         self._known_at = -1  # how many changes there were
-        for tensor in (*parameters, *buffers):
-            enter_loop(tensor, InLoop(loop, owners[id(tensor)], self.of, tensor))
+        self._number = loop.num_settled  # the same on all workers
+        for index, tensor in enumerate((*parameters, *buffers)):
+            number = "parameter", index, "of network", self._number
+            enter_loop(tensor, InLoop(loop, owners[id(tensor)], self.of, tensor, number))
 
     def of(self, parameter: torch.Tensor) -> LoopValue | None:
         """The gradient of a parameter; the first time after a change workers tell each other."""
         if self._known_at != self._loop.num_changes:
-            call = ModelCall(ASKING + "grad", self._learn)
+            call = ModelCall(f"{ASKING}{self._question}", self._learn)
             self._known = self._loop.job.script.collective(call)
             self._known_at = self._loop.num_changes
         return self._known.get(id(parameter))
+
+    @property
+    def _question(self) -> str:
+        return f"grad of parameters of network {self._number}"
 
     def _learn(self) -> dict[int, LoopValue | None]:
         with self._loop.job.reporting(), DisableTorchFunctionSubclass():
@@ -61,10 +68,10 @@ class Gradients:
     def _exchanged(self) -> dict[int, LoopValue | None]:
         rank = self._loop.rank
         own = [p for p in self._parameters if self._owners[id(p)] == rank]
-        told = self._loop.group.exchange("".join(map(_kind_of, own)))
+        told = exchange(self._loop, self._question, "".join(map(_kind_of, own)))
         kinds = [iter(text) for text in told]
         found: dict[int, LoopValue | None] = {}
-        for parameter in self._parameters:
+        for index, parameter in enumerate(self._parameters):
             owner = self._owners[id(parameter)]
             kind = next(kinds[owner])
             if kind == "s":
@@ -74,7 +81,8 @@ class Gradients:
                 )
             held = _shape_of(parameter) if isinstance(parameter, StandIn) else parameter.grad
             if kind == "1" and held is not None:
-                found[id(parameter)] = LoopValue.of(held, owner, self._loop)
+                number = "gradient", index, "of network", self._number
+                found[id(parameter)] = LoopValue.of(held, owner, self._loop, number)
             else:
                 found[id(parameter)] = None
         return found

@@ -17,7 +17,7 @@ from torch.nn.utils import stateless
 from graphsplit.batches.batch import Arguments
 from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
-from graphsplit.distribute import backward, many  # noqa: F401  (special operations on values)
+from graphsplit.distribute import backward, many, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.distribute.forms import casting_dtype
 from graphsplit.distribute.gradients import Gradients

@@ -42,10 +42,13 @@ class InLoop:
         owner: The worker that has its value.
         gradient: Gives its gradient as the script sees it, and forgets that of all.
         parameter: The parameter.
+        number: Its own number, the same on all workers.
     """
 
-    def __init__(self, loop: Loop, owner: int, gradient: Any, parameter: torch.Tensor) -> None:
-        self.loop, self.owner, self.gradient = loop, owner, gradient
+    def __init__(
+        self, loop: Loop, owner: int, gradient: Any, parameter: torch.Tensor, number: Any
+    ) -> None:
+        self.loop, self.owner, self.gradient, self.number = loop, owner, gradient, number
         strides = parameter.true_strides() if isinstance(parameter, StandIn) else parameter.stride()
         # Elsewhere all that the script reads shares its counter of writes, as it does here.
         self.shape = empty_as(parameter, strides)
@@ -108,7 +111,7 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
         else:
             inner = _inside(parameter, known)
             inner.requires_grad_(parameter.requires_grad)
-    return LoopValue.of(inner, known.owner, known.loop)
+    return LoopValue.of(inner, known.owner, known.loop, known.number)
 
 
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,15 +7,17 @@ it; the others run it on shapes, with the same autograd graph. Who asks for numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
 
 from graphsplit.distribute.forms import Following, casting_dtype, follow_casts, refuse_cached_cast
-from graphsplit.distribute.workers.asking import ask, follow
-from graphsplit.distribute.workers.loop import META, Loop, enter, move, share
+from graphsplit.distribute.workers.asking import AskedValue, ask, follow
+from graphsplit.distribute.workers.loop import META, Loop, enter, move, shape_of, share
 from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.attributes import WRITES, writes_of
 from graphsplit.torch_ext.private import (
@@ -25,33 +27,10 @@ from graphsplit.torch_ext.private import (
 )
 
 Function = Callable[..., Any]
+Number = Any  # whole numbers and tuples of such and of texts
 # Attributes that the tensor inside answers, and those that are operations.
 _OF_INNER = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", WRITES})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-_ASKING = frozenset(
-    [
-        "item",
-        "tolist",
-        "numpy",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__complex__",
-        "__index__",
-        "__repr__",
-        "__str__",
-        "__format__",
-        "__array__",
-        "__contains__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "equal",
-        "allclose",
-        "is_nonzero",
-        "untyped_storage",
-        "data_ptr",
-    ]
-)
 # Operations whose result has a shape that depends on values.
 _SHAPED_BY_VALUES = frozenset(
     (
@@ -86,6 +65,8 @@ class LoopValue(torch.Tensor):
             the script's autograd graph.
         home: The worker that has it.
         loop: The workers.
+        number: Its own number, as errors show it; the same on all workers.
+        mark: What tells it from other values, likewise.
         parts: Of a single number with a history, the single numbers that it was made of.
     """
 
@@ -94,10 +75,14 @@ class LoopValue(torch.Tensor):
     held: torch.Tensor
     home: int
     loop: Loop
+    number: Number
+    mark: int
     parts: Sequence[LoopValue]
 
     @staticmethod
-    def of(inner: torch.Tensor, home: int, loop: Loop) -> LoopValue:
+    def of(
+        inner: torch.Tensor, home: int, loop: Loop, number: Number, mark: int | None = None
+    ) -> LoopValue:
         """The stand-in that the script holds of a value."""
         if inner.layout is not torch.strided:
             raise ConfigurationError(
@@ -105,8 +90,9 @@ class LoopValue(torch.Tensor):
                 f"stay on one worker\n  Fix: make embeddings with sparse=False."
             )
         made: LoopValue = make_wrapper(LoopValue, inner)
-        made.held, made.home, made.loop = inner, home, loop
+        made.held, made.home, made.loop, made.number = inner, home, loop, number
         made._known, made._copies, made._is_fixed, made.parts = None, {}, False, ()
+        made.mark = zlib.crc32(repr(number).encode()) if mark is None else mark
         return made
 
     def _state(self) -> Any:
@@ -127,7 +113,10 @@ class LoopValue(torch.Tensor):
         """
         version = self._state()
         if self._known is None or self._known[0] != version:
-            self._known = version, ask(self.loop, self.held, self.home, what)
+            self._known = (
+                version,
+                ask(self.loop, AskedValue(self.held, self.home, self.number, self.mark, what)),
+            )
         return self._known[1]
 
     @property
@@ -162,14 +151,17 @@ class LoopValue(torch.Tensor):
         """The tensor inside, for an operation on another worker."""
         if home == self.home:
             return self.held
+        known = self.known_number
         if torch.is_grad_enabled() and self.held.requires_grad:
             return move(self.loop, (self.home, home), self.held)
+        if known is not None:  # by all workers: one of them may do it alone
+            return known.clone() if self.loop.rank == home else shape_of(known)
         version = self._state()
-        known = self._copies.get(home)
-        if known is None or known[0] != version:
-            known = version, self.loop.move(self.held, self.home, home)
-            self._copies[home] = known
-        return known[1]
+        copy = self._copies.get(home)
+        if copy is None or copy[0] != version:
+            copy = version, self.loop.move(self.held, self.home, home)
+            self._copies[home] = copy
+        return copy[1]
 
     @classmethod
     def __torch_function__(
@@ -182,8 +174,6 @@ class LoopValue(torch.Tensor):
             return special(func, args, kwargs)
         if name in ("__get__", "__set__", "__delete__"):
             return _attribute(func, name, args)
-        if name in _ASKING:
-            return _asked(func, args, kwargs)
         if getattr(func, "__module__", "") == torch.nn.init.__name__:
             with torch.no_grad():  # as inside these functions
                 return _operation(func, name, args, kwargs)
@@ -213,7 +203,11 @@ def _attribute(func: Any, kind: str, args: tuple[Any, ...]) -> Any:
         return _operation(func, name, args, {})
     if kind == "__get__" and name == "grad":
         found = value.held.grad
-        return None if found is None else LoopValue.of(found, value.home, value.loop)
+        return (
+            None
+            if found is None
+            else LoopValue.of(found, value.home, value.loop, ("grad of", value.number))
+        )
     if kind == "__set__" and name == "data":
         return _set_data(value, as_value(args[1]))
     with DisableTorchFunctionSubclass():
@@ -244,19 +238,6 @@ def _inside(values: Any, home: int) -> Any:
     return pytree.tree_map(lambda v: v.at(home) if isinstance(v, LoopValue) else v, values)
 
 
-def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tell all workers the values, and go on with ordinary tensors."""
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, LoopValue):
-            return value
-        found = value.everywhere(getattr(func, "__name__", "value")).detach()
-        return found.requires_grad_() if value.held.requires_grad else found
-
-    args, kwargs = pytree.tree_map(plain, pytree.tree_map(as_value, (args, kwargs)))
-    return func(*args, **kwargs)
-
-
 def operate(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation where its operands are."""
     return _operation(func, getattr(func, "__name__", ""), tuple(args), kwargs)
@@ -274,6 +255,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     if _needs_values(name, args, kwargs, values):
         shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
         args, kwargs = together(shared)
+        loop = values[0].loop
+        loop.taken.note(name, (), [value.mark for value in values])
         return pytree.tree_map(partial(_kept, values[0]), func(*args, **kwargs))
     loop, home = values[0].loop, _home(name, args, kwargs, values)
     is_here = loop.rank == home
@@ -284,8 +267,12 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
     its_args, its_kwargs = together(inside)
     find = None if kwargs else follow(func, name, args)
-    if find is None:  # else one worker may do it alone, as to print
-        loop.taken.note(name, taken)
+    if find is None:
+        loop.taken.note(name, taken, [value.mark for value in values])
+        number, mark = loop.taken.count, loop.taken.checksum
+    else:  # one worker may do it alone, as to print
+        mark = zlib.crc32(repr((name, [value.mark for value in values], taken)).encode())
+        number = mark
     following = Following()
     try:
         with DisableTorchFunctionSubclass(), following:
@@ -306,22 +293,33 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         for value, leaf in zip(found, given, strict=True)
         if isinstance(value, LoopValue) and value.home == home
     }
-
-    def wrap(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        value = known.get(id(leaf))
-        if value is None:
-            value = LoopValue.of(leaf, home, loop)
-            if leaf.requires_grad and not leaf.dim():
-                value.parts = [one for one in values if not one.held.dim()]
-        return value
-
+    wrap = partial(_wrapped, known, values, (number, mark), home, count())
     if find is not None:
         made: LoopValue = wrap(result)
         made.learn(find(), is_fixed=True)
         return made
     return wrap(result) if isinstance(result, torch.Tensor) else pytree.tree_map(wrap, result)
+
+
+def _wrapped(
+    known: Mapping[int, Any],
+    values: Sequence[LoopValue],
+    number: tuple[int, int],
+    home: int,
+    places: Iterator[int],
+    leaf: Any,
+) -> Any:
+    """A value for a tensor that an operation has returned; an operand is the same as before."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    value = known.get(id(leaf))
+    if value is None:
+        place = next(places)
+        its = ("part", place, "of value", number[0]) if place else number[0]
+        value = LoopValue.of(leaf, home, values[0].loop, its, number[1] + place)
+        if leaf.requires_grad and not leaf.dim():
+            value.parts = [one for one in values if not one.held.dim()]
+    return value
 
 
 def taken_apart(
@@ -355,7 +353,8 @@ def _kept(value: LoopValue, result: Any) -> Any:
     """A result with a history stays a value of the loop, so that its backward is one too."""
     if not isinstance(result, torch.Tensor) or not result.requires_grad:
         return result
-    return LoopValue.of(enter(value.loop, value.home, result), value.home, value.loop)
+    inner, number = enter(value.loop, value.home, result), value.loop.taken.next()
+    return LoopValue.of(inner, value.home, value.loop, number)
 
 
 def _needs_values(
@@ -463,31 +462,3 @@ def _take_generator(loop: Loop, home: int) -> None:
     state = loop.share(torch.default_generator.get_state(), home)
     if loop.rank != home:
         torch.default_generator.set_state(state)
-
-
-def _iterated(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return iter(torch.Tensor.unbind(args[0], 0))
-
-
-def _cpu(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
-def _length(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not args[0].shape:
-        raise TypeError("len() of a 0-d tensor")
-    return args[0].shape[0]
-
-
-def _hooked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hooks are given what the script holds of a gradient."""
-    value, hook = args
-
-    def run(gradient: torch.Tensor) -> torch.Tensor | None:
-        found = hook(LoopValue.of(gradient, value.home, value.loop))
-        return found.at(value.home) if isinstance(found, LoopValue) else found
-
-    return value.held.register_hook(run)
-
-
-SPECIAL.update(__iter__=_iterated, cpu=_cpu, __len__=_length, register_hook=_hooked)

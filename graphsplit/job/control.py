@@ -35,6 +35,9 @@ class ControlChannels(WorkerGroup):
         num_workers: How many there are.
         tick: Shows the others that this worker is alive.
         use: What messages are for: ``MESSAGES`` or ``SENT``.
+
+    Attributes:
+        topic: What messages are about, from 0: one that is about something else is an error.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class ControlChannels(WorkerGroup):
         use: int = MESSAGES,
     ) -> None:
         self._use = use
+        self.topic = 0
         self._transport = transport
         self.rank = rank
         self.num_workers = num_workers
@@ -102,7 +106,7 @@ class ControlChannels(WorkerGroup):
             if peer not in self._outgoing:
                 self._outgoing[peer] = OutgoingStream(self._open_sender(self._use, peer))
             ends.append(self._outgoing[peer])
-        send(ends, [octets_of(piece) for piece in pieces])
+        send(ends, [octets_of(piece) for piece in pieces], topic=self.topic)
 
     def receive(
         self, size_bytes: int, *, source: int, is_exact: bool = True
@@ -111,7 +115,7 @@ class ControlChannels(WorkerGroup):
         if source not in self._incoming:
             receiver = self._open_receiver(self._use, source)
             self._incoming[source] = IncomingStream(receiver, source=source)
-        return self._incoming[source].receive(size_bytes, is_exact=is_exact)
+        return self._incoming[source].receive(size_bytes, is_exact=is_exact, topic=self.topic)
 
     def _open_sender(self, use: int, peer: int) -> Sender:
         spec = channel_spec(use, self.rank, peer, self.num_workers)

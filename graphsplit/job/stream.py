@@ -77,6 +77,26 @@ def joined(pieces: Iterable[torch.Tensor]) -> bytes:
     return b"".join(piece.numpy().tobytes() for piece in pieces)
 
 
+class OtherTopicError(FrameError):
+    """A message is about something else than the one that is waited for.
+
+    Attributes:
+        source: Who sent it.
+        topic: The number that it has.
+        octets: How it begins.
+    """
+
+    def __init__(self, source: int, topic: int, octets: torch.Tensor) -> None:
+        super().__init__(
+            f"worker {source} is at another place of the script: it sent a message that this "
+            f"worker does not wait for\n"
+            f"  Fix: run the same operations and calls in the same order on every worker, and none "
+            f"below an `if` on the rank."
+        )
+        self.source, self.topic = source, topic
+        self.octets = octets.numpy().tobytes()
+
+
 class OutgoingStream:
     """The sending end."""
 
@@ -125,9 +145,9 @@ class OutgoingStream:
         self._count += 1
 
 
-def send(ends: Sequence[OutgoingStream], pieces: Sequence[torch.Tensor]) -> None:
+def send(ends: Sequence[OutgoingStream], pieces: Sequence[torch.Tensor], *, topic: int = 0) -> None:
     """Send one message to several workers, side by side; waits where there is no room."""
-    for chunk in _chunks(MESSAGE, 0, pieces):
+    for chunk in _chunks(MESSAGE, topic, pieces):
         for end in ends:
             end._send(chunk)
 
@@ -188,29 +208,36 @@ class IncomingStream:
             self._header, self._pieces = None, []
             yield message
 
-    def receive(self, limit_bytes: int, *, is_exact: bool) -> Iterator[torch.Tensor]:
+    def receive(
+        self, limit_bytes: int, *, is_exact: bool, topic: int = 0
+    ) -> Iterator[torch.Tensor]:
         """Take one message, piece by piece, as it comes; no more is held at a time.
 
         Args:
             limit_bytes: How large it may be. Memory is taken for what came, not for this.
             is_exact: Whether it must be that large.
+            topic: The number that it must have.
 
         Raises:
-            FrameError: It has another size.
+            FrameError: It has another size or topic.
         """
         while self._header is None or self._missing:
-            piece = self._take(limit_bytes, least_bytes=limit_bytes if is_exact else 0)
+            piece = self._take(limit_bytes, limit_bytes if is_exact else 0, topic)
             if piece.numel():
                 yield piece
         self._header = None
 
-    def _take(self, limit_bytes: int, *, least_bytes: int = 0) -> torch.Tensor:
+    def _take(
+        self, limit_bytes: int, least_bytes: int = 0, topic: int | None = None
+    ) -> torch.Tensor:
         """The part of a message that the next chunk holds."""
         chunk = self._receiver.receive(step=self._count, microbatch=0)
         self._count += 1
         if chunk is None:
             raise FrameError(f"an empty chunk of a message from worker {self._source}")
         if self._header is None:
+            if topic is not None:
+                self._check_topic(topic, chunk)
             self._header = self._read_header(chunk[: HEADER.size], least_bytes, limit_bytes)
             self._missing = self._header[2]
             self._num_chunks = _most_chunks(self._missing)
@@ -229,6 +256,11 @@ class IncomingStream:
                 f"than it takes"
             )
         return chunk
+
+    def _check_topic(self, topic: int, chunk: torch.Tensor) -> None:
+        octets = chunk[: HEADER.size].numpy().tobytes()
+        if len(octets) == HEADER.size and (found := HEADER.unpack(octets)[1]) != topic:
+            raise OtherTopicError(self._source, found, chunk[HEADER.size :])
 
     def _read_header(self, chunk: torch.Tensor, least: int, most: int) -> tuple[int, int, int]:
         octets = chunk.numpy().tobytes()

@@ -1,8 +1,10 @@
 """Values that the script asks for, and losses, which all workers are told without asking.
 
 A worker that does not have a value tells the one that has it that it asks, and waits; that one
-waits for all others. So a question that only some workers ask moves nothing that another one could
-be given for its own, and the scheduler finds it by the calls that all workers note.
+waits for all others. Every message says which value it is about, and a question also where the
+script asks. So a question that only some workers ask, or in another order, moves nothing that
+another one could be given for its own: who gets it names both lines, or the scheduler finds it by
+the calls that all workers note.
 
 A loss that backward begins at, and the single numbers that it was made of, are told to all
 before it, as a step of a ``Model`` tells its loss: a script that prints one on one worker asks
@@ -11,15 +13,17 @@ nobody.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphsplit.cluster.wire.messages import ASKING
+from graphsplit.distribute.workers.here import MOST_TOLD_BYTES, WITHOUT_PLACE, Here
 from graphsplit.distribute.workers.loop import Loop, laid_out
-from graphsplit.distribute.workers.taken import CHECKSUM_BYTES
-from graphsplit.errors import ConfigurationError
+from graphsplit.errors import ConfigurationError, FrameError
 from graphsplit.job.script import ModelCall
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -33,41 +37,106 @@ _EXACT = frozenset(
 )
 
 _MOST_TOLD = 16  # of one backward
+_MOST_SHOWN = 110  # characters of a question, for the scheduler
+_OF_BACKWARD, OF_GRADIENTS, _TOPIC = 1, 2, 16  # what messages are about; from the last on: values
 
 
-def ask(loop: Loop, held: torch.Tensor, home: int, what: str) -> torch.Tensor:
-    """The value that one worker has, on all workers, each of which asks for it.
+def shown(number: Any) -> str:
+    """A value's number, as people read it: parts of text and whole numbers."""
+    if isinstance(number, tuple):
+        return " ".join(map(str, number))
+    return f"value {number}"
 
-    Args:
-        loop: The workers.
+
+@dataclass(frozen=True)
+class AskedValue:
+    """A question for a value.
+
+    Attributes:
         held: The value on its worker, its shape elsewhere.
         home: That worker.
+        number: The value's own number, or numbers, as people read them.
+        mark: What tells it from other values, the same on all workers.
         what: The function of the script that asks.
+    """
+
+    held: torch.Tensor
+    home: int
+    number: Any
+    mark: int
+    what: str
+
+    def __str__(self) -> str:
+        shape = tuple(self.held.shape)
+        told = f"{self.what}() of {shown(self.number)} of {shape}, from worker {self.home}"
+        return told[:_MOST_SHOWN]
+
+    @property
+    def topic(self) -> int:
+        """A number for messages about this value, above those of all else."""
+        return _TOPIC + zlib.crc32(f"{self.mark} {tuple(self.held.shape)}".encode())
+
+
+def ask(loop: Loop, question: AskedValue) -> torch.Tensor:
+    """The value that one worker has, on all workers, each of which asks for it.
+
+    Raises:
+        CollectiveMismatchError: Another worker asks for another value, or nothing.
     """
     if loop.is_calling:
         raise ConfigurationError(
-            f"{what}() of a value that lives on one worker, inside a call of a network: an "
-            f"attribute of the network, a hook or a closure holds the value\n"
+            f"{question.what}() of a value that lives on one worker, inside a call of a network: "
+            f"an attribute of the network, a hook or a closure holds the value\n"
             f"  Fix: hold it in a buffer (register_buffer) or a parameter, or make it before "
             f"gs.distribute."
         )
-    call = ModelCall(ASKING + what, _ask, (loop, held, home))
+    call = ModelCall(f"{ASKING}{question}", _ask, (loop, question))
     value: torch.Tensor = loop.job.script.collective(call)
     return value
 
 
-def _ask(loop: Loop, held: torch.Tensor, home: int) -> torch.Tensor:
-    group = loop.job.asked
+def _ask(loop: Loop, question: AskedValue) -> torch.Tensor:
+    group, held, home = loop.job.asked, question.held, question.home
     with loop.job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
         meta, others = TensorMeta.of(held), group.others(home)
+        here = Here(loop.job, loop.taken, str(question))
         if loop.rank != home:
-            group.send(loop.taken.told(), to=(home,))
-            return laid_out(group.receive_tensor(meta, source=home), meta)
-        for peer in others:
-            (told,) = group.receive(CHECKSUM_BYTES, source=peer)
-            loop.taken.compare(told, home, peer)
-        group.send(held.detach(), to=others)
+            with here.about(question.topic):
+                group.send(here.told(), to=(home,))
+            with here.about(WITHOUT_PLACE + question.topic):
+                return laid_out(group.receive_tensor(meta, source=home), meta)
+        with here.about(question.topic):
+            for peer in others:
+                (asked,) = group.receive(MOST_TOLD_BYTES, source=peer, is_exact=False)
+                here.read(asked, peer)
+        with here.about(WITHOUT_PLACE + question.topic):
+            group.send(held.detach(), to=others)
         return held.detach().clone()
+
+
+def exchange(loop: Loop, question: str, text: str) -> list[str]:
+    """Every worker's text, on all.
+
+    Args:
+        loop: The workers.
+        question: What it answers; all ask for the same at once.
+        text: In ASCII, of 1 MB at most.
+
+    Raises:
+        CollectiveMismatchError: Another worker asks for something else.
+    """
+    group, here = loop.job.asked, Here(loop.job, loop.taken, question)
+    mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    found = []
+    with here.about(_TOPIC + zlib.crc32(question.encode())):
+        for source in loop.job.ranks:
+            if source == loop.rank:
+                group.send(here.told(), mine, to=group.others(source))
+                found.append(text)
+            else:
+                message = torch.cat(list(group.receive(1 << 20, source=source, is_exact=False)))
+                found.append(here.read(message, source).numpy().tobytes().decode("ascii").strip())
+    return found
 
 
 def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
@@ -84,26 +153,30 @@ def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
 
 def tell(loop: Loop, values: Sequence[Any]) -> None:
     """Let all workers know these single numbers; a home sends its own as one message."""
-    group = loop.job.asked
+    group, here = loop.job.asked, Here(loop.job, loop.taken, "backward()")
     with DisableTorchFunctionSubclass(), torch.no_grad():
         for home in sorted({value.home for value in values}):
             of_home = [value for value in values if value.home == home]
             if home == loop.rank:
                 told = [(loop.is_own_memory(v.held), v.held.clone()) for v in of_home]
                 pieces = [piece for own, number in told for piece in (torch.tensor([own]), number)]
-                group.send(loop.taken.told(), *pieces, to=group.others(home))
+                with here.about(_OF_BACKWARD):
+                    group.send(here.told(), *pieces, to=group.others(home))
             else:
-                told = _told(loop, of_home, home)
+                with here.about(_OF_BACKWARD):
+                    told = _told(here, of_home, home)
             for value, (is_fixed, number) in zip(of_home, told, strict=True):
                 value.learn(number, is_fixed=is_fixed)
 
 
-def _told(loop: Loop, values: Sequence[Any], home: int) -> list[tuple[bool, torch.Tensor]]:
-    sizes = [CHECKSUM_BYTES, *(s for value in values for s in (1, value.held.nbytes))]
-    message = torch.cat(list(loop.job.asked.receive(sum(sizes), source=home)))
-    checksum, *rest = message.split(sizes)
-    loop.taken.compare(checksum, loop.rank, home)
-    pieces = iter(rest)
+def _told(here: Here, values: Sequence[Any], home: int) -> list[tuple[bool, torch.Tensor]]:
+    sizes = [s for value in values for s in (1, value.held.nbytes)]
+    most = MOST_TOLD_BYTES + sum(sizes)
+    message = torch.cat(list(here.job.asked.receive(most, source=home, is_exact=False)))
+    told = here.read(message, home)
+    if len(told) != sum(sizes):
+        raise FrameError(f"worker {home} told {len(told)} bytes of {len(values)} numbers")
+    pieces = iter(told.split(sizes))
     dtypes = [value.held.dtype for value in values]
     return [(bool(next(pieces)), next(pieces).clone().view(dtype).view(())) for dtype in dtypes]
 

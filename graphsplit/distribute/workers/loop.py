@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from graphsplit.cluster.wire.messages import ASKING
+from graphsplit.distribute.workers.here import WITHOUT_PLACE, Here
 from graphsplit.distribute.workers.taken import FromOutside
 from graphsplit.errors import ConfigurationError
 from graphsplit.job.group import WorkerGroup
@@ -21,6 +23,7 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 META = torch.device("meta")
 _LOOP = "_graphsplit_own_loop"  # attribute of a job
 
+_MOVING = "way to another worker"
 _OUTSIDE = (
     "backward came to a distributed network from an ordinary tensor, into which a value that lives "
     "on one worker was written: all gradients of one backward cannot be added up in eager's order\n"
@@ -127,22 +130,38 @@ class Loop:
 
     def share(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Give every worker a value; elsewhere ``tensor`` has its shape alone."""
-        with self.job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
+        with self._moving() as group:
             meta = TensorMeta.of(tensor)
             if self.rank == source:
-                self.group.send(tensor.detach(), to=self.group.others(source))
+                group.send(tensor.detach(), to=group.others(source))
                 return tensor.detach()
-            return laid_out(self.group.receive_tensor(meta, source=source), meta)
+            return laid_out(group.receive_tensor(meta, source=source), meta)
 
     def move(self, tensor: torch.Tensor, source: int, destination: int) -> torch.Tensor:
         """Move a value from one worker to another one; all others get its shape alone."""
-        with self.job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
+        with self._moving() as group:
             meta = TensorMeta.of(tensor)
             if self.rank == source:
-                self.group.send(tensor.detach(), to=(destination,))
+                group.send(tensor.detach(), to=(destination,))
             elif self.rank == destination:
-                return laid_out(self.group.receive_tensor(meta, source=source), meta)
+                return laid_out(group.receive_tensor(meta, source=source), meta)
             return shape_of(tensor)
+
+    @contextmanager
+    def _moving(self) -> Iterator[WorkerGroup]:
+        """Inside, an operation of the script moves a value; all workers come to it together."""
+        here, calls = Here(self.job, self.taken, _MOVING), self.job.member.position.calls
+        with (
+            self.job.reporting(),
+            torch.no_grad(),
+            DisableTorchFunctionSubclass(),
+            here.about(WITHOUT_PLACE * 2 + self.taken.checksum),
+        ):
+            calls.begin(ASKING + _MOVING)
+            try:
+                yield self.job.asked
+            finally:
+                calls.end()
 
 
 def empty_as(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

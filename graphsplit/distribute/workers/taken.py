@@ -20,25 +20,34 @@ from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 _NUMBERS = (bool, int, float, complex, str, type(None))
 _MOST_ELEMENTS = 4096  # of larger tensors a part is looked at
 _MOST_NAMED = 8
-CHECKSUM_BYTES = 8
 
 
 class FromOutside:
-    """The checksum of what the operations of one worker took from outside."""
+    """The checksum of what the operations of one worker took from outside.
+
+    Attributes:
+        count: How many operations were noted, and calls of networks.
+        checksum: Of all of them.
+    """
 
     def __init__(self) -> None:
-        self._checksum = 0
+        self.count = 0
+        self.checksum = 0
         self._latest: list[tuple[str, list[Any]]] = []
 
-    def note(self, name: str, operands: Iterable[Any]) -> None:
+    def note(self, name: str, operands: Iterable[Any], marks: Iterable[int] = ()) -> None:
         """Take note of an operation's operands; values of the loop are not among them.
 
         Args:
             name: The operation, as errors name it.
             operands: Numbers and tensors count; all else is left out.
+            marks: What tells the values of the loop that it is given from others.
         """
         found: list[Any] = []
-        checksum = zlib.crc32(name.encode(), self._checksum)
+        self.count += 1
+        checksum = zlib.crc32(name.encode(), self.checksum)
+        for mark in marks:
+            checksum = zlib.crc32(b"%d" % mark, checksum)
         for operand in operands:
             if isinstance(operand, torch.Tensor):
                 if operand.device.type == "cpu" and operand.layout is torch.strided:
@@ -47,37 +56,39 @@ class FromOutside:
             elif isinstance(operand, _NUMBERS):
                 checksum = zlib.crc32(repr(operand).encode(), checksum)
                 found.append(operand)
-        self._checksum = checksum
+        self.checksum = checksum
         if len(self._latest) >= _MOST_NAMED:
             del self._latest[0]
         self._latest.append((name, found))
 
-    def told(self) -> torch.Tensor:
-        """The checksum, as a message of ``CHECKSUM_BYTES``."""
-        return torch.tensor(self._checksum)
+    def next(self) -> int:
+        """A number for a value, the same on all workers: they come here together."""
+        self.count += 1
+        return self.count
 
-    def compare(self, told: torch.Tensor, rank: int, other: int) -> None:
+    def compare(self, told: int, rank: int, other: int) -> None:
         """Compare it with that of another worker.
 
         Args:
-            told: What the other one's ``told`` gave, as bytes.
+            told: That of the other one.
             rank: This worker.
             other: That worker.
 
         Raises:
             LoaderMismatchError: They differ.
         """
-        if int(told.view(torch.int64)) == self._checksum:
+        if told == self.checksum:
             self._latest.clear()
             return
         raise LoaderMismatchError(
             f"workers {rank} and {other} ran the script's operations on different numbers or "
-            f"tensors; on worker {rank} they were, latest last: {self._described()}\n"
+            f"tensors; on worker {rank} they were, latest last: {self.described()}\n"
             f"  Fix: give every worker the same targets, weights and learning rates: seed all "
             f"generators alike, and let none of them depend on the rank."
         )
 
-    def _described(self) -> str:
+    def described(self) -> str:
+        """The latest operations, as errors show them."""
         texts = []
         for name, operands in self._latest:
             shown = (

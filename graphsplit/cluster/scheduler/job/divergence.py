@@ -101,7 +101,8 @@ def _place(calls: CallsMade) -> str:
         return "between its calls" if calls.latest else "before its first call"
     if call.name == END_OF_SCRIPT:
         return f"at {END_OF_SCRIPT}"
-    return f"in {call.name}(){call.source and f' at {call.source}'}"
+    shown = call.name if call.name.startswith(ASKING) else f"{call.name}()"
+    return f"in {shown}{call.source and f' at {call.source}'}"
 
 
 def _group(place: str, ranks: Iterable[int]) -> str:
