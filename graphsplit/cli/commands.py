@@ -8,8 +8,11 @@ import click
 
 from graphsplit.cli.certs import certs
 from graphsplit.cli.check import check
-from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, job_options, run_job
+from graphsplit.cli.doctor import doctor
+from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, run_job
 from graphsplit.cli.manifest import manifest
+from graphsplit.cli.ssh.options import RemoteJob, run_options
+from graphsplit.cli.ssh.run import run_on_hosts
 from graphsplit.cli.status import status
 from graphsplit.cli.trace import trace
 
@@ -22,21 +25,26 @@ def main() -> None:
 
 main.add_command(certs)
 main.add_command(check)
+main.add_command(doctor)
 main.add_command(manifest)
 main.add_command(status)
 main.add_command(trace)
 
 
 @main.command(context_settings=SCRIPT_SETTINGS)
-@job_options
+@run_options
 @click.pass_context
-def run(context: click.Context, options: JobOptions) -> None:
-    """Start a scheduler and N workers of SCRIPT on this machine.
+def run(context: click.Context, options: JobOptions, *, remote: RemoteJob | None) -> None:
+    """Start a scheduler and N workers of SCRIPT, on this machine or with -H on others.
 
     Every output line is prefixed by its process. Ctrl-C ends all. When a process fails, the
     others get 5 seconds to name the cause, then they are ended; the exit status is that of the
     first failure (128+N for signal N).
 
-    Example: graphsplit run -n 5 train.py --epochs 3
+    Examples: graphsplit run -n 5 train.py --epochs 3
+
+              graphsplit run -H a:2,b:3 train.py --epochs 3
     """
+    if remote is not None:
+        context.exit(run_on_hosts(options, remote, os.environ))
     context.exit(run_job(options, os.environ))

@@ -162,7 +162,7 @@ def _with_options(
     @wraps(command)
     def call(**given: Any) -> None:
         parts = {name: given.pop(name) for name in names if name in given}
-        if not parts.get("as_module"):
+        if not parts.get("as_module") and given.get("remote") is None:
             _check_file(parts["script"])
         parts |= _part_of(parts, given)
         command(JobOptions(**parts), **given)
@@ -255,12 +255,12 @@ def supervise_job(
         has_scheduler=part.scheduler is None,
     )
     specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
-    restarts = _restarts(options.restarts, environ)
+    restarts = read_restarts(options.restarts, environ)
     console = console or terminal()
     interrupts: list[signal.Signals] = []
     with (
         kept_token(specs[0].variables, options.host, port),
-        _starting(options, console, interrupts) as start,
+        starting(options, console.say, console.turn, interrupts) as start,
     ):
         count = len(part.ranks)
         of_all = "" if part.is_whole else f" of {part.num_workers}, the first is {part.ranks[0]}"
@@ -278,16 +278,19 @@ def supervise_job(
 
 
 @contextmanager
-def _starting(
-    options: JobOptions, console: Console, interrupts: Sequence[signal.Signals]
+def starting(
+    options: JobOptions,
+    say: Callable[[str], None],
+    turn: Callable[[str], None],
+    interrupts: Sequence[signal.Signals],
 ) -> Iterator[StartChild]:
-    """How processes are started: by fork where the script allows it."""
+    """How processes are started here: by fork where the script allows it. See ``WarmStart``."""
     script = options.script
     is_plain = options.fresh or options.as_module
     if not (can_fork() if options.called else not is_plain and may_fork(script)):
         yield partial(start_worker, options.kept)
         return
-    warm = WarmStart(script, console.say, console.turn, interrupts=interrupts, kept=options.kept)
+    warm = WarmStart(script, say, turn, interrupts=interrupts, kept=options.kept)
     try:
         yield warm.start
     finally:
@@ -301,7 +304,7 @@ def script_command(options: JobOptions) -> list[str]:
     return [sys.executable, *script, *options.arguments]
 
 
-def _restarts(count: int, environ: Mapping[str, str]) -> Restarts:
+def read_restarts(count: int, environ: Mapping[str, str]) -> Restarts:
     """The meaning of ``--restarts`` under the policy that the processes will read."""
     policy = recovery_policy(environ)
     if count and policy == FAIL_FAST:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from graphsplit.cli.launch import fork_server
-from graphsplit.cli.launch.children import collect_if_ended, start_child
+from graphsplit.cli.launch.children import start_child
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.launch.warm import WarmStart, may_fork
 
@@ -87,7 +87,7 @@ def test_a_forked_process_is_the_launchers_child_and_torch_has_read_its_variable
     assert (int(stat[1]), int(stat[2])) == (os.getpid(), child.pid)
     with child.stdout, child.stderr:
         child.stdout.read()
-        while collect_if_ended(child) is None:
+        while child.collect_if_ended() is None:
             pass
     assert child.returncode == 0
 

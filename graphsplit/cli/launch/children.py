@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Child(Protocol):
-    """A process that leads a group of its own; what is used here of ``subprocess.Popen``."""
+    """A process that leads a group of its own, on this machine or another."""
 
     pid: int
     returncode: int | None
@@ -28,6 +28,53 @@ class Child(Protocol):
         """Wait for its end and return its return code; ``-N`` if signal N ended it."""
         ...
 
+    def signal_group(self, signum: signal.Signals) -> None:
+        """Send a signal to it, which was not yet waited for, and to its children."""
+        ...
+
+    def collect_if_ended(self) -> int | None:
+        """Its return code, if it has ended; then its children are ended, too."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """How it went out of reach, as a part of a sentence; empty for one whose end was seen."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Its host, as the end of a sentence; empty on this machine."""
+        ...
+
+
+class GroupLeader:
+    """A process of this machine that leads a group of its own."""
+
+    pid: int
+    lost = where = ""
+
+    def wait(self) -> int:
+        """See ``Child``."""
+        raise NotImplementedError
+
+    def signal_group(self, signum: signal.Signals) -> None:
+        """See ``Child``."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signum)
+
+    def collect_if_ended(self) -> int | None:
+        """See ``Child``."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if os.waitid(os.P_PID, self.pid, options) is None:
+            return None
+        # While it is not yet waited for, its group's number cannot belong to anybody else.
+        self.signal_group(signal.SIGKILL)
+        return self.wait()
+
+
+class StartedChild(subprocess.Popen[bytes], GroupLeader):
+    """A process that this one has started by itself."""
+
 
 class StartInterruptedError(Exception):
     """The job was asked to end while a process was being started: it was not."""
@@ -36,9 +83,7 @@ class StartInterruptedError(Exception):
 StartChild = Callable[[ChildSpec, Sequence[str], Sequence[int]], Child]
 
 
-def start_child(
-    spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
-) -> subprocess.Popen[bytes]:
+def start_child(spec: ChildSpec, command: Sequence[str], kept: Sequence[int]) -> StartedChild:
     """Start one process in a process group of its own, with pipes for its output.
 
     It keeps the open files with the numbers in ``kept``, and no others.
@@ -50,7 +95,7 @@ def start_child(
     (autogroups), and a worker that waits and yields its core would yield it to its own session
     only: it took half of a core from the very worker that it waited for.
     """
-    return subprocess.Popen(
+    return StartedChild(
         command,
         env=dict(spec.variables),
         stdin=subprocess.DEVNULL,
@@ -60,22 +105,6 @@ def start_child(
         # Safe here: the launcher has one thread only.
         preexec_fn=make_setup(),
     )
-
-
-def signal_group(child: Child, signum: signal.Signals) -> None:
-    """Send a signal to a process that was not yet waited for, and to its children."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signum)
-
-
-def collect_if_ended(child: Child) -> int | None:
-    """Return the return code of a process that has ended, after ending its children."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    if os.waitid(os.P_PID, child.pid, options) is None:
-        return None
-    # While it is not yet waited for, its group's number cannot belong to anybody else.
-    signal_group(child, signal.SIGKILL)
-    return child.wait()
 
 
 def make_setup() -> Callable[[], None]:

@@ -47,6 +47,7 @@ class JobEnding:
         first_failed: Who failed first; empty while all is well.
         told: The names of the processes that were told to end.
         returncodes: How the others ended.
+        hows: The same in words.
         is_over: Whether the job has finished: then nothing is started again.
         given_up: Why a process that still runs is being ended at once.
     """
@@ -60,6 +61,7 @@ class JobEnding:
     first_failed: str = ""
     told: set[str] = field(default_factory=set)
     returncodes: dict[str, int] = field(default_factory=dict)
+    hows: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
     given_up: dict[str, str] = field(default_factory=dict)
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
@@ -70,20 +72,30 @@ class JobEnding:
         """Whether the user asked for the end, before anything failed."""
         return self._is_interrupted and not self.first_failed
 
-    def exited(self, name: str, *, returncode: int, now_s: float, how: str = "") -> bool:
-        """A process ended; ``returncode`` is ``-N`` if signal N ended it; ``how``, in words.
+    def exited(
+        self, name: str, *, returncode: int, now_s: float, how: str = "", has_place: bool = True
+    ) -> bool:
+        """A process ended.
+
+        Args:
+            name: Which one.
+            returncode: ``-N`` if signal N ended it.
+            now_s: The time.
+            how: How it ended, in words.
+            has_place: Whether there is a place where it could be started again.
 
         Returns:
             Whether to start it again. Then it counts as running.
         """
         given_up = self.given_up.pop(name, "")
-        if self._may_start_again(name, returncode):
+        if has_place and self._may_start_again(name, returncode):
             self.restarts -= 1
             return True
         self.running.discard(name)
         self.asks_for_another_try |= returncode == EX_TEMPFAIL
         if name not in self.told and not given_up:
             self.returncodes[name] = returncode
+            self.hows[name] = how or describe(returncode)
         if returncode != 0 and self.status == 0:
             self.first_failed = name
             if given_up or not how:

@@ -12,7 +12,7 @@ from graphsplit.cli.launch.ending import SCHEDULER
 
 GIB, MIB = 1 << 30, 1 << 20
 
-_OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
+OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def job_children(
     certificates: Path | None = None,
     ranks: Sequence[int] | None = None,
     has_scheduler: bool = True,
+    has_defaults: bool = True,
 ) -> tuple[ChildSpec, ...]:
     """Return the scheduler and the workers, or those of them that this launcher starts.
 
@@ -55,8 +56,9 @@ def job_children(
         certificates: A folder with a certificate for each of them, for mutual TLS.
         ranks: The workers to start; None: all.
         has_scheduler: Whether to start the scheduler, too.
+        has_defaults: Whether to set what ``defaults`` names where ``base`` does not.
     """
-    shared = {**_defaults(), **base}
+    shared = {**(defaults() if has_defaults else {}), **base}
     if not (base.get("GS_JOB_TOKEN") or base.get("GS_JOB_TOKEN_FILE")):
         # In the environment, which only this user can read; never in an argument.
         shared["GS_JOB_TOKEN"] = secrets.token_urlsafe(32)
@@ -78,8 +80,8 @@ def job_children(
 
 def lone_child(base: Mapping[str, str], name: str) -> ChildSpec:
     """One process that runs a script by itself, with all else as a job's processes have it."""
-    variables = {**_defaults(), **base}
-    for variable in _OF_A_JOB:
+    variables = {**defaults(), **base}
+    for variable in OF_A_JOB:
         variables.pop(variable, None)
     variables["GS_LAUNCHER"] = "none"  # another one may have started the command
     return ChildSpec(name, variables)
@@ -93,8 +95,8 @@ def _tls(folder: Path | None, name: str) -> dict[str, str]:
     return {variable: str((folder / file).absolute()) for variable, file in files.items()}
 
 
-def _defaults() -> dict[str, str]:
-    """Variables that are set only where the user did not set them."""
+def defaults() -> dict[str, str]:
+    """Variables that are set only where the user did not set them. They depend on the machine."""
     return {
         # The number of threads changes the order of sums, and with it the bits.
         "OMP_NUM_THREADS": "1",

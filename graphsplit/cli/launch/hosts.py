@@ -87,6 +87,15 @@ def shared_variables(
         return {}
     if certificates is None and not any(environ.get(name, "").strip() for name in _PROTECTIONS):
         raise click.ClickException(_MISSING)
+    return worker_address(environ, host, port)
+
+
+def worker_address(environ: Mapping[str, str], host: str, port: int) -> dict[str, str]:
+    """Where workers of this host listen: at the address from which it reaches the scheduler.
+
+    Raises:
+        click.ClickException: The scheduler's host is not known here.
+    """
     if environ.get("MS_WORKER_IP", "").strip() or is_loopback(host):
         return {}
     try:

@@ -23,8 +23,6 @@ from graphsplit.cli.launch.children import (
     Child,
     StartChild,
     StartInterruptedError,
-    collect_if_ended,
-    signal_group,
     start_child,
 )
 from graphsplit.cli.launch.console import TURN_S, Console
@@ -92,7 +90,7 @@ def supervise(
     received = [] if interrupts is None else interrupts
     for tries_left in range(restarts.jobs, -1, -1):
         with contextlib.ExitStack() as stack:
-            wakeup = stack.enter_context(_catching_signals(received))
+            wakeup = stack.enter_context(catching_signals(received))
             job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
             job.ending.restarts = restarts.processes
             job.ending.restarts_scheduler = restarts.with_scheduler
@@ -211,7 +209,7 @@ class _Job:
         """End whatever still runs; only after an error in the launcher is there anything."""
         for child in self._children.values():
             if child.returncode is None:
-                signal_group(child, signal.SIGKILL)
+                child.signal_group(signal.SIGKILL)
                 child.wait()
 
     def _collect(self) -> None:
@@ -219,14 +217,19 @@ class _Job:
         for name in reversed(self._children):
             if name not in self.ending.running:
                 continue
-            returncode = collect_if_ended(self._children[name])
+            child = self._children[name]
+            returncode = child.collect_if_ended()
             if returncode is None:
                 continue
             why = self.ending.given_up.get(name, "")
             is_stray = returncode == 0 and self._is_stray(name)
-            how = f"was given up: {why}" if why else NO_INIT if is_stray else describe(returncode)
+            how = NO_INIT if is_stray else child.lost or describe(returncode) + child.where
+            how = f"was given up: {why}" if why else how
             returncode = 1 if is_stray else returncode
-            if self.ending.exited(name, returncode=returncode, now_s=time.monotonic(), how=how):
+            now_s, has_place = time.monotonic(), not child.lost
+            if self.ending.exited(
+                name, returncode=returncode, now_s=now_s, how=how, has_place=has_place
+            ):
                 self._start_again(name, how)
             elif name == SCHEDULER:
                 self._forget_scheduler()
@@ -240,7 +243,7 @@ class _Job:
         for name in self.ending.running - self.ending.told:
             if not has_begun(self._reports[name]):
                 self.ending.told.add(name)
-                signal_group(self._children[name], signal.SIGTERM)
+                self._children[name].signal_group(signal.SIGTERM)
 
     def _is_stray(self, name: str) -> bool:
         """Whether a worker took no part in the job: it did all the work, as each of the others."""
@@ -270,7 +273,7 @@ class _Job:
 
     def _give_up(self, name: str, why: str, *, is_final: bool) -> None:
         if self.ending.give_up(name, why, is_final=is_final):
-            signal_group(self._children[name], signal.SIGKILL)
+            self._children[name].signal_group(signal.SIGKILL)
 
     def _forget_scheduler(self) -> None:
         if self._scheduler.line is not None:
@@ -287,7 +290,7 @@ class _Job:
         for name in self.ending.running:
             # Before it has joined it has nothing to say of an interrupt but where its imports were.
             is_outside = signum == signal.SIGINT and not has_begun(self._reports[name])
-            signal_group(self._children[name], signal.SIGTERM if is_outside else signum)
+            self._children[name].signal_group(signal.SIGTERM if is_outside else signum)
 
     def _drain(self) -> None:
         """Read what the pipes still hold; something that left the group may keep one open."""
@@ -330,7 +333,7 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _catching_signals(received: list[signal.Signals]) -> Iterator[socket.socket]:
+def catching_signals(received: list[signal.Signals]) -> Iterator[socket.socket]:
     """Collect the signals that end a job in a list, and wake a waiting selector for each.
 
     The end of a child wakes it as well.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, describe, exit_status
+from graphsplit.cli.launch.ending import SCHEDULER, JobEnding, exit_status
 from graphsplit.reports import EndReport
 
 
@@ -48,7 +48,7 @@ def verdict(ending: JobEnding, reports: Mapping[str, EndReport]) -> JobVerdict:
     returncode = ending.returncodes.get(blamed, 0)
     status = exit_status(returncode) if returncode else ending.status
     # The launcher knows better how its own child ended than those who only lost it.
-    what = f"{blamed} {describe(returncode)}" if returncode < 0 else report.headline
+    what = f"{blamed} {ending.hows[blamed]}" if returncode < 0 else report.headline
     reason = "; ".join(filter(None, (what, report.where)))
     return JobVerdict(status, reason, first if report.rank < 0 else report.rank)
 

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import IO
 
 from graphsplit.cli.launch import script_process
-from graphsplit.cli.launch.children import StartInterruptedError, make_setup, start_child
+from graphsplit.cli.launch.children import (
+    Child,
+    GroupLeader,
+    StartedChild,
+    StartInterruptedError,
+    make_setup,
+    start_child,
+)
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.environment import ChildSpec
 
@@ -30,7 +37,7 @@ _SPEAKS_OF_ENVIRONMENT = re.compile(r"environ|putenv|setenv|getenv|dotenv")
 
 
 @dataclass
-class ForkedChild:
+class ForkedChild(GroupLeader):
     """A worker that was forked: what is used of ``subprocess.Popen``."""
 
     pid: int
@@ -70,7 +77,7 @@ def _text_of(script: Path) -> str:
 
 def start_worker(
     files: Sequence[int], spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
-) -> subprocess.Popen[bytes]:
+) -> StartedChild:
     """Start a process that runs the script itself; a worker keeps some more open files."""
     itself = [command[0], script_process.__file__, *command[1:]]
     return start_child(spec, itself, kept if spec.name == SCHEDULER else (*kept, *files))
@@ -104,9 +111,7 @@ class WarmStart:
         self._server: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
-    def start(
-        self, spec: ChildSpec, command: Sequence[str], kept: Sequence[int]
-    ) -> ForkedChild | subprocess.Popen[bytes]:
+    def start(self, spec: ChildSpec, command: Sequence[str], kept: Sequence[int]) -> Child:
         """Start a process as ``start_child`` does: quicker, where it can be.
 
         Raises:

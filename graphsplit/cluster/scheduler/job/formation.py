@@ -9,6 +9,7 @@ from graphsplit.cluster.scheduler.job.rules import JobRules
 from graphsplit.cluster.wire.messages import Register
 from graphsplit.security.addresses import read_address
 from graphsplit.settings import WORKER_ROLE
+from graphsplit.version import different_versions
 
 
 def assign_ranks(wishes: Sequence[int | None], num_workers: int) -> list[int]:
@@ -132,10 +133,7 @@ def _difference_refusal(new: Register, first: Register) -> str | None:
     for name in sorted(set(new.versions) | set(first.versions)):
         mine, theirs = new.versions.get(name, "none"), first.versions.get(name, "none")
         if mine != theirs:
-            return (
-                f"{new.who} has {name} {mine}, but {first.who} has {name} {theirs}\n"
-                f"  Fix: install the same version of {name} for every worker"
-            )
+            return different_versions(name, new.who, mine, first.who, theirs)
     if new.script_digest != first.script_digest:
         return (
             f"{new.who} runs another script than {first.who}: digest "

@@ -1,0 +1,341 @@
+"""The agent of a host: starts the processes that the launcher wants there, and tells it of them.
+
+It decides nothing. What it is told comes over its standard input, which SSH keeps open; when that
+closes, or nothing has come for too long, it ends everything that it has started. One thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import click
+
+from graphsplit.cli.job import JobOptions, script_command, starting
+from graphsplit.cli.launch.children import Child, StartChild, StartInterruptedError
+from graphsplit.cli.launch.ending import SCHEDULER
+from graphsplit.cli.launch.environment import OF_A_JOB, ChildSpec, defaults
+from graphsplit.cli.launch.hosts import worker_address
+from graphsplit.cli.launch.supervise import READ_BYTES, catching_signals
+from graphsplit.cli.ssh import frames
+from graphsplit.cli.ssh.facts import own_facts
+from graphsplit.cli.ssh.links import answer_one, dial, measure, reserve
+from graphsplit.launcher_line import VARIABLE as LINE
+from graphsplit.reports import VARIABLE as REPORT_FILE
+from graphsplit.reports import forget, has_begun
+
+LOOK_S = 0.1  # how often it looks who has called gs.init(), until all have
+BEATS = 6  # in the time in which silence means that the other side is lost
+_MOST_REPORT_BYTES = 64 << 10
+_NOT_MINE = (*OF_A_JOB, "GS_JOB_TOKEN_FILE")
+
+
+@dataclass
+class _Process:
+    """One process of this host."""
+
+    child: Child
+    report: Path
+    has_begun: bool = False
+
+
+class Agent:
+    """The one process of ours on a host, which starts all others.
+
+    Args:
+        orders: The file descriptor from which orders come.
+        answers: That to which answers go.
+    """
+
+    def __init__(self, orders: int, answers: int) -> None:
+        self._orders, self._answers = orders, answers
+        self._cutter = frames.Cutter()
+        self._waiting: deque[frames.Frame] = deque()
+        self._beginning = ""
+        self._unwanted: dict[str, int] = {}
+        self._interrupts: list[signal.Signals] = []
+        self._is_over = False
+        self._processes: dict[str, _Process] = {}
+        self._stack = contextlib.ExitStack()
+        self._selector = self._stack.enter_context(selectors.DefaultSelector())
+        self._start: StartChild | None = None
+        self._command: list[str] = []
+        self._folder = ""
+        self._address: dict[str, str] = {}
+        self._reserved: socket.socket | None = None
+        self._line: socket.socket | None = None
+        self._silence_s = self._heard_s = self._told_s = 0.0
+
+    def serve(self) -> None:
+        """Do as the launcher says until it has gone, or some signal asks for the end."""
+        with self._stack, catching_signals(self._interrupts) as wakeup:
+            self._selector.register(wakeup, selectors.EVENT_READ, partial(wakeup.recv, READ_BYTES))
+            self._selector.register(self._orders, selectors.EVENT_READ, self._hear)
+            try:
+                self._tell(own_facts(os.environ))
+                while not (self._is_over or self._interrupts):
+                    self._turn()
+            finally:
+                self._kill_all()
+
+    def _turn(self) -> None:
+        begins = any(not one.has_begun for one in self._processes.values())
+        beat_s = self._silence_s / BEATS if self._silence_s else None
+        self._look(0 if self._waiting else LOOK_S if begins else beat_s)
+        if self._waiting:
+            self._do(self._waiting.popleft())
+        self._collect()
+
+    def _look(self, timeout_s: float | None) -> None:
+        """Read what has come, and tell that this host is there."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        now_s = time.monotonic()
+        if self._silence_s:
+            self._is_over |= now_s - self._heard_s > self._silence_s
+            if now_s - self._told_s >= self._silence_s / BEATS:
+                self._tell(frames.Alive())
+
+    def _tell(self, frame: frames.Frame) -> None:
+        data = frames.written(frame)
+        self._told_s = time.monotonic()
+        while data:
+            data = data[os.write(self._answers, data) :]
+
+    def _hear(self) -> None:
+        chunk = os.read(self._orders, READ_BYTES)
+        self._heard_s = time.monotonic()
+        self._is_over |= not chunk
+        for line in self._cutter.feed(chunk):
+            order = frames.read(line)
+            if isinstance(order, frames.Signal):
+                self._signal(order)
+            elif isinstance(order, frames.Note) and self._line is not None:
+                with contextlib.suppress(OSError):
+                    self._line.send(order.text.encode())
+            elif isinstance(order, frames.Setup | frames.Start | frames.Listen | frames.Measure):
+                self._waiting.append(order)
+
+    def _signal(self, order: frames.Signal) -> None:
+        process = self._processes.get(order.name)
+        waiting = [one.name for one in self._waiting if isinstance(one, frames.Start)]
+        if process is not None:
+            process.child.signal_group(signal.Signals(order.signum))
+        elif order.name in (self._beginning, *waiting):
+            self._unwanted[order.name] = order.signum
+
+    def _do(self, order: frames.Frame) -> None:
+        try:
+            match order:
+                case frames.Setup():
+                    self._tell(frames.HostReady(self._prepare(order)))
+                case frames.Listen():
+                    self._tell(frames.Listening(self._listen(order)))
+                case frames.Measure():
+                    self._tell(frames.Measured(*measure(order.host, order.port, order.secret)))
+                case frames.Start():
+                    self._beginning = order.name
+                    self._begin(order)
+                    self._beginning = ""
+                    self._unwanted.pop(order.name, None)
+        except click.ClickException as error:
+            self._tell(frames.Problem(error.message))
+
+    def _listen(self, order: frames.Listen) -> int:
+        listener = self._stack.enter_context(reserve(order.host, 0))
+        answer = partial(answer_one, listener, order.secret)
+        self._selector.register(listener, selectors.EVENT_READ, answer)
+        return int(listener.getsockname()[1])
+
+    def _prepare(self, setup: frames.Setup) -> int:
+        """See that all is there; the scheduler's port.
+
+        Raises:
+            click.ClickException: Something is not; says what, and the fix.
+        """
+        _enter(Path(setup.workdir))
+        script = "" if setup.as_module else setup.script
+        for file in filter(None, (script, *setup.files)):
+            if not Path(file).is_file():
+                raise click.ClickException(
+                    f"there is no file {Path(file).absolute()}\n  Fix: copy it there, or name the "
+                    f"folder that has it on every host: --workdir DIR"
+                )
+        port = setup.port
+        if setup.has_scheduler:
+            self._reserved = reserve(setup.host, port)
+            port = int(self._reserved.getsockname()[1])
+        else:
+            dial(setup.host, port).close()
+        self._address = worker_address(os.environ, setup.host, port)
+        self._heard_s, self._silence_s = time.monotonic(), setup.silence_s
+        own_folder = tempfile.TemporaryDirectory(prefix="graphsplit-")
+        self._folder = self._stack.enter_context(own_folder)
+        options = JobOptions(
+            num_workers=1,
+            port=port,
+            host=setup.host,
+            log_dir=None,
+            certificates=None,
+            script=Path(setup.script),
+            arguments=setup.arguments,
+            as_module=setup.as_module,
+            fresh=setup.fresh,
+        )
+        self._command = script_command(options)
+        self._start = self._stack.enter_context(
+            starting(options, self._say, self._wait, _Stop(self))
+        )
+        return port
+
+    def _say(self, text: str) -> None:
+        """Under the name of the process that is being started."""
+        self._tell(frames.Wrote(self._beginning, "stderr", f"{text}\n"))
+
+    def _wait(self, _: str) -> None:
+        """Stay there for the launcher while torch is imported."""
+        self._look(0)
+
+    def _begin(self, order: frames.Start) -> None:
+        if self._start is None or order.name in self._unwanted:
+            signum = self._unwanted.get(order.name, signal.SIGTERM)
+            self._tell(frames.Exited(order.name, -signum, ""))
+            return
+        report = Path(self._folder) / f"{order.name.replace(' ', '_')}.json"
+        forget(report)
+        own = {name: value for name, value in os.environ.items() if name not in _NOT_MINE}
+        variables = {**defaults(), **own, **self._address, **order.variables}
+        spec = ChildSpec(order.name, {**variables, REPORT_FILE: str(report)})
+        try:
+            child = self._start_scheduler(spec) if spec.name == SCHEDULER else self._started(spec)
+        except StartInterruptedError:
+            self._tell(frames.Exited(order.name, -signal.SIGTERM, ""))
+            return
+        self._processes[order.name] = _Process(child, report)
+        self._tell(frames.ProcessStarted(order.name, child.pid))
+        for channel, pipe in (("stdout", child.stdout), ("stderr", child.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            read = partial(self._read, order.name, channel, pipe)
+            self._selector.register(pipe, selectors.EVENT_READ, read)
+        if order.name in self._unwanted:
+            child.signal_group(signal.Signals(self._unwanted[order.name]))
+
+    def _started(self, spec: ChildSpec, *kept: int) -> Child:
+        assert self._start is not None
+        return self._start(spec, self._command, kept)
+
+    def _start_scheduler(self, spec: ChildSpec) -> Child:
+        """With a line to its launcher; what is said on it is handed on."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+        self._hang_up()
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._line.setblocking(False)
+        self._selector.register(self._line, selectors.EVENT_READ, self._hear_scheduler)
+        with theirs:
+            number = theirs.fileno()
+            variables = {**spec.variables, LINE: str(number)}
+            return self._started(ChildSpec(spec.name, variables), number)
+
+    def _hear_scheduler(self) -> None:
+        assert self._line is not None
+        with contextlib.suppress(OSError):
+            self._tell(frames.Note(self._line.recv(READ_BYTES).decode(errors="replace")))
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._selector.unregister(self._line)
+            self._line.close()
+            self._line = None
+
+    def _read(self, name: str, channel: str, pipe: IO[bytes]) -> bool:
+        """Whether there may be more to read."""
+        try:
+            chunk = os.read(pipe.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return False
+        if chunk:
+            self._tell(frames.Wrote(name, channel, chunk.decode("latin-1")))
+        else:
+            self._selector.unregister(pipe)
+            pipe.close()
+        return bool(chunk)
+
+    def _collect(self) -> None:
+        for name, process in list(self._processes.items()):
+            returncode = process.child.collect_if_ended()
+            if not process.has_begun and has_begun(process.report):
+                process.has_begun = True
+                self._tell(frames.Begun(name))
+            if returncode is not None:
+                self._end(name, process, returncode)
+
+    def _end(self, name: str, process: _Process, returncode: int) -> None:
+        for channel, pipe in (("stdout", process.child.stdout), ("stderr", process.child.stderr)):
+            assert pipe is not None
+            while not pipe.closed and self._read(name, channel, pipe):
+                pass
+            if not pipe.closed:  # something outlived the process, and has it
+                self._selector.unregister(pipe)
+                pipe.close()
+        if name == SCHEDULER:
+            self._hang_up()
+        report = ""
+        with contextlib.suppress(OSError), process.report.open("rb") as file:
+            report = file.read(_MOST_REPORT_BYTES).decode(errors="replace")
+        del self._processes[name]
+        self._tell(frames.Exited(name, returncode, report))
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.child.signal_group(signal.SIGKILL)
+            process.child.wait()
+
+
+class _Stop(list[signal.Signals]):
+    """True when a process that is being started is wanted no more."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self._agent = agent
+
+    def __bool__(self) -> bool:
+        agent = self._agent
+        return bool(agent._is_over or agent._interrupts or agent._unwanted)
+
+
+def _enter(folder: Path) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        home = Path("~").expanduser()
+        is_gone = not home.is_dir() and folder.is_relative_to(home)
+        what = f"there is no home folder {home}, and so" if is_gone else "there is"
+        raise click.ClickException(
+            f"{what} no folder {folder} ({error.strerror})\n"
+            f"  Fix: make or mount it, or name one that every host has: --workdir DIR"
+        ) from None
+
+
+def main() -> None:
+    """Serve the launcher at the other end of standard input and output."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever prints here must not look like an answer
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        Agent(0, answers).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""The launcher's end of a connection to one host: its SSH client, and the processes over there.
+
+A thread for each host reads what comes. What it learns it puts where the supervisor looks in any
+case: output into pipes, reports into files, the scheduler's notes into its line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TypeVar
+
+from graphsplit.cli.launch.children import make_setup
+from graphsplit.cli.launch.environment import ChildSpec
+from graphsplit.cli.ssh import frames
+from graphsplit.cli.ssh.agent import BEATS
+from graphsplit.cli.ssh.command import agent_command, why_not
+from graphsplit.encoding.fields import MessageError
+from graphsplit.launcher_line import VARIABLE as LINE
+from graphsplit.reports import VARIABLE as REPORT_FILE
+from graphsplit.reports import note_init
+
+ANSWER_S = 60.0
+_READ_BYTES = 1 << 16
+_CLOSE_S = 5.0
+_LAST_WORDS_S = 1.0
+_LINES_KEPT = 50
+_F = TypeVar("_F", bound=frames.Frame)
+
+
+class HostError(Exception):
+    """A host cannot take part; the text has the fix."""
+
+
+@dataclass
+class RemoteChild:
+    """A process on another host: see ``Child``."""
+
+    name: str
+    connection: HostConnection
+    report: str
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+    inputs: dict[str, int]
+    pid: int = 0
+    returncode: int | None = None
+    lost: str = ""
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def where(self) -> str:
+        """See ``Child``."""
+        return f" on host {self.connection.host}"
+
+    def wait(self) -> int:
+        """See ``Child``. Where its end is not heard of, it is ended with the connection."""
+        self.ended.wait(_CLOSE_S)
+        return -signal.SIGKILL if self.returncode is None else self.returncode
+
+    def signal_group(self, signum: signal.Signals) -> None:
+        """See ``Child``."""
+        self.connection.tell(frames.Signal(self.name, signum))
+
+    def collect_if_ended(self) -> int | None:
+        """See ``Child``."""
+        return self.returncode
+
+    def end(self, returncode: int) -> None:
+        """It has ended; who waits for its output wakes up."""
+        self.returncode = returncode
+        for number in self.inputs.values():
+            os.close(number)
+        self.inputs.clear()
+        self.ended.set()
+
+
+class HostConnection:
+    """One host, reached by SSH. Close it when nothing runs there any more.
+
+    Args:
+        ssh: The client, with options.
+        host: The host's name, as the client is given it.
+        python: The interpreter there.
+        silence_s: Without a word from the host in this time, it is lost.
+
+    Attributes:
+        late_s: How far its clock is behind this machine's, and the time that its word took.
+    """
+
+    def __init__(self, ssh: Sequence[str], host: str, python: str, silence_s: float) -> None:
+        self.host = host
+        self._python, self._silence_s = python, silence_s
+        self._writing = threading.Lock()
+        self._said: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._answers: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
+        self._children: dict[str, RemoteChild] = {}
+        self._cutter = frames.Cutter()
+        self._line: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closing = self._is_watched = False
+        self._lost = ""
+        self.late_s = 0.0
+        self._heard_s = self._told_s = time.monotonic()
+        try:
+            self._ssh = subprocess.Popen(
+                agent_command(ssh, host, python),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=make_setup(),
+            )
+        except OSError as error:
+            raise HostError(
+                f"no SSH client can be started: {ssh[0]} ({error.strerror})\n"
+                f"  Fix: install it (Debian: openssh-client), or name it: --ssh COMMAND"
+            ) from None
+        assert self._ssh.stdin and self._ssh.stdout and self._ssh.stderr
+        self._stdin, self._stdout, self._stderr = (
+            self._ssh.stdin,
+            self._ssh.stdout,
+            self._ssh.stderr,
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stdout, selectors.EVENT_READ, self._hear)
+        self._selector.register(self._stderr, selectors.EVENT_READ, self._hear_ssh)
+
+    def tell(self, frame: frames.Frame) -> None:
+        """Tell the agent, if it is still there."""
+        with self._writing, contextlib.suppress(OSError, ValueError):
+            self._told_s = time.monotonic()
+            data = frames.written(frame)
+            while data:
+                data = data[os.write(self._stdin.fileno(), data) :]
+
+    def answer(self, kind: type[_F]) -> _F:
+        """Wait for the agent's next answer, which is of this kind.
+
+        Raises:
+            HostError: It has another one, or none.
+        """
+        try:
+            found = self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise HostError(
+                f"host {self.host}: its agent has not answered within {ANSWER_S:.0f} s\n"
+                f"  Fix: look whether the host is overloaded, or its disks: ssh {self.host} uptime"
+            ) from None
+        if isinstance(found, kind):
+            return found
+        if isinstance(found, frames.Problem):
+            raise HostError(f"host {self.host}: {found.text}")
+        raise HostError(why_not(self.host, self._ssh.wait(), self._said, self._python))
+
+    def serve(self) -> None:
+        """From now on a thread hears what comes. No process can be started by fork after that."""
+        self._thread = threading.Thread(target=self._serve, name=f"ssh {self.host}", daemon=True)
+        self._thread.start()
+
+    def watch(self) -> None:
+        """From now on the host is lost when it falls silent."""
+        self._heard_s, self._is_watched = time.monotonic(), True
+
+    def start(self, spec: ChildSpec, kept: Sequence[int]) -> RemoteChild:
+        """Have a process started; an open file in ``kept`` is the scheduler's line."""
+        out, err = os.pipe(), os.pipe()
+        variables = dict(spec.variables)
+        child = RemoteChild(
+            spec.name,
+            self,
+            variables.pop(REPORT_FILE),
+            os.fdopen(out[0], "rb", 0),
+            os.fdopen(err[0], "rb", 0),
+            {"stdout": out[1], "stderr": err[1]},
+        )
+        self._children[spec.name] = child
+        if variables.pop(LINE, "") and kept:
+            self._take_line(socket.socket(fileno=os.dup(kept[0])))
+        self.tell(frames.Start(spec.name, variables))
+        if self._lost:  # the thread may have gone before it could see this one
+            self._give_up(child)
+        return child
+
+    def hang_up(self) -> None:
+        """Have the agent end whatever is left there, and leave."""
+        self._is_closing = True
+        with self._writing:
+            self._stdin.close()
+        if self._lost:
+            self._ssh.kill()
+
+    def close(self) -> None:
+        """Wait until it has left."""
+        self.hang_up()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ssh.wait(_CLOSE_S)
+        self._ssh.kill()
+        self._ssh.wait()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        self._close_line()
+        self._stdout.close()
+        self._stderr.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
+        try:
+            self._serve_until_lost()
+        finally:
+            if not self._lost:  # an error of this thread: whoever waits must not wait for ever
+                self._lose("the launcher's thread for it has failed")
+
+    def _serve_until_lost(self) -> None:
+        while not self._lost:
+            self._look(self._silence_s / BEATS)
+            now_s = time.monotonic()
+            if now_s - self._told_s >= self._silence_s / BEATS:
+                self.tell(frames.Alive())
+            if self._is_watched and now_s - self._heard_s > self._silence_s:
+                self._lose(f"nothing was heard from it for {self._silence_s:g} s")
+                self._ssh.kill()
+
+    def _look(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def _hear(self) -> None:
+        chunk = os.read(self._stdout.fileno(), _READ_BYTES)
+        self._heard_s = time.monotonic()
+        if not chunk:
+            self._selector.unregister(self._stdout)
+            self._lose(self._last_words())
+            return
+        try:
+            for line in self._cutter.feed(chunk):
+                self._take(frames.read(line))
+        except MessageError as error:
+            self._lose(str(error))
+
+    def _hear_ssh(self) -> None:
+        chunk = os.read(self._stderr.fileno(), _READ_BYTES)
+        if not chunk:
+            with contextlib.suppress(KeyError):  # its last words may have been read meanwhile
+                self._selector.unregister(self._stderr)
+        self._said.extend(filter(None, chunk.decode(errors="replace").splitlines()))
+
+    def _last_words(self) -> str:
+        """The end of the connection, with the last line of the SSH client."""
+        end_s = time.monotonic() + _LAST_WORDS_S
+        # What holds it open longer is a connection that SSH shares with others.
+        while self._stderr in self._selector.get_map() and time.monotonic() < end_s:
+            self._look(max(0.0, end_s - time.monotonic()))
+        last = f" ({self._said[-1].strip()})" if self._said else ""
+        return f"its SSH connection has ended{last}"
+
+    def _take(self, frame: frames.Frame | None) -> None:
+        match frame:
+            case None | frames.Alive():
+                pass
+            case frames.Wrote() | frames.ProcessStarted() | frames.Begun() | frames.Exited():
+                if (child := self._children.get(frame.name)) and child.returncode is None:
+                    self._take_of(child, frame)
+            case frames.Note():
+                if self._line is not None:
+                    with contextlib.suppress(OSError):
+                        self._line.send(frame.text.encode())
+            case _:
+                if isinstance(frame, frames.Facts):
+                    self.late_s = time.time() - frame.clock_s
+                self._answers.put(frame)
+
+    def _take_of(self, child: RemoteChild, frame: frames.Frame) -> None:
+        match frame:
+            case frames.ProcessStarted():
+                child.pid = frame.pid
+            case frames.Begun():
+                note_init({REPORT_FILE: child.report})
+            case frames.Wrote():
+                data = frame.text.encode("latin-1")
+                with contextlib.suppress(OSError):  # nobody reads it any more
+                    while data:
+                        data = data[os.write(child.inputs[frame.channel], data) :]
+            case frames.Exited():
+                if frame.report:
+                    with contextlib.suppress(OSError):
+                        Path(child.report).write_text(frame.report)
+                child.end(frame.returncode)
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        self._answers.put(None)
+        if not self._is_closing:
+            for child in list(self._children.values()):
+                self._give_up(child)
+
+    def _give_up(self, child: RemoteChild) -> None:
+        with self._writing:
+            if child.returncode is not None:
+                return
+            child.lost = f"was lost with its host {self.host}: {self._lost}"
+            child.end(-signal.SIGHUP)
+
+    def _take_line(self, line: socket.socket) -> None:
+        self._close_line()
+        line.setblocking(False)
+        self._line = line
+        self._selector.register(line, selectors.EVENT_READ, self._hear_launcher)
+
+    def _hear_launcher(self) -> None:
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self.tell(frames.Note(self._line.recv(_READ_BYTES).decode(errors="replace")))
+
+    def _close_line(self) -> None:
+        if self._line is not None:
+            self._selector.unregister(self._line)
+            self._line.close()
+            self._line = None

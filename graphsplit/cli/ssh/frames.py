@@ -1,0 +1,228 @@
+"""Messages between the launcher and the agent of a host: one line of JSON each.
+
+The launcher's go to the agent's standard input, the token of the job among them; the agent's come
+from its standard output. Bytes of programs are text in Latin-1, which maps each to one character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from graphsplit.encoding import records
+from graphsplit.encoding.fields import MessageError
+
+MOST_BYTES = 1 << 21
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that the processes of this host have in common; answered by ``HostReady`` or ``Problem``.
+
+    Attributes:
+        workdir: The folder in which they run.
+        script: The script, or the name of a module.
+        as_module: Whether it is the name of a module.
+        fresh: Whether each process imports everything itself.
+        arguments: The script's own arguments.
+        files: Files that must be there.
+        silence_s: Without a word from the launcher in this time, all is ended.
+        host: Where the scheduler listens; as this host's own address if it has the scheduler.
+        port: Its port; 0 for a free one, which this host finds.
+        has_scheduler: Whether this host starts it.
+    """
+
+    workdir: str
+    script: str
+    as_module: bool
+    fresh: bool
+    arguments: tuple[str, ...]
+    files: tuple[str, ...]
+    silence_s: float
+    host: str
+    port: int
+    has_scheduler: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process, with these variables beside the host's own."""
+
+    name: str
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send a signal to a process and its children."""
+
+    name: str
+    signum: int
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note between the launcher and the scheduler, as it is."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Wait for measurements at this address of the host's own; answered by ``Listening``."""
+
+    host: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measure the way to an address; answered by ``Measured`` or ``Problem``."""
+
+    host: str
+    port: int
+    secret: str
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The other side is there."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A host, as it says of itself when its agent has started.
+
+    Attributes:
+        graphsplit: The version of graphsplit there.
+        torch: That of torch; empty where there is none.
+        python: That of Python, with its patch.
+        address: The address at which the launcher has reached it; empty if SSH did not say.
+        cpu: The instruction set that torch's kernels can use there.
+        num_cores: The cores that a process may use.
+        shared_bytes: The room that is left in ``/dev/shm``.
+        clock_s: Its clock, seconds since 1970.
+        remarks: What a job stands, each with its fix on a line of its own.
+        problems: The same, for what it does not stand.
+    """
+
+    graphsplit: str
+    torch: str
+    python: str
+    address: str
+    cpu: str
+    num_cores: int
+    shared_bytes: int
+    clock_s: float
+    remarks: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostReady:
+    """All is there; where the scheduler will listen."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why nothing can be started here."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Listening:
+    """The port at which measurements are waited for."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The way to another host.
+
+    Attributes:
+        latency_s: How long a byte takes there and back; the median.
+        bytes_per_s: How much gets there.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class ProcessStarted:
+    """A process has been started."""
+
+    name: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A process has called ``gs.init()``."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """A process has written something."""
+
+    name: str
+    channel: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process has ended; its report of that is empty if it left none."""
+
+    name: str
+    returncode: int
+    report: str
+
+
+Order = Setup | Start | Signal | Note | Listen | Measure | Alive
+Answer = (
+    Facts | HostReady | Problem | Listening | Measured | ProcessStarted | Begun | Wrote | Exited
+)
+Frame = Order | Answer
+_KINDS: dict[str, type[Any]] = {one.__name__: one for one in get_args(Frame)}
+
+
+def written(frame: Frame) -> bytes:
+    """A frame as one line."""
+    node = {"kind": type(frame).__name__, **records.to_node(frame)}
+    return records.dumps(node).encode() + b"\n"
+
+
+def read(line: bytes) -> Frame | None:
+    """The frame of one line; None where it is none: what a login shell has printed, say."""
+    try:
+        parts = records.loads(line, what="a line")
+        frame: Frame = records.from_node(_KINDS[parts.pop("kind")], parts)
+    except (MessageError, KeyError, AttributeError, TypeError):
+        return None
+    return frame
+
+
+class Cutter:
+    """Cuts one direction of a connection into lines."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Take the next bytes; the lines that they complete.
+
+        Raises:
+            MessageError: A line does not end.
+        """
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        if len(self._pending) > MOST_BYTES:
+            raise MessageError(f"a line is longer than {MOST_BYTES} bytes")
+        return lines

@@ -1,0 +1,113 @@
+"""Ports of hosts: one that listens, whether others reach it, and how fast."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import socket
+import statistics
+import time
+
+import click
+
+from graphsplit.launchers.ports import find_free_port, holder_of
+
+_DIAL_S = 5.0
+_NUM_PINGS, _WARM_UP_PINGS = 25, 5
+_SIZE_BYTES, _CHUNK_BYTES = 16 << 20, 1 << 20
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Listen at an address of this host, on a free port if none is named.
+
+    Raises:
+        click.ClickException: It cannot be; says why, and the fix.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not port:
+            address = (address[0], find_free_port(host), *address[2:])
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        by = f": {holder_of(port)} has it" if error.errno == errno.EADDRINUSE else ""
+        raise click.ClickException(
+            f"the scheduler cannot listen on {host}:{port or '(any port)'} ({error.strerror}){by}\n"
+            f"  Fix: name another port (--port), or an address of that host that the others reach "
+            f"(--host)"
+        ) from None
+
+
+def dial(host: str, port: int) -> socket.socket:
+    """Reach a port of another host.
+
+    Raises:
+        click.ClickException: It cannot be reached from here.
+    """
+    try:
+        return socket.create_connection((host, port), timeout=_DIAL_S)
+    except OSError as error:
+        raise click.ClickException(
+            f"it cannot reach {host}:{port} ({error.strerror or error})\n"
+            f"  Fix: open ports between the hosts in firewalls (--port names the scheduler's),"
+            f" or name an address of the first host that the others reach: --host ADDRESS"
+        ) from None
+
+
+def answer_one(listener: socket.socket, secret: str) -> None:
+    """Answer one who measures the way to here; who does not know the secret learns nothing."""
+    with contextlib.suppress(OSError), listener.accept()[0] as peer:
+        peer.settimeout(_DIAL_S)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not hmac.compare_digest(_receive(peer, len(secret)), secret.encode()):
+            return
+        for _ in range(_NUM_PINGS):
+            peer.sendall(_receive(peer, 1))
+        left = _SIZE_BYTES
+        while left:
+            left -= len(_receive(peer, min(left, _CHUNK_BYTES)))
+        peer.sendall(b".")
+
+
+def measure(host: str, port: int, secret: str) -> tuple[float, float]:
+    """Seconds that a byte takes there and back, and bytes that get there in a second.
+
+    Raises:
+        click.ClickException: It cannot be reached, or the connection breaks.
+    """
+    with dial(host, port) as peer:
+        try:
+            return _measure(peer, secret)
+        except OSError as error:
+            raise click.ClickException(
+                f"it reaches {host}:{port}, but the connection breaks ({error.strerror or error})\n"
+                f"  Fix: look at the network between them: cables, MTU (ping -M do -s 1472)"
+            ) from None
+
+
+def _measure(peer: socket.socket, secret: str) -> tuple[float, float]:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.sendall(secret.encode())
+    took = []
+    for _ in range(_NUM_PINGS):
+        begun_s = time.perf_counter()
+        peer.sendall(b".")
+        _receive(peer, 1)
+        took.append(time.perf_counter() - begun_s)
+    chunk = bytes(_CHUNK_BYTES)
+    begun_s = time.perf_counter()
+    for _ in range(_SIZE_BYTES // _CHUNK_BYTES):
+        peer.sendall(chunk)
+    _receive(peer, 1)
+    speed = _SIZE_BYTES / (time.perf_counter() - begun_s)
+    return statistics.median(took[_WARM_UP_PINGS:]), speed
+
+
+def _receive(peer: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        chunk = peer.recv(count - len(data))
+        if not chunk:
+            raise ConnectionResetError(errno.ECONNRESET, "the other side has hung up")
+        data += chunk
+    return bytes(data)

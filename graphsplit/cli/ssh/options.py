@@ -1,0 +1,195 @@
+"""The options by which a command names the hosts of a job, and what they mean."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from graphsplit.cli.job import job_options
+from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
+
+# Those of one process alone, and files of this machine alone.
+_STAYS = frozenset(
+    ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_WORKER_IP", "MS_SCHED_HOST", "MS_SCHED_PORT")
+) | {"GS_LAUNCHER", "GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_REPORT_FILE", "GS_LAUNCHER_LINE"}
+_TRAVELS = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
+_HOSTS = (
+    click.option(
+        "-H",
+        "--hosts",
+        metavar="NAME:SLOTS,...",
+        help="Start the workers on these hosts by SSH, so many on each, in this order: a:2,b:3.",
+    ),
+    click.option(
+        "--hostfile",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="The same, a host in each line: NAME:SLOTS, or NAME slots=SLOTS.",
+    ),
+)
+_REACH = (
+    click.option(
+        "--python",
+        metavar="PATH",
+        help="The interpreter on those hosts.  [default: the path of this one]",
+    ),
+    click.option(
+        "--ssh",
+        default="ssh",
+        metavar="COMMAND",
+        help="The SSH client with options, as in --ssh 'ssh -F my_config'.  [default: ssh]",
+    ),
+)
+_JOB = (
+    click.option(
+        "--workdir",
+        metavar="DIR",
+        help="The folder on those hosts in which all runs.  [default: the path of this one]",
+    ),
+    click.option(
+        "--env",
+        "names",
+        multiple=True,
+        metavar="NAME",
+        help="Give the processes there this variable of the environment here, or NAME=VALUE. "
+        "Those of graphsplit and OMP_NUM_THREADS are given in any case.",
+    ),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Only print what would be run on those hosts.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RemoteJob:
+    """Where a job runs, if not here.
+
+    Attributes:
+        hosts: The hosts, with the workers of each.
+        python: The interpreter there.
+        ssh: The SSH client, with options.
+        workdir: The folder there.
+        names: Further variables that travel: ``NAME``, or ``NAME=VALUE``.
+        dry_run: Whether only to say what would run.
+        address: Where the scheduler listens; empty: where SSH has reached the first host.
+    """
+
+    hosts: tuple[JobHost, ...]
+    python: str
+    ssh: tuple[str, ...]
+    workdir: str
+    names: tuple[str, ...] = ()
+    dry_run: bool = False
+    address: str = ""
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As ``job_options``; the command also gets ``remote``: a ``RemoteJob``, or None."""
+    local = job_options(command)
+
+    @wraps(local)
+    def call(**given: Any) -> None:
+        changed = _remote(given)
+        local(**given, **changed)
+
+    found: Callable[..., None] = call
+    for option in reversed((*_HOSTS, *_REACH, *_JOB)):
+        found = option(found)
+    return found
+
+
+def reach_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that name hosts and how to reach them."""
+    for option in reversed((*_HOSTS, *_REACH)):
+        command = option(command)
+    return command
+
+
+def named_hosts(hosts: str | None, hostfile: Path | None) -> list[tuple[str, int]]:
+    """Names and slots that the options give; none where neither is given.
+
+    Raises:
+        click.UsageError: Both are given, or one names no hosts.
+    """
+    if hosts is not None and hostfile is not None:
+        raise click.UsageError("-H and --hostfile both name the hosts: give one of them")
+    if hostfile is not None:
+        return read_hosts(hostfile.read_text(), str(hostfile))
+    return [] if hosts is None else read_hosts(hosts, "-H")
+
+
+def ssh_command(text: str) -> tuple[str, ...]:
+    """The words of ``--ssh``.
+
+    Raises:
+        click.BadParameter: It has none, or a quote is not closed.
+    """
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--ssh") from None
+    if not words:
+        raise click.BadParameter("it is empty", param_hint="--ssh")
+    return words
+
+
+def _remote(given: dict[str, Any]) -> dict[str, Any]:
+    """The hosts of the job, and the options that change with them; what is here alone is taken."""
+    parts = {name: given.pop(name) for name in ("hosts", "hostfile", "python", "ssh", "workdir")}
+    names, dry_run = given.pop("names"), given.pop("dry_run")
+    hosts = named_hosts(parts["hosts"], parts["hostfile"])
+    if not hosts:
+        for option, value in (("--python", parts["python"]), ("--workdir", parts["workdir"]),
+                              ("--env", names), ("--dry-run", dry_run)):  # fmt: skip
+            if value:
+                raise click.UsageError(f"{option} is for other hosts; name them: -H a:2,b:3")
+        return {"remote": None}
+    if given.get("workers") is not None or given.get("scheduler"):
+        raise click.UsageError("--workers and --scheduler are for a launcher on each host, not -H")
+    ranked = give_ranks(hosts, given["num_workers"])
+    given["num_workers"] = ranked[-1].ranks.stop
+    is_named = _is_given("host")
+    return {
+        "remote": RemoteJob(
+            ranked,
+            parts["python"] or sys.executable,
+            ssh_command(parts["ssh"]),
+            parts["workdir"] or str(Path.cwd()),
+            names,
+            dry_run,
+            given["host"] if is_named else "",
+        )
+    }
+
+
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def travelling(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    """The variables that processes on other hosts get from here.
+
+    Raises:
+        click.BadParameter: One of ``names`` is not set here.
+    """
+    found = {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(("MS_", "GS_")) and name not in _STAYS) or name in _TRAVELS
+    }
+    for one in names:
+        name, is_given, value = one.partition("=")
+        if not is_given and name not in environ:
+            raise click.BadParameter(f"{name} is not set here", param_hint="--env")
+        found[name] = value if is_given else environ[name]
+    return found

@@ -1,0 +1,207 @@
+"""``graphsplit run -H``: one supervisor here, and the processes on other hosts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from graphsplit.cli.job import JobOptions, read_restarts, terminal
+from graphsplit.cli.launch.ending import SCHEDULER
+from graphsplit.cli.launch.environment import ChildSpec, job_children
+from graphsplit.cli.launch.supervise import say, supervise
+from graphsplit.cli.ssh import frames
+from graphsplit.cli.ssh.command import agent_command
+from graphsplit.cli.ssh.connection import HostConnection, HostError, RemoteChild
+from graphsplit.cli.ssh.facts import problems_of, remarks_on
+from graphsplit.cli.ssh.hosts import JobHost
+from graphsplit.cli.ssh.meeting import answers, connected
+from graphsplit.cli.ssh.options import RemoteJob, travelling
+from graphsplit.cli.tokens import kept_token
+from graphsplit.errors import ConfigurationError
+from graphsplit.security.private_files import read_private_file
+from graphsplit.security.protection import is_loopback
+from graphsplit.settings import NODE_TIMEOUT_S
+
+_LEAST_SILENCE_S = 10.0
+
+
+def run_on_hosts(options: JobOptions, remote: RemoteJob, environ: Mapping[str, str]) -> int:
+    """Run a job on other hosts, and say how it ended; its exit status.
+
+    Raises:
+        click.ClickException: It could not be started; names each host at fault, and the fix.
+    """
+    base = {**travelling(environ, remote.names), **_token(environ)}
+    restarts = read_restarts(options.restarts, environ)
+    if remote.dry_run:
+        click.echo(_dry_run(options, remote, base))
+        return 0
+    console = terminal()
+    names, silence_s = [host.name for host in remote.hosts], _silence_s(environ)
+    try:
+        with connected(names, remote.ssh, remote.python, silence_s) as hosts:
+            address, remarks = _meet(hosts, remote)
+            for line in remarks:
+                console.say(f"graphsplit: {line}")
+            port = _set_up(options, remote, hosts, address, silence_s)
+            specs = _specs(options, base, address, port)
+            console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
+            place = {rank: hosts[host.name] for host in remote.hosts for rank in host.ranks}
+
+            def start(spec: ChildSpec, _: Sequence[str], kept: Sequence[int]) -> RemoteChild:
+                is_scheduler = spec.name == SCHEDULER
+                where = hosts[names[0]] if is_scheduler else place[int(spec.name.split()[-1])]
+                return where.start(spec, kept)
+
+            with kept_token(specs[0].variables, address, port):
+                ended = supervise(
+                    specs,
+                    (),
+                    console=console,
+                    log_dir=options.log_dir,
+                    restarts=restarts,
+                    start=start,
+                )
+    except HostError as error:
+        raise click.ClickException(str(error)) from None
+    return say(console, ended)
+
+
+def _token(environ: Mapping[str, str]) -> dict[str, str]:
+    """The secret of the job, if the user has made one: its file is on this machine alone."""
+    path = environ.get("GS_JOB_TOKEN_FILE", "").strip()
+    if not path:
+        token = environ.get("GS_JOB_TOKEN", "")
+        return {"GS_JOB_TOKEN": token} if token else {}
+    try:
+        content = read_private_file("GS_JOB_TOKEN_FILE", path)
+    except ConfigurationError as error:
+        raise click.ClickException(str(error)) from None
+    return {"GS_JOB_TOKEN": content.decode("ascii", errors="replace").strip()}
+
+
+def _silence_s(environ: Mapping[str, str]) -> float:
+    """How long a host or the launcher may be silent; what is no number is told by the processes."""
+    try:
+        found = float(environ.get("MS_NODE_TIMEOUT", "") or NODE_TIMEOUT_S)
+    except ValueError:
+        found = NODE_TIMEOUT_S
+    return max(_LEAST_SILENCE_S, found)
+
+
+def _meet(hosts: Mapping[str, HostConnection], remote: RemoteJob) -> tuple[str, list[str]]:
+    """The scheduler's address on the first host, and what the user should know of the hosts.
+
+    Raises:
+        HostError: Some cannot be reached, or have no part in one job.
+    """
+    facts, problems = answers(hosts, frames.Facts)
+    problems += problems_of(facts)
+    if problems:
+        raise HostError("\n".join(problems))
+    first, *others = hosts
+    address = remote.address or facts[first].address or first
+    away = [name for name in others if not is_loopback(facts[name].address or name)]
+    if is_loopback(address) and away:
+        raise HostError(
+            f"host {first}: the scheduler would listen on {address}, which host {away[0]} cannot "
+            f"reach\n  Fix: name {first} by an address that the others reach, or give it: --host"
+        )
+    return address, remarks_on(facts, late_s={name: one.late_s for name, one in hosts.items()})
+
+
+def _set_up(
+    options: JobOptions,
+    remote: RemoteJob,
+    hosts: Mapping[str, HostConnection],
+    address: str,
+    silence_s: float,
+) -> int:
+    """See that each host has what it needs; the scheduler's port.
+
+    Raises:
+        HostError: Some have not.
+    """
+    first = remote.hosts[0].name
+    port = options.port or 0
+    for is_first in (True, False):
+        asked = {name: one for name, one in hosts.items() if (name == first) is is_first}
+        for host in remote.hosts:
+            if host.name in asked:
+                setup = frames.Setup(
+                    remote.workdir,
+                    str(options.script),
+                    options.as_module,
+                    options.fresh,
+                    options.arguments,
+                    _certificates(options.certificates, host.ranks, has_scheduler=is_first),
+                    silence_s,
+                    address,
+                    port,
+                    is_first,
+                )
+                asked[host.name].tell(setup)
+        ready, problems = answers(asked, frames.HostReady)
+        if problems:
+            raise HostError("\n".join(problems))
+        if is_first:
+            port = ready[first].port
+    for connection in hosts.values():
+        connection.watch()
+    return port
+
+
+def _certificates(
+    folder: Path | None, ranks: Sequence[int], *, has_scheduler: bool
+) -> tuple[str, ...]:
+    """The files of a host's processes, which never travel: they must be there."""
+    if folder is None:
+        return ()
+    names = [*(["scheduler"] if has_scheduler else []), *(f"worker-{rank}" for rank in ranks)]
+    files = ["ca.pem", *(f"{name}.{kind}" for name in names for kind in ("pem", "key"))]
+    return tuple(str((folder / file).absolute()) for file in files)
+
+
+def _specs(
+    options: JobOptions, base: Mapping[str, str], address: str, port: int
+) -> tuple[ChildSpec, ...]:
+    return job_children(
+        base,
+        num_workers=options.num_workers,
+        host=address,
+        port=port,
+        certificates=options.certificates,
+        has_defaults=False,
+    )
+
+
+def _in_words(hosts: Sequence[JobHost]) -> str:
+    count = hosts[-1].ranks.stop
+    each = ", ".join(f"{_ranks(host.ranks)} on {host.name}" for host in hosts)
+    return f"{count} worker{'s' * (count > 1)}: {each}"
+
+
+def _ranks(ranks: range) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _dry_run(options: JobOptions, remote: RemoteJob, base: Mapping[str, str]) -> str:
+    """The commands that would be run, in words. The secret is not shown."""
+    module = ["-m"] if options.as_module else []
+    script = [remote.python, *module, str(options.script), *options.arguments]
+    secret = "" if base.get("GS_INSECURE") else ", GS_JOB_TOKEN (a secret)"
+    shown = [f"{name}={shlex.quote(base[name])}" for name in sorted(base) if name != "GS_JOB_TOKEN"]
+    lines = []
+    for number, host in enumerate(remote.hosts):
+        first = "the scheduler and " if number == 0 else ""
+        what = f"worker{'s' * (len(host.ranks) > 1)} {_ranks(host.ranks)}"
+        lines += [
+            f"{host.name}: {first}{what} of {options.num_workers}",
+            f"  {shlex.join(agent_command(remote.ssh, host.name, remote.python))}",
+            f"  there, in {remote.workdir}: {shlex.join(script)}",
+            f"  over standard input: {', '.join(shown)}{secret}".replace(": , ", ": "),
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,319 @@
+"""Jobs on hosts that SSH reaches: real daemons of openssh-server, where it is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import ssh_hosts
+from launched_jobs import (
+    LIMIT_S,
+    SCRIPT,
+    assert_nothing_is_left,
+    environment,
+    learned_alone,
+    pids_of_workers,
+)
+from matrix.network.namespaces import why_not as why_not_namespaces
+from ssh_hosts import ROOT, Cluster, cluster, networked, of_the_test, run_command
+
+pytestmark = [
+    pytest.mark.real_processes,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not()),
+]
+TOKEN = "a token that only this job knows"
+RECOVERING = ROOT / "tests" / "system" / "jobs" / "recovering.py"
+REFUSED_WITHIN_S = 10.0
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Cluster]:
+    own = of_the_test(tmp_path)
+    with cluster(tmp_path, a=own, b=own) as found:
+        yield found
+
+
+@contextmanager
+def running(
+    hosts: Cluster,
+    *options: str,
+    script: Path = SCRIPT,
+    arguments: tuple[str, ...] = (),
+    namespace: str = "",
+    **own: str,
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher, with one worker on each of two hosts if nothing else is said."""
+    folder = hosts.folder.parent
+    variables = environment(folder, GS_JOB_TOKEN=TOKEN, PYTHONPATH=str(ROOT), **own)
+    given = ("-H", "a,b", *options) if "-H" not in options else options
+    inside = ["ip", "netns", "exec", namespace] if namespace else []
+    command = [*inside, *run_command(hosts, *given), str(script), *arguments]
+    process = subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def argv_of_all() -> str:
+    """The command lines of all processes of this machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return "\n".join(found)
+
+
+def test_lenet_learns_the_same_as_by_itself(hosts: Cluster, tmp_path: Path) -> None:
+    learned = learned_alone(tmp_path, STEPS="5")
+    logs = tmp_path / "logs"
+    with running(
+        hosts, "-H", "a:2,b:1", "--log-dir", str(logs), "--env", "STEPS=5", STEPS="6"
+    ) as job:
+        pids_of_workers(job.stdout, count=1)
+        commands = argv_of_all()
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    assert output.count(learned) == 3, output
+    assert "graphsplit.cli.ssh.agent" in commands and TOKEN not in commands
+    assert sorted(path.name for path in logs.iterdir()) == [
+        "scheduler.log", "worker_0.log", "worker_1.log", "worker_2.log"
+    ]  # fmt: skip
+    assert learned in (logs / "worker_2.log").read_text()
+    assert TOKEN not in output + "".join(path.read_text() for path in logs.iterdir())
+    assert_nothing_is_left(tmp_path)
+
+
+def _client_of_b(hosts: Cluster, job: subprocess.Popen[str]) -> int:
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    (found,) = (
+        int(pid) for pid in children if b"\0b\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return found
+
+
+def _interrupt(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
+    job.send_signal(signal.SIGINT)
+
+
+def _kill_worker(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def _kill_launcher(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
+    job.kill()
+
+
+def _kill_client(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
+    os.kill(_client_of_b(hosts, job), signal.SIGKILL)
+
+
+def _kill_session(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
+    for pid in hosts.sessions_of("b"):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [
+        (_interrupt, 130, "interrupted by SIGINT; exit status 130"),
+        (_kill_worker, 137, "worker 1 was killed by SIGKILL on host b"),
+        (_kill_launcher, -9, ""),
+        (_kill_client, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
+        (_kill_session, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
+    ],
+    ids=["Ctrl-C", "worker", "launcher", "client", "session"],
+)
+def test_an_ended_job_leaves_nothing_behind(
+    hosts: Cluster, tmp_path: Path, end: Callable[..., None], status: int, told: str
+) -> None:
+    with running(hosts, "--env", "STEPS", STEPS="1000000") as job:
+        pids = pids_of_workers(job.stdout, count=2)
+        end(hosts, job, pids)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == status, output
+    assert told in (output.splitlines() or [""])[-1] if told else True
+    assert_nothing_is_left(tmp_path)
+
+
+def test_one_that_is_interrupted_while_it_starts_leaves_nothing_behind(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    with running(hosts, "--env", "STEPS", STEPS="1000000") as job:
+        assert job.stdout is not None
+        while "starting 2 workers: 0 on a, 1 on b" not in (line := job.stdout.readline()):
+            assert line
+        job.send_signal(signal.SIGINT)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 130, output
+    assert "Traceback" not in output
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(RECOVERING)]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    with running(
+        hosts,
+        "-H",
+        "a:1,b:2",
+        "--restarts",
+        "1",
+        script=RECOVERING,
+        arguments=("--die", "1:BACKWARD:5", "--marks", str(marks)),
+        GS_RECOVERY="wait_rejoin",
+        GS_SNAPSHOT_EVERY="2",
+    ) as job:
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    again = "worker 1 was killed by SIGKILL on host b; starting it again (0 restarts left)"
+    assert again in output
+    for rank in range(3):
+        said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
+        assert [line for line in said if line in plain][-len(plain) :] == plain
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_frozen_worker_is_ended_and_named(hosts: Cluster, tmp_path: Path) -> None:
+    own = {"STEPS": "1000000", "MS_NODE_TIMEOUT": "3"}
+    with running(hosts, "--env", "STEPS", **own) as job:
+        pids = pids_of_workers(job.stdout, count=2)
+        os.kill(pids[1], signal.SIGSTOP)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode != 0
+    assert "worker 1" in output.splitlines()[-1] and "heard from it" in output.splitlines()[-1]
+    assert_nothing_is_left(tmp_path)
+
+
+def refusal(hosts: Cluster, *options: str, script: Path = SCRIPT) -> str:
+    """What a launcher says that starts nothing."""
+    begun_s = time.monotonic()
+    with running(hosts, *options, script=script) as job:
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 1, output
+    assert time.monotonic() - begun_s < REFUSED_WITHIN_S
+    assert "starting" not in output
+    assert_nothing_is_left(hosts.folder.parent)
+    return output
+
+
+def test_hosts_that_let_nobody_in_are_named_with_the_fix(hosts: Cluster, tmp_path: Path) -> None:
+    known = (hosts.folder / "known_hosts").read_text()
+    (hosts.folder / "known_hosts").write_text(known.replace("b ", "c "))
+    output = refusal(hosts)
+    assert "host b: its host key is not known here (" in output and "run `ssh b` once" in output
+    key_of_a = known.splitlines()[0].split()[2]
+    key_of_b = known.splitlines()[1].split()[2]
+    (hosts.folder / "known_hosts").write_text(known.replace(key_of_b, key_of_a))
+    output = refusal(hosts)
+    assert "host b: its host key is another one than it was" in output
+    assert "ssh-keygen -R b" in output
+    (hosts.folder / "known_hosts").write_text(known)
+    (hosts.folder / "user_key.pub").write_text("")
+    output = refusal(hosts)
+    for host in ("a", "b"):
+        assert f"host {host}: it does not let this user in without a password" in output
+        assert f"Fix: run `ssh-copy-id {host}`" in output
+
+
+def test_hosts_out_of_reach_are_named_with_the_fix(hosts: Cluster, tmp_path: Path) -> None:
+    hosts.addresses["b"] = ("127.0.0.9", hosts.addresses["b"][1])
+    hosts.addresses["c"] = ("no-such-host.invalid", 22)
+    hosts.write_config()
+    output = refusal(hosts, "-H", "a,b,c")
+    assert "host b: SSH cannot reach it (" in output and "refused" in output
+    assert "host c: its name is not known here (" in output and "~/.ssh/config" in output
+
+
+def test_hosts_without_what_a_job_needs_are_named_with_the_fix(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    output = refusal(hosts, "--python", "/no/such/python")
+    assert "host b: it has no /no/such/python that can be run (" in output
+    assert "Fix: name the interpreter that has graphsplit on every host: --python PATH" in output
+    output = refusal(hosts, "--workdir", "/no/such/folder")
+    assert "host a: there is no folder /no/such/folder (" in output and "--workdir DIR" in output
+    output = refusal(hosts, script=tmp_path / "missing.py")
+    assert f"host a: there is no file {tmp_path}/missing.py" in output
+    output = refusal(hosts, "--host", "192.0.2.1")
+    assert "host a: the scheduler cannot listen on 192.0.2.1" in output and "(--host)" in output
+    output = refusal(hosts, "--port", str(hosts.addresses["a"][1]))
+    assert "sshd" in output and "Fix: name another port (--port)" in output
+
+
+def test_hosts_that_differ_in_versions_are_named_with_the_fix(tmp_path: Path) -> None:
+    own = of_the_test(tmp_path)
+    other = tmp_path / "other"
+    (other / "torch-1.0.0.dist-info").mkdir(parents=True)
+    (other / "torch-1.0.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 1.0.0\n")
+    older = tmp_path / "older"
+    for path in (ROOT / "graphsplit").rglob("*.py"):
+        copy = older / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    (older / "graphsplit" / "version.py").write_text(
+        (ROOT / "graphsplit" / "version.py").read_text().replace('"0.', '"9.')
+    )
+    with cluster(
+        tmp_path,
+        a=own,
+        b={**own, "PYTHONPATH": f"{other}:{ROOT}"},
+        c={**own, "PYTHONPATH": str(older)},
+        d={**own, "PYTHONPATH": ""},
+    ) as hosts:
+        output = refusal(hosts, "-H", "a,b,c")
+        assert "host b has torch 1.0.0, but host a has torch" in output
+        assert "Fix: install the same version of torch for every worker" in output
+        assert re.search(r"host c has graphsplit 9\.\S+, but host a has graphsplit 0\.", output)
+        assert "Fix: install the same version of graphsplit for every worker" in output
+        bare = tmp_path / "bare"
+        bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        bare.chmod(0o755)
+        output = refusal(hosts, "-H", "d", "--python", str(bare))
+        assert f"host d: its {bare} has no graphsplit" in output
+        assert "Fix: install graphsplit" in output
+
+
+def test_hosts_with_networks_of_their_own_train_and_one_that_vanishes_is_named(
+    tmp_path: Path,
+) -> None:
+    """Two network namespaces: LeNet's bits; then b's cable is pulled."""
+    if why_not_namespaces():
+        pytest.skip(f"left out: {why_not_namespaces()}")
+    learned, own = learned_alone(tmp_path, STEPS="5"), of_the_test(tmp_path)
+    with networked(tmp_path, a=own, b=own) as (hosts, namespaces):
+        with running(hosts, "--env", "STEPS", namespace=namespaces[0], STEPS="5") as job:
+            output, _ = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 0 and output.count(learned) == 2, output
+        assert "listening on 10.118.0.1:" in output
+        assert_nothing_is_left(tmp_path)
+        endless = {"STEPS": "1000000", "MS_NODE_TIMEOUT": "5"}
+        with running(hosts, "--env", "STEPS", namespace=namespaces[0], **endless) as job:
+            pids_of_workers(job.stdout, count=2)
+            cable = ["ip", "-n", namespaces[1], "link", "set", "eth0", "down"]
+            subprocess.run(cable, check=True, timeout=REFUSED_WITHIN_S)
+            output, _ = job.communicate(timeout=LIMIT_S)
+        assert job.returncode != 0 and "worker 1" in output.splitlines()[-1], output
+        assert_nothing_is_left(tmp_path)

@@ -1,0 +1,219 @@
+"""What a job by SSH is before anything is started: hosts, ranks, variables, commands, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+
+from graphsplit.cli.commands import main
+from graphsplit.cli.ssh import frames
+from graphsplit.cli.ssh.command import agent_command, why_not
+from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
+from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
+from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
+from graphsplit.cli.ssh.options import travelling
+from graphsplit.encoding.fields import MessageError
+from graphsplit.version import __version__
+
+FACTS = Facts(__version__, "2.13.0", "3.11.7", "10.0.0.1", "AVX2", 8, 1 << 30, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:2,b:3", [("a", 2), ("b", 3)]),
+        ("a", [("a", 1)]),
+        ("me@node-1.example.org:4", [("me@node-1.example.org", 4)]),
+        ("[fe80::1]:2,10.0.0.1:1", [("fe80::1", 2), ("10.0.0.1", 1)]),
+        ("# those with much memory\na:2\n\nb slots=3  # the other\n", [("a", 2), ("b", 3)]),
+    ],
+)
+def test_hosts_and_slots(text: str, hosts: list[tuple[str, int]]) -> None:
+    assert read_hosts(text, "-H") == hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "no host is named"),
+        ("a:2,a:3", "a comes twice"),
+        ("a:0", "a has no slot"),
+        ("-oProxyCommand=x", "is no host"),
+        ("a;reboot", "is no host"),
+        ("a b", "is no host"),
+        ("a:x", "is no host"),
+    ],
+)
+def test_what_is_no_host(text: str, problem: str) -> None:
+    with pytest.raises(click.BadParameter, match=problem):
+        read_hosts(text, "-H")
+
+
+def test_ranks_follow_the_order_of_hosts() -> None:
+    hosts = [("b", 2), ("a", 3), ("c", 1)]
+    assert give_ranks(hosts, None) == (
+        JobHost("b", range(2)),
+        JobHost("a", range(2, 5)),
+        JobHost("c", range(5, 6)),
+    )
+    assert give_ranks(hosts, 3) == (JobHost("b", range(2)), JobHost("a", range(2, 3)))
+    with pytest.raises(click.BadParameter, match="7 workers, but the hosts have 6 slots"):
+        give_ranks(hosts, 7)
+
+
+def test_variables_travel_by_a_list_of_those_that_are_allowed() -> None:
+    environ = {
+        "HOME": "/home/me",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "OMP_NUM_THREADS": "2",
+        "GS_RECOVERY": "restart",
+        "MS_NODE_TIMEOUT": "9",
+        "MS_ROLE": "MS_WORKER",
+        "GS_JOB_TOKEN_FILE": "token",
+        "GS_JOB_TOKEN": "secret",
+        "DATA_PATH": "/data",
+    }
+    always = {"OMP_NUM_THREADS": "2", "GS_RECOVERY": "restart", "MS_NODE_TIMEOUT": "9"}
+    assert travelling(environ, ()) == always
+    assert travelling(environ, ("DATA_PATH", "TZ=UTC")) == {
+        **always,
+        "DATA_PATH": "/data",
+        "TZ": "UTC",
+    }
+    with pytest.raises(click.BadParameter, match="NOT_THERE is not set here"):
+        travelling(environ, ("NOT_THERE",))
+
+
+def test_a_hosts_shell_is_given_a_quoted_interpreter_and_ssh_no_name_for_an_option() -> None:
+    command = agent_command(("ssh", "-F", "my config"), "a", "/opt/my python/bin/python")
+    assert command[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in command
+    assert command[-3:-1] == ["--", "a"]
+    assert command[-1] == "exec '/opt/my python/bin/python' -m graphsplit.cli.ssh.agent"
+    shown = subprocess.run(["sh", "-c", f"set -- {command[-1][5:]}; echo $#"], capture_output=True)
+    assert shown.stdout == b"3\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "what"),
+    [
+        (255, ["Host key verification failed."], "its host key is not known here"),
+        (255, ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @",
+               "Host key verification failed."], "its host key is another one than it was"),
+        (255, ["me@a: Permission denied (publickey)."], "does not let this user in"),
+        (255, ["ssh: Could not resolve hostname a: Name or service not known"], "not known here"),
+        (255, ["ssh: connect to host a port 22: No route to host"], "SSH cannot reach it"),
+        (127, ["bash: line 1: exec: /py: not found"], "it has no /py that can be run"),
+        (126, ["bash: line 1: /py: Permission denied"], "it has no /py that can be run"),
+        (1, ["/py: No module named graphsplit"], "its /py has no graphsplit"),
+        (1, ["/py: No module named graphsplit.cli.ssh"], "has an older graphsplit"),
+        (1, ["Traceback", "MemoryError"], "its agent did not start (MemoryError)"),
+        (1, [], "its agent did not start (status 1)"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_did_not_start_is_explained(status: int, said: list[str], what: str) -> None:
+    told = why_not("a", status, said, "/py")
+    assert told.startswith("host a: ") and what in told and "\n  Fix: " in told
+
+
+def test_frames_are_what_was_written_and_nothing_else_is_one() -> None:
+    sent = [
+        Start("worker 1", {"A": "ä\n"}),
+        Signal("worker 1", 15),
+        Wrote("worker 1", "stdout", bytes(range(256)).decode("latin-1")),
+        replace(FACTS, remarks=("one",)),
+    ]
+    cutter = Cutter()
+    data = b"Welcome to host b\n" + b"".join(map(frames.written, sent))
+    lines = [line for at in range(0, len(data), 7) for line in cutter.feed(data[at : at + 7])]
+    assert [frames.read(line) for line in lines] == [None, *sent]
+    for line in (b"{}", b"[]", b'{"kind": "Start"}', b'{"kind": "Reboot"}', b"\xff", b"7"):
+        assert frames.read(line) is None
+    with pytest.raises(MessageError):
+        cutter.feed(bytes(MOST_BYTES + 1))
+
+
+def test_the_instruction_set_is_the_one_that_torch_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    assert cpu_capability({}) == torch.backends.cpu.get_cpu_capability()
+    assert cpu_capability({"ATEN_CPU_CAPABILITY": "avx2"}) == "AVX2"
+    assert cpu_capability({}, Path("/no/such/file"))
+
+
+def test_this_machine_can_take_part() -> None:
+    facts = own_facts({"SSH_CONNECTION": "10.0.0.9 4711 10.0.0.2 22"})
+    assert (facts.graphsplit, facts.torch) == (__version__, torch.__version__)
+    assert facts.address == "10.0.0.2" and own_facts({}).address == ""
+    assert problems_of({"a": facts, "b": facts}) == []
+
+
+def test_what_hosts_must_share_and_what_may_differ() -> None:
+    other = replace(FACTS, torch="2.12.0", python="3.12.1", graphsplit="9.9")
+    assert [one.partition("\n")[0] for one in problems_of({"a": FACTS, "b": other})] == [
+        f"host b has graphsplit 9.9, but host a has graphsplit {__version__}",
+        "host b has torch 2.12.0, but host a has torch 2.13.0",
+        "host b has python 3.12, but host a has python 3.11",
+    ]
+    (none,) = problems_of({"a": FACTS, "b": replace(FACTS, torch="")})
+    assert none.startswith("host b: there is no torch for its Python\n  Fix: ")
+    assert problems_of({}) == []
+    patch = replace(FACTS, python="3.11.2", cpu="AVX512", remarks=("it is old\n  Fix: wait",))
+    assert problems_of({"a": FACTS, "b": patch}) == []
+    said = remarks_on({"a": FACTS, "b": patch}, late_s={"a": 0.2, "b": 3600.0})
+    assert [one.partition("\n")[0].partition(": ")[2] for one in said] == [
+        "it is old",
+        "its clock is 3600 s behind this machine's: times in its log mislead, and certificates may "
+        "not be valid there",
+        "its CPU capability is AVX512, that of a is AVX2: results may not be those of one process "
+        "bit for bit",
+        "it has Python 3.11.2, host a 3.11.7, which does no harm",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--python", "x", "-n", "1"], "--python is for other hosts"),
+        (["--dry-run", "-n", "1"], "--dry-run is for other hosts"),
+        (["-H", "a", "--scheduler", "a:1"], "for a launcher on each host, not -H"),
+        (["-H", "a", "--hostfile", __file__], "give one of them"),
+        (["-H", "a", "-n", "2"], "the hosts have 1 slots"),
+        (["-H", "a", "--ssh", "ssh '"], "No closing quotation"),
+        (["-H", "a", "--ssh", ""], "it is empty"),
+        (["-H", "a", "--ssh", "/no/such/client"], "no SSH client can be started"),
+        (["-H", "a", "--restarts", "1"], "a job that fails fast starts nothing again"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(options: list[str], problem: str) -> None:
+    result = CliRunner().invoke(main, ["run", *options, __file__])
+    assert result.exit_code != 0 and problem in " ".join(result.output.split())
+
+
+def test_a_dry_run_shows_all_but_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GS_JOB_TOKEN", "hush")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = [
+        "-H",
+        "a:2,b",
+        "--python",
+        "/py",
+        "--workdir",
+        "/job",
+        "--env",
+        "TZ=UTC",
+        "--dry-run",
+    ]
+    result = CliRunner().invoke(main, ["run", *options, "train.py", "--epochs", "3"])
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[:4] == [
+        "a: the scheduler and workers 0-1 of 3",
+        "  ssh -T -o BatchMode=yes -o ConnectTimeout=8 -- a 'exec /py -m graphsplit.cli.ssh.agent'",
+        "  there, in /job: /py train.py --epochs 3",
+        "  over standard input: OMP_NUM_THREADS=1, TZ=UTC, GS_JOB_TOKEN (a secret)",
+    ]
+    assert "b: worker 2 of 3" in result.output and "hush" not in result.output
