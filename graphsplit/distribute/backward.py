@@ -11,6 +11,7 @@ import torch
 
 from graphsplit.distribute.calls import Call, steps_behind
 from graphsplit.distribute.forms import Following, casting_dtype
+from graphsplit.distribute.hooks import leaving_state
 from graphsplit.distribute.parameters import InLoop, in_loop
 from graphsplit.distribute.values import SPECIAL, LoopValue, as_value
 from graphsplit.distribute.workers.asking import numbers_behind, tell
@@ -157,7 +158,7 @@ class _Wanted:
         for call in calls:
             call.state.totals = totals if is_added_up else None
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
-        with loop.job.reporting(), loop.adding_up(totals):
+        with loop.job.reporting(), loop.adding_up(totals), leaving_state(loop):
             tell(loop, numbers_behind(self.outputs))
             with Following():
                 held = [output.held for output in self.outputs]

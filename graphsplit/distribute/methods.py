@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from graphsplit.distribute.values import SPECIAL, Function, LoopValue, as_value
+from graphsplit.distribute.workers.asking import refuse_inside
+from graphsplit.errors import ConfigurationError
 from graphsplit.torch_ext.private import pytree
 
 _ASKING = frozenset(
@@ -29,8 +32,6 @@ _ASKING = frozenset(
         "equal",
         "allclose",
         "is_nonzero",
-        "untyped_storage",
-        "data_ptr",
     ]
 )
 
@@ -45,7 +46,22 @@ def _asked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return found.requires_grad_() if value.held.requires_grad else found
 
     args, kwargs = pytree.tree_map(plain, pytree.tree_map(as_value, (args, kwargs)))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if isinstance(result, np.ndarray):  # a copy: a write into it would be lost
+        result.flags.writeable = False
+    return result
+
+
+def _memory(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name, value = getattr(func, "__name__", ""), as_value(args[0])
+    if isinstance(value, LoopValue):
+        refuse_inside(value.loop, name)
+    raise ConfigurationError(
+        f"{name}() of a value that lives on one worker: its memory is there, and each worker would "
+        f"get another copy\n"
+        f"  Fix: write to values under torch.no_grad(); compare tensors with `is`, and "
+        f"their sizes by nbytes; value.detach().numpy() and net.state_dict() give copies."
+    )
 
 
 def _iterated(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,5 +90,7 @@ def _hooked(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return value.held.register_hook(run)
 
 
+_OF_MEMORY = ("untyped_storage", "storage", "_typed_storage", "data_ptr", "__dlpack__", "set_")
+SPECIAL.update({name: _memory for name in (*_OF_MEMORY, "__dlpack_device__", "share_memory_")})
 SPECIAL.update({name: _asked for name in _ASKING})
 SPECIAL.update(__iter__=_iterated, cpu=_cpu, __len__=_length, register_hook=_hooked)

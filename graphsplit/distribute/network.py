@@ -19,8 +19,10 @@ from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, many, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.distribute.copies import as_copies, check_current
 from graphsplit.distribute.forms import casting_dtype
 from graphsplit.distribute.gradients import Gradients
+from graphsplit.distribute.parameters import mark_of
 from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.distribute.workers.loop import Loop
@@ -173,6 +175,7 @@ class Distributed:
             with self._loop.calling():
                 call = self.calls.forward(given)
             self._settle(call.plan.runner)
+            self._loop.num_calls += self._task.network.training
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             return call.outputs(together(inputs), self._loop)
 
@@ -181,11 +184,16 @@ class Distributed:
         if self.kept is not None:
             return copy.copy(self.kept)
         found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
+        tensors = named_state(self._task.network, None)
+        as_copies(found, lambda name: mark_of(tensors.get(name), self._loop))
         return found
 
     def load_state_dict(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Load what this worker owns."""
-        return self._within("load_state_dict", self.calls.load_network, state, options)
+        check_current(state)
+        found = self._within("load_state_dict", self.calls.load_network, state, options)
+        self._loop.num_writes += 1
+        return found
 
     def _within(self, name: str, run: Any, *args: Any) -> Any:
         def inside() -> Any:

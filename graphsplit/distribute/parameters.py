@@ -22,6 +22,7 @@ from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.ownership import Elsewhere, ElsewhereParameter, is_elsewhere
 from graphsplit.runtime.segments.autograd import gradient_sum
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
 from graphsplit.torch_ext.stand_ins import GET_GRADIENT, SET_DATA, StandIn, WatchedTensor
 
@@ -65,6 +66,27 @@ def in_loop(parameter: Any) -> InLoop | None:
     """Its place in a loop, if a script's own trains it."""
     found: InLoop | None = getattr(parameter, _KEY, None)
     return found
+
+
+def mark_of(tensor: Any, loop: Loop) -> Callable[[], Any]:
+    """A function whose results differ if a parameter or buffer was written to between them.
+
+    Args:
+        tensor: It; None where it is not known.
+        loop: The workers.
+    """
+    is_stepped = tensor is None or tensor.requires_grad
+    is_called = not isinstance(tensor, nn.Parameter)
+
+    def mark() -> Any:
+        known = in_loop(tensor)
+        counted = tensor if known is None or known.loop.rank == known.owner else known.shape
+        with DisableTorchFunctionSubclass():
+            writes = None if counted is None else writes_of(counted)
+        steps, calls = loop.num_writes * is_stepped, loop.num_calls * is_called
+        return known is None, writes, steps, calls
+
+    return mark
 
 
 class _Read(Function):
@@ -163,6 +185,7 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
         if known.loop.rank == known.owner:
             func(parameter, given)
     known.loop.num_changes += 1
+    known.loop.num_writes += 1
 
 
 def _gradient(func: Any, args: tuple[Any, ...], is_zeroed: bool) -> Any:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from graphsplit.checkpoint.gather import gather_entries
+from graphsplit.distribute.copies import as_copies
+from graphsplit.distribute.parameters import mark_of
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.optimizer import order_of
@@ -60,6 +63,9 @@ class OptimizerState:
 
     def _put_back(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
         optimizer.state = self._own
+        loop = Loop.of(self._job)
+        for entries in state["state"].values():
+            as_copies(entries, lambda name: mark_of(None, loop))
 
 
 def give_whole_state(optimizer: torch.optim.Optimizer, owners: Owners, job: Job) -> OptimizerState:

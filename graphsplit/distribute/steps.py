@@ -97,6 +97,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         _, loop, stack = _under_way.pop()
         stack.__exit__(None, None, None)
         loop.num_changes += 1
+        loop.num_writes += 1
 
 
 def _has_any(network: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:

@@ -277,7 +277,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     try:
         with DisableTorchFunctionSubclass(), following:
             result = None
-            casts = casting_dtype() is not None and _written(name, args, kwargs) == [None]
+            casts = casting_dtype() is not None and written(name, args, kwargs) == [None]
             if casts and not is_here:
                 result = follow_casts(func, inside, together)
             if result is None:
@@ -365,7 +365,7 @@ def _needs_values(
         return True
     return any(
         isinstance(leaf, torch.Tensor) and not isinstance(leaf, LoopValue)
-        for leaf in _written(name, args, kwargs)
+        for leaf in written(name, args, kwargs)
     )
 
 
@@ -407,7 +407,7 @@ def _as_positions(name: str, indices: Any) -> Any:
     return tuple(found) if len(found) > 1 or isinstance(indices, (tuple, list)) else found[0]
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The operands that an operation writes to."""
     target = kwargs.get("out")
     is_method = name.endswith("_") and not name.endswith("__")
@@ -418,7 +418,7 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def _refuse_written_leaf(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.is_grad_enabled():
-        for leaf in _written(name, args, kwargs):
+        for leaf in written(name, args, kwargs):
             if hasattr(type(leaf), "as_loop_value") and leaf.requires_grad:
                 raise RuntimeError(
                     "a leaf Variable that requires grad is being used in an in-place operation."
@@ -427,14 +427,14 @@ def _refuse_written_leaf(name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _home(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[LoopValue]) -> int:
     """The worker that has most of the operands; that of the one that is written to."""
-    written = {v.home for v in _written(name, args, kwargs) if isinstance(v, LoopValue)}
-    if len(written) > 1:
+    homes = {v.home for v in written(name, args, kwargs) if isinstance(v, LoopValue)}
+    if len(homes) > 1:
         raise ConfigurationError(
             f"{name} writes to values that live on several workers\n"
             f"  Fix: write to each by itself, in a loop."
         )
-    if written:
-        return written.pop()
+    if homes:
+        return homes.pop()
     sizes: dict[int, int] = {}
     for value in values:
         sizes[value.home] = sizes.get(value.home, 0) + value.held.nbytes

@@ -36,11 +36,11 @@ def state_of_hooks(
     theirs: set[Any] = set()
     network = {id(tensor) for tensor in tensors.values()}
     for name, tensor in tensors.items():
-        hooks = _hooks_of(tensor)
+        hooks = hooks_of(tensor)
         if not hooks:
             continue
         found = {
-            holder.key: (holder, _line_of(hook))
+            holder.key: (holder, line_of(hook))
             for hook in hooks
             for holder in Reached().look([hook])
         }
@@ -83,7 +83,7 @@ class KeptValues:
         Raises:
             OwnershipError: They have changed the value of a parameter or buffer.
         """
-        hooks = [hook for parameter in parameters for hook in _hooks_of(parameter)]
+        hooks = [hook for parameter in parameters for hook in hooks_of(parameter)]
         if not hooks:
             yield
             return
@@ -91,12 +91,12 @@ class KeptValues:
         if key not in self._reached:
             self._hooks += hooks
             self._reached[key] = frozenset(holder.key for holder in Reached().look(hooks))
-        watched = self._reached[key] | {id(p) for p in parameters if _hooks_of(p)}
+        watched = self._reached[key] | {id(p) for p in parameters if hooks_of(p)}
         before = {n: t.detach().clone() for n, t in self._tensors.items() if id(t) in watched}
         yield
         for name, value in before.items():
             if not _has_same_bits(self._tensors[name], value):
-                lines = "".join(dict.fromkeys(map(_line_of, hooks)))
+                lines = "".join(dict.fromkeys(map(line_of, hooks)))
                 raise OwnershipError(
                     f"a hook on a parameter{lines} writes to {name!r} after a microbatch; later "
                     f"microbatches have been computed with the value before\n"
@@ -109,13 +109,15 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and torch.equal(octets_of(one), octets_of(other))
 
 
-def _hooks_of(tensor: torch.Tensor) -> list[Any]:
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """The hooks of a parameter."""
     return [
         hook for table in TENSOR_HOOKS for hook in (getattr(tensor, table, None) or {}).values()
     ]
 
 
-def _line_of(hook: Any) -> str:
+def line_of(hook: Any) -> str:
+    """A hook's own line, in brackets, as errors show it."""
     code = getattr(hook, "__code__", None) or getattr(type(hook).__call__, "__code__", None)
     return "" if code is None else f" ({where_defined(code)})"
 

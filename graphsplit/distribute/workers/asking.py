@@ -77,19 +77,28 @@ class AskedValue:
         return _TOPIC + zlib.crc32(f"{self.mark} {tuple(self.held.shape)}".encode())
 
 
+def refuse_inside(loop: Loop, what: str) -> None:
+    """Refuse a question inside a call of a network, where each worker does other things.
+
+    Raises:
+        ConfigurationError: A network runs forward.
+    """
+    if loop.is_calling:
+        raise ConfigurationError(
+            f"{what}() of a value that lives on one worker, inside a call of a network: an "
+            f"attribute of the network, a hook or a closure holds the value\n"
+            f"  Fix: hold it in a buffer (register_buffer) or a parameter, or make it before "
+            f"gs.distribute."
+        )
+
+
 def ask(loop: Loop, question: AskedValue) -> torch.Tensor:
     """The value that one worker has, on all workers, each of which asks for it.
 
     Raises:
         CollectiveMismatchError: Another worker asks for another value, or nothing.
     """
-    if loop.is_calling:
-        raise ConfigurationError(
-            f"{question.what}() of a value that lives on one worker, inside a call of a network: "
-            f"an attribute of the network, a hook or a closure holds the value\n"
-            f"  Fix: hold it in a buffer (register_buffer) or a parameter, or make it before "
-            f"gs.distribute."
-        )
+    refuse_inside(loop, question.what)
     call = ModelCall(f"{ASKING}{question}", _ask, (loop, question))
     value: torch.Tensor = loop.job.script.collective(call)
     return value

@@ -41,8 +41,11 @@ class Loop:
         job: The job.
         num_changes: Grows whenever values were written to by more than operations of the script, as
             gradients are by a backward; on all workers alike.
+        num_writes: Grows whenever parameters were written to by a step, or by a loaded state.
+        num_calls: How many calls of networks may have written to buffers.
         residences: Where the tensors of each distributed network live, under a name of its own.
-        singles: Those of one element that live here, under the same name.
+        here: Those that live on this worker, under the same name.
+        singles: Those of one element among these.
         num_settled: Grows whenever a network's tensors are known to live somewhere.
         taken: What operations of the script took from outside.
         is_calling: Whether a network runs forward: each worker does other things meanwhile.
@@ -50,8 +53,9 @@ class Loop:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.num_changes = 0
+        self.num_changes = self.num_writes = self.num_calls = 0
         self.residences: dict[str, Residence] = {}
+        self.here: dict[str, list[torch.Tensor]] = {}
         self.singles: dict[str, list[torch.Tensor]] = {}
         self.num_settled = 0
         self.taken = FromOutside()
@@ -109,14 +113,16 @@ class Loop:
     def settle(self, name: str, residence: Residence) -> None:
         """Take note of where the tensors of a network live, under a name of its own."""
         with DisableTorchFunctionSubclass():
-            tensors = [t for t in residence.unique() if t.numel() == 1 and not is_elsewhere(t)]
-        self.residences[name], self.singles[name] = residence, tensors
+            here = [tensor for tensor in residence.unique() if not is_elsewhere(tensor)]
+            self.singles[name] = [tensor for tensor in here if tensor.numel() == 1]
+        self.residences[name], self.here[name] = residence, here
         self.num_settled += 1
 
     def forget(self, name: str) -> None:
         """A network is gone."""
         self.residences.pop(name, None)
         self.singles.pop(name, None)
+        self.here.pop(name, None)
 
     @property
     def rank(self) -> int:

@@ -1,0 +1,211 @@
+"""Copies of values that scripts get: a write into one, or a look at an old one, is an error.
+
+In one process such a write goes into the tensor, and a kept state moves on with training.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loop_helpers import is_same, plain
+from loops import small
+from recovery_helpers import ThreadCluster, threads_as_workers
+
+import graphsplit as gs
+from graphsplit.errors import ConfigurationError, OwnershipError
+
+assert threads_as_workers
+pytestmark = pytest.mark.usefixtures("threads_as_workers")
+
+
+class Trained:
+    """A network and its optimizer, after a step."""
+
+    def __init__(self, distribute: Callable[[Any], Any]) -> None:
+        torch.manual_seed(3)
+        net = small([0, 1, 0])
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        self.net = distribute(net)
+        self.step()
+
+    def step(self) -> None:
+        """One more."""
+        self.optimizer.zero_grad()
+        self.net(torch.randn(6, 8)).square().mean().backward()
+        self.optimizer.step()
+
+
+def on_workers(script: Callable[[Trained], Any]) -> list[Any]:
+    return ThreadCluster(lambda rank: script(Trained(gs.distribute)), 2, is_recoverable=False).run()
+
+
+def raised(script: Callable[[Trained], Any], kind: type[Exception]) -> str:
+    """The error of a script, on each worker."""
+
+    def run(trained: Trained) -> str:
+        with pytest.raises(kind) as caught:
+            script(trained)
+        return str(caught.value)
+
+    first, second = on_workers(run)
+    assert first == second
+    return str(first)
+
+
+def write_array(trained: Trained) -> None:
+    trained.net.second.weight.detach().numpy()[:] = 0
+
+
+def write_as_array(trained: Trained) -> None:
+    np.asarray(trained.net.first.weight.detach())[:] = 0
+
+
+def write_array_of_gradient(trained: Trained) -> None:
+    trained.net.second.weight.grad.numpy()[0] = 0
+
+
+@pytest.mark.parametrize("script", [write_array, write_as_array, write_array_of_gradient])
+def test_an_array_of_a_value_cannot_be_written_to(script: Callable[[Trained], Any]) -> None:
+    assert "read-only" in raised(script, ValueError)
+
+
+def write_memory(trained: Trained) -> None:
+    trained.net.second.weight.untyped_storage().fill_(0)
+
+
+def write_old_memory(trained: Trained) -> None:
+    trained.net.second.weight.data.storage().fill_(0)
+
+
+def ask_for_address(trained: Trained) -> None:
+    trained.net.second.weight.data_ptr()
+
+
+def hand_over(trained: Trained) -> None:
+    torch.from_dlpack(trained.net.second.weight.detach())
+
+
+@pytest.mark.parametrize("script", [write_memory, write_old_memory, ask_for_address, hand_over])
+def test_the_memory_of_a_value_is_refused(script: Callable[[Trained], Any]) -> None:
+    told = raised(script, ConfigurationError)
+    assert "its memory is there" in told and "Fix: write to values under" in told
+
+
+def write_state(trained: Trained) -> None:
+    trained.net.state_dict()["second.weight"].zero_()
+
+
+def write_view_of_state(trained: Trained) -> None:
+    state = {name: value.detach().cpu() for name, value in trained.net.state_dict().items()}
+    state["second.weight"][0].mul_(2)
+
+
+def write_entry_of_optimizer(trained: Trained) -> None:
+    trained.optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+
+
+@pytest.mark.parametrize("script", [write_state, write_view_of_state, write_entry_of_optimizer])
+def test_a_write_into_a_state_dictionary_is_refused(script: Callable[[Trained], Any]) -> None:
+    told = raised(script, OwnershipError)
+    assert "was written to, which is a copy" in told and "Fix: write into the parameter" in told
+
+
+def load_kept(trained: Trained) -> None:
+    best = trained.net.state_dict()
+    trained.step()
+    trained.net.load_state_dict(best)
+
+
+def look_at_kept(trained: Trained) -> None:
+    kept = {name: value.detach() for name, value in trained.net.state_dict().items()}
+    trained.step()
+    kept["second.weight"].norm()
+
+
+def look_after_write(trained: Trained) -> None:
+    kept = trained.net.state_dict()
+    with torch.no_grad():
+        trained.net.second.weight.mul_(2)
+    kept["second.weight"].norm()
+
+
+def look_at_buffer(trained: Trained) -> None:
+    kept = trained.net.state_dict()
+    trained.net(torch.randn(6, 8))
+    kept["norm.running_mean"].norm()
+
+
+def look_at_moment(trained: Trained) -> None:
+    kept = trained.optimizer.state_dict()
+    trained.step()
+    kept["state"][0]["exp_avg"].norm()
+
+
+@pytest.mark.parametrize(
+    "script", [load_kept, look_at_kept, look_after_write, look_at_buffer, look_at_moment]
+)
+def test_a_kept_state_that_would_have_moved_on_is_refused(script: Callable[[Trained], Any]) -> None:
+    told = raised(script, OwnershipError)
+    assert "looked at after a step or another write" in told
+    assert "Fix: call state_dict() again" in told
+
+
+def count_hooks(trained: Trained) -> None:
+    counts = [0]
+    for parameter in trained.net.parameters():
+        parameter.register_hook(lambda gradient: counts.append(1))
+    trained.step()
+
+
+def keep_norms(trained: Trained) -> None:
+    norms = {}
+    for name, parameter in trained.net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: norms.update({name: p.grad.norm().item()})
+        )
+    trained.step()
+
+
+@pytest.mark.parametrize("script", [count_hooks, keep_norms])
+def test_a_hook_of_a_parameter_that_keeps_something_is_refused(
+    script: Callable[[Trained], Any],
+) -> None:
+    with pytest.raises(
+        OwnershipError, match=r"changes .* on the worker of the parameter"
+    ) as caught:
+        on_workers(script)
+
+    assert "Fix: look at p.grad after backward()" in str(caught.value)
+    assert "test_copies.py" in str(caught.value)
+
+
+def kept_rightly(trained: Trained) -> Any:
+    """States that are saved at once, copied, or looked at before anything was written."""
+    file, state = io.BytesIO(), trained.net.state_dict()
+    trained.net(torch.randn(6, 8)).sum().backward()
+    names, shape = list(state), state["norm.running_mean"].shape
+    torch.save({"net": trained.net.state_dict(), "of": trained.optimizer.state_dict()}, file)
+    cloned = {name: value.clone() for name, value in trained.net.state_dict().items()}
+    best = copy.deepcopy(trained.net.state_dict())
+    weight = state["second.weight"] * 2
+    trained.step()
+    cloned["second.weight"].mul_(2)
+    trained.net.load_state_dict(best)
+    trained.net.load_state_dict(trained.net.state_dict())
+    file.seek(0)
+    saved = torch.load(file)
+    array = trained.net.second.weight.detach().numpy().copy()
+    array[:1] = 0
+    return [names, shape, saved, cloned, weight, dict(trained.net.state_dict()), array.tolist()]
+
+
+def test_states_that_are_copied_saved_or_looked_at_in_time_are_those_of_one_process() -> None:
+    expected = kept_rightly(Trained(plain))
+    for found in on_workers(lambda trained: copy.deepcopy(kept_rightly(trained))):
+        assert is_same(found, expected)
