@@ -81,8 +81,9 @@ class OwnFile:
 
     def close(self) -> None:
         """Take it away."""
-        if self._kept is not None:
-            self._kept.take_away()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.take_away()
 
 
 class SharedFolder:

@@ -35,7 +35,7 @@ def check_all_are_told(effects: list[Effect], job: JobState, *, has_failed: bool
     sent = [(one.node, type(one.message)) for one in effects if isinstance(one, Send)]
     there = {node for node, kind in sent if kind is Accepted}
     if not has_failed:
-        there |= {worker.node for worker in job.roster.connected}
+        there |= {worker.node for worker in job.roster.in_order if worker.is_connected}
     untold = there - {node for node, kind in sent if kind is Abort}
     if untold:
         raise BrokenInvariant(f"the job has failed, and {untold} are not told why")
