@@ -30,7 +30,7 @@ from graphsplit.capture.opaque.record import OpaqueRecorder
 from graphsplit.capture.operations.opaque_call import put_in_place
 from graphsplit.capture.own_errors import OwnError
 from graphsplit.capture.python.guards import PythonState, StateWatch
-from graphsplit.capture.python.read_outside import refuse_reads_of_changed
+from graphsplit.capture.python.state_of_calls import refuse_reads_of_changed
 from graphsplit.capture.python.swallowed import Signals
 from graphsplit.capture.state.attributes import Attributes, Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, keep

@@ -21,7 +21,6 @@ from torch import nn
 
 from graphsplit.errors import CaptureError
 from graphsplit.guards.classes import own_dictionary
-from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
@@ -38,6 +37,7 @@ from graphsplit.guards.values import (
     shown,
     thaw,
 )
+from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import BufferForm
 from graphsplit.torch_ext.private import FakeTensor
 

@@ -47,17 +47,17 @@ from graphsplit.guards.classes import (
 )
 from graphsplit.guards.code_facts import CodeFacts, Item, facts_of
 from graphsplit.guards.hidden import cached_results
-from graphsplit.guards.meeting import (
+from graphsplit.guards.places import Place, PlaceKind, entry
+from graphsplit.guards.values import (
+    CONTAINERS,
+    MISSING,
+)
+from graphsplit.guards.visitor import (
     Noted,
     ValueVisitor,
     is_torchs,
     is_watchable_module,
     named_place,
-)
-from graphsplit.guards.places import Place, PlaceKind, entry
-from graphsplit.guards.values import (
-    CONTAINERS,
-    MISSING,
 )
 from graphsplit.torch_ext.attributes import FORWARD_HOOKS
 from graphsplit.torch_ext.private import FakeTensor

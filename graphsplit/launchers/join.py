@@ -24,15 +24,15 @@ from graphsplit.launchers.environment import (
     find_launcher,
     left_to_others,
 )
-from graphsplit.launchers.meeting import (
-    MeetingPlace,
+from graphsplit.launchers.ports import address_towards, find_free_port, holder_of, is_free
+from graphsplit.launchers.rendezvous import (
     OwnFile,
+    RendezvousPlace,
     SharedFolder,
     TorchStore,
     Whereabouts,
     wait_for,
 )
-from graphsplit.launchers.ports import address_towards, find_free_port, holder_of, is_free
 from graphsplit.security.protection import is_loopback
 from graphsplit.settings import SCHEDULER_ROLE, WORKER_ROLE, ClusterSettings
 
@@ -55,7 +55,7 @@ class Joined:
 
     line: str
     scheduler: subprocess.Popen[bytes] | None = None
-    place: MeetingPlace | None = None
+    place: RendezvousPlace | None = None
 
     def forget_place(self) -> None:
         """Take away what rank 0 has left for the others."""
@@ -157,7 +157,7 @@ def _require_secret(found: Found, environ: Mapping[str, str]) -> None:
     )
 
 
-def _place(found: Found, environ: Mapping[str, str]) -> MeetingPlace | None:
+def _place(found: Found, environ: Mapping[str, str]) -> RendezvousPlace | None:
     """Where rank 0 can tell the others which port it is; None if there is no such place."""
     if found.is_one_host:
         return OwnFile(found)

@@ -25,7 +25,7 @@ from graphsplit.program.lower import Policy
 from graphsplit.settings import FAIL_FAST
 from graphsplit.train.arguments import ModelArguments, check_loader, check_run
 from graphsplit.train.callbacks import Callback
-from graphsplit.train.callbacks.stopping import Validation, check_watched
+from graphsplit.train.callbacks.watching import Validation, check_watched
 from graphsplit.train.cluster_engine import ClusterEngine
 from graphsplit.train.engine import Engine
 from graphsplit.train.explained import Explainer, Shown

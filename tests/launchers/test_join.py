@@ -13,7 +13,7 @@ import pytest
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.environment import Found
 from graphsplit.launchers.join import join_launcher
-from graphsplit.launchers.meeting import OwnFile, SharedFolder, Whereabouts, wait_for
+from graphsplit.launchers.rendezvous import OwnFile, SharedFolder, Whereabouts, wait_for
 
 JOB = Found("slurm", 0, 2, "n03", job="77.0.")
 STEP = {

@@ -18,7 +18,7 @@ from transport_helpers import DEADLINE_S, Workers, spec_of, start
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.torch.meeting import Rendezvous
+from graphsplit.transport.torch.rendezvous import Rendezvous
 from graphsplit.transport.torch.transport import TorchTransport
 from graphsplit.transport.torch.wire import (
     MESSAGE_BYTES,

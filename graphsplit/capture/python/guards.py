@@ -19,12 +19,12 @@ from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
 from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.guards.changes import Change, changes_of, put_all_back
 from graphsplit.guards.check import Guards, Watched
-from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, PlaceKind, entry
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.tensor_attributes import tensor_attributes_seen, tensors_of
 from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
+from graphsplit.guards.visitor import Noted
 from graphsplit.marks.ignored import is_ignored
 from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES, parameters_of
 from graphsplit.torch_ext.eager_mode import compiled_branches

@@ -14,9 +14,9 @@ import torch
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
-from graphsplit.guards.meeting import Noted
 from graphsplit.guards.recorder import ReadRecorder
 from graphsplit.guards.values import any_leaf, differences, freeze
+from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.private import FakeTensor
 
 

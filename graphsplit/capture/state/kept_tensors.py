@@ -29,7 +29,6 @@ from graphsplit.capture.state.assigned_buffers import AssignedBuffers, Reform
 from graphsplit.capture.state.kept_value import KeptValue
 from graphsplit.errors import CaptureError
 from graphsplit.guards.changes import Change, put_all_back
-from graphsplit.guards.meeting import Noted
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import (
     MISSING,
@@ -40,6 +39,7 @@ from graphsplit.guards.values import (
     put_into,
     with_leaves,
 )
+from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import (
     BufferForm,
     add_form,

@@ -25,7 +25,7 @@ from graphsplit.capture.state.attributes import Key
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, kept_in
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
-from graphsplit.guards.meeting import Noted
+from graphsplit.guards.visitor import Noted
 from graphsplit.torch_ext.attributes import buffers_of, parameters_of, storage_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from graphsplit.torch_ext.private import nccl_group
 from graphsplit.transport.credit import Arrived
 from graphsplit.transport.frame import MESSAGE, Frame
-from graphsplit.transport.torch.meeting import Rendezvous
+from graphsplit.transport.torch.rendezvous import Rendezvous
 from graphsplit.transport.torch.wire import FOREVER, octets
 
 

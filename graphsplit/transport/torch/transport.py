@@ -22,7 +22,7 @@ from graphsplit.transport.credit import CreditedReceiver
 from graphsplit.transport.session import AbortWatch, Session
 from graphsplit.transport.torch.device import DeviceWire
 from graphsplit.transport.torch.link import PairGroup, TorchLink
-from graphsplit.transport.torch.meeting import MEETING_PLAN, Rendezvous
+from graphsplit.transport.torch.rendezvous import MEETING_PLAN, Rendezvous
 from graphsplit.transport.torch.sender import TorchSender
 from graphsplit.transport.wait import WaitPolicy
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from graphsplit.capture.operations.opaque_call import OpaqueCall
 from graphsplit.errors import CaptureError
-from graphsplit.guards.meeting import Noted
 from graphsplit.guards.values import differences, freeze
+from graphsplit.guards.visitor import Noted
 
 
 def refuse_reads_of_changed(calls: Iterable[OpaqueCall], noted: Iterable[Noted]) -> None:

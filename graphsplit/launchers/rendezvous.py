@@ -39,7 +39,7 @@ class Whereabouts:
     token: str = ""
 
 
-class MeetingPlace(Protocol):
+class RendezvousPlace(Protocol):
     """Takes what rank 0 says, and tells it to the others."""
 
     def tell(self, said: Whereabouts) -> None:
@@ -65,7 +65,7 @@ class OwnFile:
         self._kept: HeldFile | None = None
 
     def tell(self, said: Whereabouts) -> None:
-        """See ``MeetingPlace.tell``. It is held as long as this process runs."""
+        """See ``RendezvousPlace.tell``. It is held as long as this process runs."""
         try:
             self._kept = HeldFile(self._path, records.to_text(said).encode())
         except NotOwnFolderError as error:
@@ -75,7 +75,7 @@ class OwnFile:
             ) from None
 
     def look(self) -> Whereabouts | None:
-        """See ``MeetingPlace.look``."""
+        """See ``RendezvousPlace.look``."""
         content = read_held(self._path)
         return None if content is None else _read(content)
 
@@ -93,7 +93,7 @@ class SharedFolder:
         self._path = Path(folder) / f"graphsplit-{_name(found)}.port"
 
     def tell(self, said: Whereabouts) -> None:
-        """See ``MeetingPlace.tell``."""
+        """See ``RendezvousPlace.tell``."""
         try:
             replace_file(self._path, records.to_text(said).encode())
         except OSError as error:
@@ -103,7 +103,7 @@ class SharedFolder:
             ) from None
 
     def look(self) -> Whereabouts | None:
-        """See ``MeetingPlace.look``."""
+        """See ``RendezvousPlace.look``."""
         try:
             with self._path.open("rb") as file:
                 return _read(file.read(_MAX_BYTES))
@@ -127,11 +127,11 @@ class TorchStore:
         )
 
     def tell(self, said: Whereabouts) -> None:
-        """See ``MeetingPlace.tell``."""
+        """See ``RendezvousPlace.tell``."""
         self._store.set(self._key, records.to_text(said))
 
     def look(self) -> Whereabouts | None:
-        """See ``MeetingPlace.look``."""
+        """See ``RendezvousPlace.look``."""
         return _read(self._store.get(self._key)) if self._store.check([self._key]) else None
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class TorchStore:
 
 
 def wait_for(
-    place: MeetingPlace,
+    place: RendezvousPlace,
     found: Found,
     *,
     limit_s: float,
