@@ -1,0 +1,129 @@
+"""Random networks on random replicas give the bits of the loop, whatever the order of sums.
+
+In CI the same few examples run every time. ``GS_TEST_LONG=<minutes>`` looks for new ones.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from equivalence_helpers import batches_of, rows_against_target
+from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import strategies as st
+from test_random_networks import (
+    LATEST,
+    LONG_MINUTES,
+    WIDTH,
+    RandomNetwork,
+    Step,
+    runs_in_eager,
+    steps,
+)
+from torch import nn
+
+from graphsplit.errors import PlacementError
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+STATEFUL = "averaging"  # its buffers are read by more than their updates: refused, see below
+
+
+def ranks_of(chosen: random.Random, num_workers: int, parts: int) -> Any:
+    """One worker, or several that share the microbatches; sometimes by uneven rows."""
+    number = chosen.randint(1, min(num_workers, parts))
+    ranks = chosen.sample(range(num_workers), number)
+    rows = [chosen.randint(1, 2) for _ in ranks] if number > 1 else None
+    return ranks, rows if rows is not None and sum(rows) <= parts else None
+
+
+def placing(seed: int, num_workers: int, parts: int) -> Callable[[nn.Module], None]:
+    """Replicas for the network, and for some of its layers others."""
+
+    def place(net: Any) -> None:
+        chosen = random.Random(seed)
+        for module in (net, net.first, *net.layers):
+            if module is net or chosen.random() < 0.5:
+                ranks, rows = ranks_of(chosen, num_workers, parts)
+                module.place("MS_WORKER", ranks, rows=rows)
+
+    return place
+
+
+def made(network: tuple[Step, ...], *, ties: bool, freezes: bool) -> RandomNetwork:
+    net = RandomNetwork(network)
+    linear = [one for one in net.layers if isinstance(one, nn.Linear)]
+    if ties and linear:
+        linear[-1].weight = net.first.weight
+    if freezes:
+        net.weights[0].requires_grad_(False)
+        for layer in linear[:1]:
+            layer.weight.requires_grad_(False)
+    return net
+
+
+@pytest.mark.timeout(0 if LONG_MINUTES else 240)
+@settings(
+    max_examples=int(LONG_MINUTES * 60) or 8,
+    derandomize=not LONG_MINUTES,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    network=st.lists(steps(), min_size=3, max_size=10).map(tuple),
+    parts=st.integers(2, 8),
+    over=st.integers(0, 2),
+    order=st.sampled_from(["left", "pairs"]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zero_bubble"]),
+    ties=st.booleans(),
+    freezes=st.booleans(),
+    placements=st.lists(
+        st.tuples(st.integers(0, 10_000), st.sampled_from([2, 3, 4, 8])), min_size=2, max_size=2
+    ),
+)
+def test_random_networks_on_random_replicas(
+    network: tuple[Step, ...],
+    parts: int,
+    over: int,
+    order: str,
+    schedule: str,
+    ties: bool,
+    freezes: bool,
+    placements: list[tuple[int, int]],
+) -> None:
+    if time.monotonic() > LATEST:
+        event("not tried: the time was over")
+        return
+    batch = parts + over  # some microbatches have a row more than others
+    assume(runs_in_eager(network, batch, parts))
+    captures = Captures()
+    for seed, num_workers in placements:
+        try:
+            assert_same_bits(
+                lambda: made(network, ties=ties, freezes=freezes),
+                batches_of(batch, WIDTH, WIDTH),
+                num_workers=num_workers,
+                loss_fn=rows_against_target,
+                place=placing(seed, num_workers, parts),
+                captures=captures,
+                microbatches=parts,
+                gradient_order=order,
+                schedule=schedule,
+            )
+        except PlacementError as error:
+            assert any(step.name == STATEFUL for step in network), error
+            assert "forward changes buffer" in str(error)
+            event("refused by name")
+            captures = Captures()  # what was captured for a step that never was is not used again
+
+
+def test_the_drawn_placements_are_of_all_kinds() -> None:
+    found = [ranks_of(random.Random(seed), 4, 8) for seed in range(40)]
+    assert {len(ranks) for ranks, _ in found} == {1, 2, 3, 4}
+    assert {rows is None for _, rows in found} == {True, False}
