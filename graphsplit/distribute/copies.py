@@ -59,6 +59,8 @@ class StateCopy(torch.Tensor):
         with DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
+    as_loop_value = plain  # where it meets values of the loop
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -27,6 +27,7 @@ from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.feeding.loader_checks import watch_loaders
 from graphsplit.job import joined
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
@@ -96,7 +97,13 @@ def distribute(
     task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
     _give_class(net, Distributed(task, job))
     install(net, Loop.of(job))
+    watch_loaders(_has_others)
     return net
+
+
+def _has_others() -> bool:
+    job = joined.current()
+    return job is not None and job.num_workers > 1 and not job.is_closed
 
 
 def _check(net: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +14,8 @@ from graphsplit.checkpoint.gather import gather_entries
 from graphsplit.distribute.copies import as_copies
 from graphsplit.distribute.parameters import mark_of
 from graphsplit.distribute.workers.loop import Loop
+from graphsplit.errors import OwnershipError
+from graphsplit.frames import is_users
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall
 from graphsplit.optimizers.optimizer import order_of
@@ -79,6 +83,69 @@ def state_of(optimizer: torch.optim.Optimizer) -> OptimizerState | None:
     """The state of an optimizer over all workers; None where it has stepped no network."""
     known = _states.get(optimizer)
     return None if known is None else known()
+
+
+class Entries(defaultdict[Any, Any]):
+    """The state of an optimizer between its steps, as the script sees it.
+
+    It answers for parameters that live here, and refuses what would be a part of the truth: to
+    look at all entries, or at one that another worker has. Torch and graphsplit see ``here``.
+
+    Attributes:
+        here: The entries of this worker.
+    """
+
+    def __init__(self, here: Any) -> None:
+        super().__init__(dict)
+        self.here = here
+
+    def __reduce__(self) -> Any:
+        return self.here.__reduce__()
+
+    def refuse(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuse a method that the script calls, unless the answer is the same on all workers.
+
+        Raises:
+            OwnershipError: It is not.
+        """
+        key = args[0] if args else None
+        if name == "clear" or (isinstance(key, torch.Tensor) and not is_elsewhere(key)):
+            return
+        which = "all entries" if key is None else "the entry of a parameter on another worker"
+        raise OwnershipError(
+            f"optimizer.state was asked for {which} ({name}): each worker has those of the "
+            f"parameters that live there\n"
+            f"  Fix: optimizer.state_dict()['state'] has all of them, on every worker; load a "
+            f"changed copy.deepcopy of it by load_state_dict."
+        )
+
+
+def _guarded(name: str) -> Any:
+    def guarded(self: Entries, *args: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            self.refuse(name, args)
+        return getattr(self.here, name)(*args)
+
+    return guarded
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__"),
+    *("__eq__", "__repr__", "get", "pop", "popitem", "setdefault", "keys", "values", "items"),
+    *("update", "clear", "copy"),
+):
+    setattr(Entries, _name, _guarded(_name))
+
+
+def hide_others(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's state say from now on that it is a part."""
+    optimizer.state = Entries(optimizer.state)
+
+
+def show_here(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer the state of this worker, for a step."""
+    if isinstance(optimizer.state, Entries):
+        optimizer.state = optimizer.state.here
 
 
 def drop_others(optimizer: torch.optim.Optimizer) -> None:

@@ -20,7 +20,13 @@ from torch.optim.optimizer import (
 )
 
 from graphsplit.distribute.parameters import in_loop
-from graphsplit.distribute.states import drop_others, give_whole_state, state_of
+from graphsplit.distribute.states import (
+    drop_others,
+    give_whole_state,
+    hide_others,
+    show_here,
+    state_of,
+)
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError
 from graphsplit.optimizers.child_process import is_child
@@ -77,6 +83,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             + "\n  Fix: use an optimizer that steps each parameter by itself, without a closure."
         )
     state = state_of(optimizer)
+    show_here(optimizer)
     if state is None or state.settled_at != loop.num_settled:
         owned = OwnedOptimizer(optimizer)
         owned.settle(_whole(loop))
@@ -98,6 +105,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         stack.__exit__(None, None, None)
         loop.num_changes += 1
         loop.num_writes += 1
+        hide_others(optimizer)
 
 
 def _has_any(network: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
@@ -123,10 +131,11 @@ def _owners(loop: Loop) -> Mapping[int, int]:
 
 def _whole(loop: Loop) -> Residence:
     """Where the tensors of all distributed networks live."""
-    parts = list(loop.residences.items())
+    parts = list(loop.residences.values())
+    named = [("" if len(parts) == 1 else f"network {n}: ", part) for n, part in enumerate(parts, 1)]
     return Residence(
-        {f"{name}.{key}": tensor for name, part in parts for key, tensor in part.tensors.items()},
-        {f"{name}.{key}": owner for name, part in parts for key, owner in part.owners.items()},
+        {f"{name}{key}": tensor for name, part in named for key, tensor in part.tensors.items()},
+        {f"{name}{key}": owner for name, part in named for key, owner in part.owners.items()},
         loop.rank,
         loop.job.num_workers,
     )

@@ -7,8 +7,9 @@ reads it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from graphsplit.checkpoint.position import generators_of
 from graphsplit.errors import ConfigurationError, LoaderMismatchError
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.readers import parts_of
+from graphsplit.torch_ext.replaced import READ_LOADER
 
 # A number of shares, and which one is meant: torch and transformers, Hugging Face's data sets,
 # accelerate, torchdata.
@@ -56,6 +58,30 @@ def refuse_shares(loader: Any, name: str) -> None:
                     f"shuffle=True, generator=torch.Generator().manual_seed(0)), or give the "
                     f"{kind} {count_name}=1."
                 )
+
+
+def watch_loaders(is_watched: Callable[[], bool]) -> None:
+    """Refuse shares in whatever loop reads a ``DataLoader``, from now on.
+
+    Args:
+        is_watched: Whether such a loop may be under way.
+    """
+    owner, name = READ_LOADER
+    read = getattr(owner, name)
+    if hasattr(read, _WATCHED):
+        return
+
+    @functools.wraps(read)
+    def iterate(loader: Any) -> Any:
+        if is_watched():
+            refuse_shares(loader, "a loop under gs.distribute")
+        return read(loader)
+
+    setattr(iterate, _WATCHED, True)
+    setattr(owner, name, iterate)
+
+
+_WATCHED = "graphsplit_watched"
 
 
 def _number(part: Any, name: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
+import torch.utils.data
 
 Patch = tuple[Any, str]
 
@@ -41,6 +42,9 @@ LEAVE_INFERENCE: Patch = (torch.inference_mode, "__exit__")
 # What code that is kept whole is told, or is watched by, when it is looked at once.
 FORMAT: Patch = (torch.Tensor, "__format__")
 ANNOTATE: Patch = (torch.fx.traceback, "annotate")
+
+# What a script's own loop reads its batches by: watched from the first such loop on.
+READ_LOADER: Patch = (torch.utils.data.DataLoader, "__iter__")
 
 MISSING: Any = object()  # a class has no attribute of its own of that name
 

@@ -5,6 +5,7 @@ In one process such a write goes into the tensor, and a kept state moves on with
 
 from __future__ import annotations
 
+import collections
 import copy
 import io
 from collections.abc import Callable
@@ -141,6 +142,18 @@ def look_at_buffer(trained: Trained) -> None:
     kept["norm.running_mean"].norm()
 
 
+def load_part_of_kept(trained: Trained) -> None:
+    kept = trained.net.state_dict()
+    trained.step()
+    trained.net.norm.load_state_dict({"weight": kept["norm.weight"]}, strict=False)
+
+
+def mix_with_kept(trained: Trained) -> None:
+    kept = trained.net.state_dict()
+    trained.step()
+    (trained.net.second.weight - kept["second.weight"]).norm()
+
+
 def look_at_moment(trained: Trained) -> None:
     kept = trained.optimizer.state_dict()
     trained.step()
@@ -148,12 +161,53 @@ def look_at_moment(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [load_kept, look_at_kept, look_after_write, look_at_buffer, look_at_moment]
+    "script",
+    [load_kept, mix_with_kept, look_at_kept, look_after_write, look_at_buffer, look_at_moment],
 )
 def test_a_kept_state_that_would_have_moved_on_is_refused(script: Callable[[Trained], Any]) -> None:
     told = raised(script, OwnershipError)
     assert "looked at after a step or another write" in told
     assert "Fix: call state_dict() again" in told
+
+
+def sum_of_moments(trained: Trained) -> None:
+    sum(float(entry["exp_avg"].abs().sum()) for entry in trained.optimizer.state.values())
+
+
+def number_of_entries(trained: Trained) -> None:
+    len(trained.optimizer.state)
+
+
+def all_entries(trained: Trained) -> None:
+    dict(trained.optimizer.state)
+
+
+def entry_of_each(trained: Trained) -> None:
+    for parameter in trained.net.parameters():
+        trained.optimizer.state[parameter]["exp_avg"].norm()
+
+
+@pytest.mark.parametrize("script", [sum_of_moments, number_of_entries, all_entries, entry_of_each])
+def test_a_part_of_an_optimizers_state_is_refused(script: Callable[[Trained], Any]) -> None:
+    with pytest.raises(OwnershipError, match=r"optimizer\.state was asked for") as caught:
+        on_workers(script)
+
+    assert "Fix: optimizer.state_dict()['state'] has all of them" in str(caught.value)
+
+
+def starts_anew(trained: Trained) -> Any:
+    """An optimizer whose state is forgotten, by each of two ways."""
+    trained.optimizer.state.clear()
+    trained.step()
+    trained.optimizer.state = collections.defaultdict(dict)
+    trained.step()
+    return [dict(trained.net.state_dict()), trained.optimizer.state_dict()]
+
+
+def test_an_optimizer_may_forget_its_state() -> None:
+    expected = starts_anew(Trained(plain))
+    for found in on_workers(lambda trained: copy.deepcopy(starts_anew(trained))):
+        assert is_same(found, expected)
 
 
 def count_hooks(trained: Trained) -> None:

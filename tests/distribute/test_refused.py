@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from loop_helpers import Distribute, Loop, placed, raised
+from loop_helpers import Distribute, Loop, placed, plain, raised
 from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from several_networks import Twice
 from torch.nn.utils import prune
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import graphsplit as gs
 
@@ -188,6 +189,50 @@ def test_numbers_and_tensors_that_differ_between_workers_end_the_job(kind: str) 
 def test_workers_that_agree_are_not_disturbed() -> None:
     found = ThreadCluster(lambda rank: of_each(rank, "none"), 2, is_recoverable=False).run()
     assert found[0] == found[1]
+
+
+SHARES: dict[str, Any] = {
+    "a sampler": lambda data, half: DataLoader(data, 3, sampler=half),
+    "a batch sampler": lambda data, half: DataLoader(
+        data, batch_sampler=BatchSampler(half, 3, True)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_a_loader_that_gives_shares_is_refused_in_an_own_loop(kind: str) -> None:
+    data = TensorDataset(torch.randn(12, 8), torch.arange(12) % 4)
+
+    def training(rank: int) -> None:
+        net = gs.distribute(small([0, 1, 0]))
+        sampler = DistributedSampler(data, 2, rank)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in SHARES[kind](data, sampler):
+                torch.nn.functional.cross_entropy(net(x), y).backward()
+
+    with pytest.raises(gs.errors.ConfigurationError, match="DistributedSampler of num_r") as caught:
+        ThreadCluster(training, 2, is_recoverable=False).run()
+
+    assert "1/2 of the data" in str(caught.value) and "Fix: pass the whole" in str(caught.value)
+
+
+def test_a_sampler_of_one_share_is_told_its_epochs() -> None:
+    data = TensorDataset(torch.randn(12, 8), torch.arange(12) % 4)
+
+    def orders(distribute: Distribute) -> list[Any]:
+        net = distribute(small([0, 1, 0]))
+        sampler, seen = DistributedSampler(data, 1, 0), []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, _ in DataLoader(data, 3, sampler=sampler):
+                net(x).sum().backward()
+                seen.append(x.tolist())
+        return seen
+
+    found = ThreadCluster(lambda rank: orders(gs.distribute), 2, is_recoverable=False).run()
+    expected = orders(plain)
+    assert found == [expected, expected] and expected[:4] != expected[4:]
 
 
 def test_a_value_of_the_script_that_the_network_holds_is_refused() -> None:
