@@ -1,7 +1,7 @@
 """Parameters and buffers live on one worker; elsewhere a stand-in keeps their shape and no memory.
 
-Its storage is a single zero, expanded to the shape of the tensor before it
-(``torch_ext/stand_ins.py``).
+Its storage is a single value, expanded to the shape of the tensor before it
+(``torch_ext/stand_ins.py``). It is NaN: ``x.add_(y, alpha=net.rate)`` reads it in C++, unasked.
 
 All workers run the same script, so ``net.beta.mul_(0.9)`` between two steps runs on the owner too:
 elsewhere it is left out, and noted. Whether all have written to the same tensors is compared before
@@ -22,21 +22,31 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.errors import OwnershipError
-from graphsplit.torch_ext.attributes import LOAD, WRITES, buffer_of_form
-from graphsplit.torch_ext.stand_ins import GET_GRADIENT, StandIn, take_back, without_memory
+from graphsplit.torch_ext.attributes import LOAD, SAVE, buffer_of_form
+from graphsplit.torch_ext.attributes import WRITES as NUM_WRITES
+from graphsplit.torch_ext.data_attribute import is_lent_written_to, lend_data
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
+from graphsplit.torch_ext.stand_ins import (
+    DRAWS,
+    GET_DATA,
+    GET_GRADIENT,
+    WRITES,
+    StandIn,
+    in_form,
+    is_view,
+    looks_at_form,
+    take_back,
+    without_value,
+)
 
 _WHOSE = "_graphsplit_whose"  # attribute of a stand-in: its name, its owner, its old strides
+_VIEWED = "_graphsplit_viewed"  # of a view: the stand-in of which it is one
 LEFT_OUT = "_graphsplit_left_out"  # likewise: the number of the latest write that was left out
-# What writes to a tensor, and does nothing else: no draws, no look at the value for the caller.
-_NAMES_OF_WRITES = (
-    "__setitem__ abs_ add_ addcdiv_ addcmul_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_ "
-    "exp_ fill_ index_add_ index_copy_ index_fill_ lerp_ log_ logical_not_ masked_fill_ mul_ "
-    "multiply_ nan_to_num_ neg_ pow_ reciprocal_ round_ scatter_ scatter_add_ sign_ sqrt_ square_ "
-    "sub_ subtract_ tril_ triu_ zero_"
-)
-_WRITES = {nn.init.constant_, *(getattr(torch.Tensor, name) for name in _NAMES_OF_WRITES.split())}
-num_writes = attrgetter(WRITES)
+_WRITING = {function.__name__ for function in WRITES} - {"copy_"}
+num_writes = attrgetter(NUM_WRITES)
 _LOADING = getattr(nn.Module, LOAD).__code__
+# Functions of torch that make a value of what they detach: nobody may take a stand-in for one.
+_KEEPING = (getattr(nn.Module, SAVE).__code__, nn.Parameter.__new__.__code__)
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
 _ZERO_GRADS = tuple(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
@@ -53,13 +63,42 @@ class Elsewhere(StandIn):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _WRITES:
+        caller = sys._getframe(1).f_code
+        if func in WRITES or func in DRAWS:
             written = args[0] if args else (kwargs or {}).get("tensor")  # as nn.init has it
-            if isinstance(written, Elsewhere) and sys._getframe(1).f_code is not _LOADING:
-                Elsewhere.num_left_out += 1
-                setattr(written, LEFT_OUT, Elsewhere.num_left_out)
+            if isinstance(written, Elsewhere) and caller is not _LOADING:
+                if func in DRAWS:  # as its owner does
+                    with torch.no_grad():
+                        form = in_form(written)
+                        func(*(args and (form, *args[1:])), **_with(kwargs, "tensor", form))
+                written.note_write()
                 return written
+        elif (index := looks_at_form(func, args, kwargs)) is not None:
+            args = (*args[:index], in_form(args[index]), *args[index + 1 :])
+            return func(*args, **(kwargs or {}))
+        elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller not in _KEEPING:
+            return args[0].viewed(func, args[1:], kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
+
+    def note_write(self) -> None:
+        """Note that a write was left out."""
+        Elsewhere.num_left_out += 1
+        setattr(getattr(self, _VIEWED, self), LEFT_OUT, Elsewhere.num_left_out)
+
+    def viewed(
+        self, func: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        """The stand-in for a view: who writes to it writes to what lives elsewhere."""
+        name, owner, _ = getattr(self, _WHOSE)
+        form = in_form(self, device="meta")
+        if func != GET_DATA:
+            form = func(form, *arguments, **options)
+        with DisableTorchFunctionSubclass():
+            made = without_value(self.new_empty(())).expand(form.shape)
+        setattr(made, _WHOSE, (name, owner, form.stride()))
+        setattr(made, _VIEWED, getattr(self, _VIEWED, self))
+        made.__class__ = Elsewhere
+        return made
 
     def need_value(self, asked: str) -> None:
         """Refuse.
@@ -95,8 +134,13 @@ class Elsewhere(StandIn):
             f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers "
             f"all values. To run the network, call model.predict(x). Change dtype or device, as "
             f"by net.double(), prune and parametrize before the first step. To write, let all "
-            f"workers do so between two steps, in place and under torch.no_grad(), not by .data."
+            f"workers do so between two steps, in place and under torch.no_grad()."
         )
+        if asked in _WRITING:
+            fix = (
+                f"let what is written to with it live on worker {owner} too: place both alike, and "
+                f"let a Model that holds the other one run a step, or predict, before."
+            )
         if asked == "copy_":
             fix = (
                 "to load a state, call model.load_state_dict(state) on every worker, not "
@@ -106,6 +150,10 @@ class Elsewhere(StandIn):
             f"the value of {name!r} lives on worker {owner}, not here (asked for by {asked})\n"
             f"  Fix: {fix}"
         )
+
+
+def _with(kwargs: Any, name: str, value: Any) -> dict[str, Any]:
+    return {key: value if key == name else held for key, held in (kwargs or {}).items()}
 
 
 class ElsewhereParameter(Elsewhere, nn.Parameter):
@@ -124,6 +172,8 @@ class TensorOwners:
     def fix(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         """Note the owner of every tensor, by its name in one Model."""
         for name, tensor in tensors.items():
+            if isinstance(tensor, Elsewhere) and hasattr(tensor, _VIEWED):
+                tensor.need_value(f"{name!r}, which is a view of it")
             self._owners[tensor] = owners[name]
 
     def known(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -150,12 +200,15 @@ class ComparedWrites:
         if key is None:
             key = self._keys[tensor] = len(self.writes)
             self.writes[key] = num_writes(tensor)
+            lend_data(tensor)
         return key
 
     def is_written_to(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that is here, and known, was written to since."""
         key = None if is_elsewhere(tensor) else self._keys.get(tensor)
-        return key is not None and self.writes[key] != num_writes(tensor)
+        if key is None:
+            return False
+        return self.writes[key] != num_writes(tensor) or is_lent_written_to(tensor)
 
 
 def free(
@@ -172,7 +225,7 @@ def free(
     if is_elsewhere(tensor):
         return
     strides = tensor.stride() if strides is None else strides
-    tensor.data = without_memory(tensor)
+    tensor.data = without_value(tensor)
     tensor.grad = None
     setattr(tensor, _WHOSE, (buffer_of_form(name), owner, strides))
     tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere

@@ -1,4 +1,4 @@
-"""``tensor.data`` while a network is captured.
+"""``tensor.data``: while a network is captured, and where a script writes by it.
 
 ``torch.export`` does not see it, and makes a constant of what was a parameter. To a graph it is
 ``tensor.detach()``: the same memory, apart from autograd.
@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
+from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _ATTRIBUTE: Any = torch.Tensor.data
@@ -34,3 +36,78 @@ class DataIsDetached(TorchCalls):
                 f"  Fix: copy into it, as in tensor.data.copy_(new)."
             )
         return function(*args, **kwargs)
+
+
+# Outside of captures: ``.data`` is a tensor over the same memory, and counts writes by itself. So
+# those that it gave of a Model's state are kept until workers have compared what was written.
+
+LENT: dict[int, list[_Lent]] = {}
+"""Tensors that ``.data`` gave, by the identity of the tensor that it was asked of."""
+_lending: dict[int, Callable[[], Any]] = {}  # tensors whose data is noted, by identity
+
+
+class _Lent:
+    """One of them; held until workers have compared, and then as long as somebody else does."""
+
+    def __init__(self, made: torch.Tensor) -> None:
+        self._held: torch.Tensor | None = made
+        self._reference = weakref.ref(made)
+        self._writes = writes_of(made)
+
+    def is_written_to(self) -> bool:
+        made = self._reference()
+        return made is not None and writes_of(made) != self._writes
+
+    def settle(self) -> bool:
+        """Note that workers have compared; says whether anybody holds it still."""
+        made = self._reference()
+        if made is not None:
+            self._writes = writes_of(made)
+        self._held = made = None
+        return self._reference() is not None
+
+
+class _Data:
+    """The attribute, of which is noted what it gives. Of the class it is torch's own."""
+
+    def __get__(self, tensor: torch.Tensor | None, kind: Any = None) -> Any:
+        if tensor is None:
+            return _ATTRIBUTE
+        made = _ATTRIBUTE.__get__(tensor)
+        reference = _lending.get(id(tensor))
+        if reference is not None and reference() is tensor:
+            LENT.setdefault(id(tensor), []).append(_Lent(made))
+        return made
+
+    def __set__(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        _ATTRIBUTE.__set__(tensor, value)
+
+    def __delete__(self, tensor: torch.Tensor) -> None:
+        _ATTRIBUTE.__delete__(tensor)
+
+
+def lend_data(tensor: torch.Tensor) -> None:
+    """Note from now on what ``.data`` gives of a tensor."""
+    kind: Any = torch.Tensor
+    if "data" not in vars(kind):
+        kind.data = _Data()
+    number = id(tensor)
+
+    def forget(reference: Any) -> None:
+        _lending.pop(number, None)
+        LENT.pop(number, None)
+
+    _lending[number] = weakref.ref(tensor, forget)
+
+
+def is_lent_written_to(tensor: torch.Tensor) -> bool:
+    """Whether what ``.data`` gave of a tensor was written to since workers compared."""
+    return any(lent.is_written_to() for lent in LENT.get(id(tensor), ()))
+
+
+def settle_lent(tensors: Iterable[torch.Tensor]) -> None:
+    """Note that workers have compared what was written to some tensors."""
+    for tensor in tensors:
+        held = [lent for lent in LENT.pop(id(tensor), ()) if lent.settle()]
+        if held:
+            LENT[id(tensor)] = held

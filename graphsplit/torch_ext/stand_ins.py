@@ -8,7 +8,7 @@ a deferred tensor is filled there, and one that lives on another worker refuses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -45,9 +45,42 @@ def _harmless() -> frozenset[Any]:
     return frozenset(allowed)
 
 
+def _methods(names: str) -> frozenset[Any]:
+    return frozenset(getattr(torch.Tensor, name) for name in names.split())
+
+
 _ATTRIBUTES: Any = TensorBase  # of the class these are descriptors, not tensors
 GET_GRADIENT = _ATTRIBUTES.grad.__get__
-SET_DATA = _ATTRIBUTES.data.__set__
+GET_DATA, SET_DATA = _ATTRIBUTES.data.__get__, _ATTRIBUTES.data.__set__
+
+# Functions that write to a tensor, and do nothing else: no draws, no look at the value for the
+# caller. The first argument, or ``tensor``, is written to.
+WRITES = _methods(
+    "__setitem__ abs_ add_ addcdiv_ addcmul_ clamp_ clamp_max_ clamp_min_ clip_ copy_ div_ divide_ "
+    "exp_ fill_ index_add_ index_copy_ index_fill_ lerp_ log_ logical_not_ masked_fill_ mul_ "
+    "multiply_ nan_to_num_ neg_ pow_ reciprocal_ round_ scatter_ scatter_add_ sign_ sqrt_ square_ "
+    "sub_ subtract_ tril_ triu_ zero_"
+) | {nn.init.constant_}
+# Likewise, with what they draw: dtype, shape and strides alone decide how much that is.
+DRAWS = _methods(
+    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
+) | {nn.init.kaiming_normal_, nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
+# Functions that make another tensor, and look at the form of a stand-in alone.
+OF_FORM = _methods("new_empty new_full new_ones new_tensor new_zeros") | {
+    getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")
+}
+# Functions that take the form of their second argument.
+_FORMED = _methods("expand_as reshape_as type_as view_as")
+# Functions that give a view of a tensor; an index gives one if it is made of numbers and slices.
+VIEWS = _methods(
+    "__getitem__ detach expand movedim narrow permute select squeeze t transpose unsqueeze view "
+    "view_as"
+)
+_OF_NUMBERS = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+}
+_BASIC = (int, slice, type(None), type(...))
 
 
 class StandIn(torch.Tensor):
@@ -124,9 +157,47 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+def is_view(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call gives a view of its first argument."""
+    if func != torch.Tensor.__getitem__:
+        return func in VIEWS or func == GET_DATA
+    indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return all(type(index) in _BASIC for index in indices)
+
+
+def looks_at_form(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
+    """The number of the argument of which a call needs no more than the form, if it is one."""
+    index = 0 if func in OF_FORM else 1 if func in _FORMED else len(args)
+    found = [isinstance(leaf, StandIn) for leaf in pytree.tree_leaves((args, kwargs))]
+    is_one = index < len(args) and isinstance(args[index], StandIn) and sum(found) == 1
+    return index if is_one else None
+
+
+def in_form(tensor: torch.Tensor, *, device: Any = None) -> torch.Tensor:
+    """An empty tensor in the form of what a stand-in stands for."""
+    with DisableTorchFunctionSubclass():
+        return torch.empty_strided(
+            tensor.shape,
+            tensor.true_strides() if isinstance(tensor, StandIn) else tensor.stride(),
+            dtype=tensor.dtype,
+            device=device or tensor.device,
+        )
+
+
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A single zero, expanded to the shape of a tensor."""
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def without_value(tensor: torch.Tensor) -> torch.Tensor:
+    """Likewise, of what nobody takes for a value: torch reads a tensor given as a number unasked.
+
+    NaN, or the least whole number; zero for dtypes that torch computes nothing with.
+    """
+    made = without_memory(tensor.new_empty(()))
+    if tensor.dtype in _OF_NUMBERS:
+        made.fill_(float("nan") if made.is_floating_point() else torch.iinfo(made.dtype).min)
+    return made.expand(tensor.shape)
 
 
 @contextmanager

@@ -54,7 +54,42 @@ def _average(step: int, net: Any, loss_fn: Any) -> None:
         net.bn.weight.lerp_(net.second.bias, 0.1)  # both live on worker 1
 
 
+def _add_noise(step: int, net: Any, loss_fn: Any) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+            parameter.add_(torch.empty_like(parameter).uniform_(-0.01, 0.01))
+
+
+def _through_views(step: int, net: Any, loss_fn: Any) -> None:
+    with torch.no_grad():
+        net.second.weight[step].zero_()
+        net.second.weight[:, 1:3].mul_(0.5)
+        net.second.weight.view(-1)[3] = 1.0
+        net.second.weight.t()[2].fill_(0.1)
+        net.second.bias.detach().clamp_(-0.1, 0.1)
+
+
+def _through_data(step: int, net: Any, loss_fn: Any) -> None:
+    for parameter in net.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
+    net.second.bias.data[step % 4] = 0.1
+    net.late.data.mul_(0.9)
+
+
+def _start_anew(step: int, net: Any, loss_fn: Any) -> None:
+    if step % 2:
+        net.second.reset_parameters()
+        nn.init.xavier_uniform_(net.first.weight)
+        nn.init.normal_(net.second.bias, std=0.1)
+        nn.init.orthogonal_(net.second.weight)
+
+
 CHANGES: dict[str, Change] = {
+    "noise": _add_noise,
+    "views": _through_views,
+    "data": _through_data,
+    "reset parameters": _start_anew,
     "a number, scaled": lambda step, net, loss: (net.early.mul_(0.9), net.late.mul_(0.9)),
     "by an operator": lambda step, net, loss: setattr(net, "late", net.late.__imul__(0.9)),
     "an entry": lambda step, net, loss: net.late.__setitem__(step % 4, 0.5),
@@ -159,6 +194,83 @@ def test_a_worker_that_writes_alone_to_what_lives_elsewhere_is_named(
     told = rf"'{name}' was written to on worker {writer}, and not on worker {1 - writer}"
     with pytest.raises(PlanMismatchError, match=told):
         cluster.train_step(arguments)
+
+
+WAYS: dict[str, Callable[[nn.Parameter], object]] = {
+    "data": lambda weight: weight.data.mul_(0.5),
+    "a view": lambda weight: weight.detach()[0].zero_(),
+    "draws": lambda weight: nn.init.normal_(weight),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_worker_that_writes_alone_in_another_way_is_named(name: str) -> None:
+    cluster = SimulatedCluster(make_task, 2)
+    arguments = (batches_of(8, 3)[0], {})
+    for turn in range(2):  # what all have written once is no excuse for the second time
+        cluster.train_step(arguments)
+        for worker in cluster.workers[: 2 - turn]:
+            WAYS[name](worker.task.network.second.weight)
+    told = r"'second\.weight' was written to on worker 0, and not on worker 1"
+    with pytest.raises(PlanMismatchError, match=told):
+        cluster.train_step(arguments)
+
+
+def test_data_that_a_script_has_kept_is_written_to_on_the_owner() -> None:
+    torch.manual_seed(0)
+    expected = plain_losses(lambda step, net, loss: net.second.weight.data.mul_(0.5), epochs=1)
+    torch.manual_seed(0)
+    cluster = SimulatedCluster(make_task, 2)
+
+    def run(worker: Any) -> list[torch.Tensor]:
+        net, found, kept = worker.task.network, [], None
+        divide = worker.task.divider.divide_arguments
+        for batch in batches_of(8, 3, num=3):
+            kept = net.second.weight.data if kept is None or len(found) == 1 else kept
+            kept.mul_(0.5)
+            found.append(worker.engine.train_step(divide((batch, {}))))
+        return found
+
+    for found in cluster.run(run):
+        assert difference(expected, found) is None
+
+
+def _as_parameter(net: Any) -> None:
+    net.first.bias = nn.Parameter(net.second.bias.detach())
+
+
+def _as_buffer(net: Any) -> None:
+    net.early = net.late.detach()[0]
+
+
+@pytest.mark.parametrize(
+    ("use", "asked"),
+    [
+        (_as_parameter, "detach"),
+        (_as_buffer, "'early', which is a view of it"),
+        (lambda net: net.second.bias.data.sum(), "sum"),
+        (lambda net: net.late.new_full((2,), net.second.bias[0]), "new_full"),
+        (lambda net: net.state_dict(), "detach"),
+    ],
+)
+def test_a_view_of_what_lives_elsewhere_is_no_value(use: Any, asked: str) -> None:
+    cluster = SimulatedCluster(make_task, 2)
+    arguments = (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+    with pytest.raises(OwnershipError, match=f"lives on worker 1, not here .asked for by {asked}"):
+        for worker in cluster.workers:
+            use(worker.task.network)
+        cluster.train_step(arguments)
+
+
+def test_a_number_that_lives_elsewhere_is_none_here() -> None:
+    """PyTorch reads a tensor that is given as a number without asking its class."""
+    cluster = SimulatedCluster(make_task, 2)
+    cluster.train_step((batches_of(8, 3)[0], {}))
+    net, ones = cluster.workers[1].task.network, torch.ones(2)
+    assert torch.add(ones, ones, alpha=net.early).isnan().all()
+    assert torch.full((2,), cluster.workers[0].task.network.late[0]).isnan().all()
+    assert torch.full((2,), cluster.workers[0].task.network.bn.num_batches_tracked)[0] < -(2**62)
 
 
 def test_an_owner_may_write_alone_to_what_lives_there() -> None:

@@ -28,6 +28,7 @@ from graphsplit.optimizers.ownership import (
     num_writes,
 )
 from graphsplit.planning.compared.announced import PythonStep
+from graphsplit.torch_ext.data_attribute import LENT, settle_lent
 
 _MAX_NAMED = 1 << 15  # characters of names: they travel in a ticket
 
@@ -99,7 +100,7 @@ class Writes:
     def names(self, *, with_replaced: bool) -> tuple[str, ...]:
         """The names of those written to; those that are others now, where that is asked for."""
         self._begun = Elsewhere.num_left_out
-        if not with_replaced and self._begun == self._settled:
+        if not with_replaced and self._begun == self._settled and not LENT:
             before = list(map(self._compared.writes.__getitem__, self._keys))
             if list(map(num_writes, self._here)) == before:
                 return ()
@@ -162,6 +163,8 @@ class Writes:
 
     def _settle(self) -> None:
         self._compared.writes.update(zip(self._keys, map(num_writes, self._here), strict=True))
+        if LENT:
+            settle_lent(self._here)
         if Elsewhere.num_left_out != self._settled:
             for tensor in self._held.values():
                 vars(tensor).pop(LEFT_OUT, None)
