@@ -21,6 +21,7 @@ from launched_jobs import (
     environment,
     learned_alone,
     pids_of_workers,
+    processes_of,
 )
 from matrix.network.namespaces import why_not as why_not_namespaces
 from ssh_hosts import ROOT, Cluster, cluster, networked, of_the_test, run_command
@@ -126,6 +127,13 @@ def _kill_client(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int
     os.kill(_client_of_b(hosts, job), signal.SIGKILL)
 
 
+def _kill_agent(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
+    status = Path(f"/proc/{pids[1]}/status").read_text()
+    parent = re.search(r"^PPid:\s(\d+)$", status, re.MULTILINE)
+    assert parent is not None
+    os.kill(int(parent[1]), signal.SIGKILL)
+
+
 def _kill_session(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
     for pid in hosts.sessions_of("b"):
         os.kill(pid, signal.SIGKILL)
@@ -138,9 +146,10 @@ def _kill_session(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, in
         (_kill_worker, 137, "worker 1 was killed by SIGKILL on host b"),
         (_kill_launcher, -9, ""),
         (_kill_client, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
+        (_kill_agent, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
         (_kill_session, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
     ],
-    ids=["Ctrl-C", "worker", "launcher", "client", "session"],
+    ids=["Ctrl-C", "worker", "launcher", "client", "agent", "session"],
 )
 def test_an_ended_job_leaves_nothing_behind(
     hosts: Cluster, tmp_path: Path, end: Callable[..., None], status: int, told: str
@@ -204,6 +213,51 @@ def test_a_frozen_worker_is_ended_and_named(hosts: Cluster, tmp_path: Path) -> N
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode != 0
     assert "worker 1" in output.splitlines()[-1] and "heard from it" in output.splitlines()[-1]
+    assert_nothing_is_left(tmp_path)
+
+
+def test_a_job_that_asks_for_another_try_gets_it_on_the_same_hosts(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(RECOVERING)]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    with running(
+        hosts,
+        "-H",
+        "a:1,b:2",
+        "--restarts",
+        "1",
+        script=RECOVERING,
+        arguments=("--die", "1:BACKWARD:5", "--marks", str(marks)),
+        GS_RECOVERY="restart",
+        GS_SNAPSHOT_EVERY="2",
+        GS_SNAPSHOT_DISK_EVERY="2",
+        MS_RECOVERY_PATH=str(tmp_path / "kept"),
+    ) as job:
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    assert "worker 1 was killed by SIGKILL on host b" in output
+    assert "starting the job again; 0 more tries after this" in output
+    for rank in range(3):
+        said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
+        assert [line for line in said if line in plain][-len(plain) :] == plain
+    assert_nothing_is_left(tmp_path)
+
+
+def test_hosts_end_all_when_the_launcher_is_frozen(hosts: Cluster, tmp_path: Path) -> None:
+    """Nothing closes then: they have counted its beats."""
+    with running(hosts, "--env", "STEPS", STEPS="1000000", MS_NODE_TIMEOUT="5") as job:
+        pids_of_workers(job.stdout, count=2)
+        job.send_signal(signal.SIGSTOP)
+        end_s = time.monotonic() + LIMIT_S
+        while any("lenet_job" in one and " run " not in one for one in processes_of(tmp_path)):
+            assert time.monotonic() < end_s
+            time.sleep(0.1)
+        job.send_signal(signal.SIGCONT)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 129 and "was lost with its host" in output.splitlines()[-1], output
     assert_nothing_is_left(tmp_path)
 
 
