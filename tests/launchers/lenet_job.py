@@ -27,8 +27,14 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RU
     assert name not in os.environ
 assert gs.get_world_size() == 1 or os.environ["GRPC_VERBOSITY"] == "ERROR"
 network = LeNet5()
-network.conv2.place("MS_WORKER", gs.get_world_size() - 1)
-network.fc3.place("MS_WORKER", gs.get_world_size() - 1)
+last = gs.get_world_size() - 1
+for module, rank in (
+    (network.conv1, 0),
+    (network.conv2, last),
+    (network.fc1, 0),
+    (network.fc3, last),
+):
+    module.place("MS_WORKER", rank)
 optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
 model = gs.Model(network, torch.nn.CrossEntropyLoss(), optimizer)
 for step in range(int(os.environ["STEPS"])):

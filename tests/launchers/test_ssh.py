@@ -361,7 +361,7 @@ def test_hosts_with_networks_of_their_own_train_and_one_that_vanishes_is_named(
         with running(hosts, "--env", "STEPS", namespace=namespaces[0], STEPS="5") as job:
             output, _ = job.communicate(timeout=LIMIT_S)
         assert job.returncode == 0 and output.count(learned) == 2, output
-        assert "listening on 10.118.0.1:" in output
+        assert "listening on 10.118.0.1:" in output and "segments, 2 workers" in output
         assert_nothing_is_left(tmp_path)
         endless = {"STEPS": "1000000", "MS_NODE_TIMEOUT": "5"}
         with running(hosts, "--env", "STEPS", namespace=namespaces[0], **endless) as job:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,12 @@ from click.testing import CliRunner
 from graphsplit.cli.commands import main
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.command import agent_command, why_not
+from graphsplit.cli.ssh.connection import HostError
 from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
-from graphsplit.cli.ssh.options import travelling
+from graphsplit.cli.ssh.options import RemoteJob, travelling
+from graphsplit.cli.ssh.run import _meet
 from graphsplit.encoding.fields import MessageError
 from graphsplit.version import __version__
 
@@ -217,3 +221,39 @@ def test_a_dry_run_shows_all_but_the_secret(monkeypatch: pytest.MonkeyPatch) -> 
         "  over standard input: OMP_NUM_THREADS=1, TZ=UTC, GS_JOB_TOKEN (a secret)",
     ]
     assert "b: worker 2 of 3" in result.output and "hush" not in result.output
+
+
+def test_the_guide_shows_the_dry_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("MS_", "GS_", "OMP_", "ATEN_"))]:
+        monkeypatch.delenv(name)
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "start-over-ssh.md").read_text()
+    command = next(line for line in guide.splitlines() if "--dry-run train.py" in line)
+    result = CliRunner().invoke(main, shlex.split(command)[2:])
+    assert result.exit_code == 0 and f"{command}\n{result.output}" in guide
+
+
+class Answering:
+    """A connection whose agent answers with these facts."""
+
+    late_s = 0.0
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+
+    def answer(self, kind: type[Facts]) -> Facts:
+        return self._facts
+
+
+def test_the_scheduler_listens_where_ssh_has_reached_the_first_host() -> None:
+    here, there = replace(FACTS, address="127.0.0.1"), replace(FACTS, address="10.0.0.2")
+    remote = RemoteJob((JobHost("a", range(1)), JobHost("b", range(1, 2))), "/py", ("ssh",), "/job")
+
+    def meet(first: Facts, second: Facts, address: str = "") -> str:
+        hosts = {"a": Answering(first), "b": Answering(second)}
+        return _meet(hosts, replace(remote, address=address))[0]  # type: ignore[arg-type]
+
+    assert meet(there, FACTS) == "10.0.0.2"
+    assert meet(here, replace(here, address="127.0.0.3")) == "127.0.0.1"
+    assert meet(here, there, "10.0.0.1") == "10.0.0.1"
+    with pytest.raises(HostError, match=r"would listen on 127\.0\.0\.1, which host b"):
+        meet(here, there)

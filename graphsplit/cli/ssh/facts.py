@@ -37,12 +37,18 @@ def own_facts(environ: Mapping[str, str]) -> Facts:
         python=platform.python_version(),
         address=reached_address(environ),
         cpu=cpu_capability(environ),
-        num_cores=len(os.sched_getaffinity(0)),
+        num_cores=_num_cores(),
         shared_bytes=_left_in(_SHARED_MEMORY),
         clock_s=time.time(),
         remarks=tuple(filter(None, (_no_home(), _little_shared_memory(_SHARED_MEMORY)))),
         problems=tuple(filter(None, (_no_temporary_files(),))),
     )
+
+
+def _num_cores() -> int:
+    """Those that this process may use, where the system says."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
 
 
 def reached_address(environ: Mapping[str, str]) -> str:
