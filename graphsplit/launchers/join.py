@@ -33,6 +33,8 @@ from graphsplit.launchers.rendezvous import (
     Whereabouts,
     wait_for,
 )
+from graphsplit.security.options import names_protection
+from graphsplit.security.private_files import NEW_TOKEN
 from graphsplit.security.protection import is_loopback
 from graphsplit.settings import SCHEDULER_ROLE, WORKER_ROLE, ClusterSettings
 
@@ -40,7 +42,6 @@ DEFAULT_PORT = 8118
 _LISTEN_S = 120.0
 _LOOK_AGAIN_S = 0.02
 _END_S = 10.0
-_PROTECTIONS = ("GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_TLS_CA", "GS_INSECURE")
 
 
 @dataclass
@@ -145,14 +146,13 @@ def _host(found: Found, environ: Mapping[str, str]) -> str:
 
 
 def _require_secret(found: Found, environ: Mapping[str, str]) -> None:
-    if found.is_one_host or any(environ.get(name, "").strip() for name in _PROTECTIONS):
+    if found.is_one_host or names_protection(environ):
         return
     raise ConfigurationError(
         f"{found.num_workers} workers of {IN_WORDS[found.launcher]} on several hosts have no "
         f"secret by which they know each other\n"
         f"  Fix: add two lines where you submit the job, in a folder that all hosts see:\n"
-        f"    (umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > "
-        f"job-token)\n"
+        f"    {NEW_TOKEN}\n"
         f"    export GS_JOB_TOKEN_FILE=$PWD/job-token"
     )
 
@@ -191,7 +191,7 @@ def _chosen(
         raise _no_address(host, str(error)) from None
     except OSError as error:
         raise _no_address(host, error.strerror or str(error)) from None
-    has_own = any(environ.get(name, "").strip() for name in _PROTECTIONS)
+    has_own = names_protection(environ)
     return Whereabouts(port, "" if has_own or not found.is_one_host else secrets.token_urlsafe(32))
 
 

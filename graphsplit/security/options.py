@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_network
 from typing import Protocol
@@ -12,6 +13,7 @@ MIN_TOKEN_CHARS, MAX_TOKEN_CHARS = 16, 1024
 
 _TRANSPORT_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _FILES = ("GS_TLS_CA", "GS_TLS_CERT", "GS_TLS_KEY")
+_PROTECTIONS = ("GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_TLS_CA", "GS_INSECURE")
 
 
 class Reader(Protocol):
@@ -63,6 +65,11 @@ def token_problem(token: str) -> str | None:
 
 
 TOKEN_FIX = "make one by: python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+
+
+def names_protection(environ: Mapping[str, str]) -> bool:
+    """Whether the variables name something that protects a job, or say that it needs nothing."""
+    return any(environ.get(name, "").strip() for name in _PROTECTIONS)
 
 
 def read_options(reader: Reader) -> SecurityOptions:

@@ -13,9 +13,7 @@ from graphsplit.errors import ConfigurationError
 
 MAX_FILE_BYTES = 1 << 20
 PART = ".part"  # ends the name of a file that is being written
-_NEW_TOKEN = (
-    "(umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > job-token)"
-)
+NEW_TOKEN = "(umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > job-token)"
 
 
 def read_file(variable: str, path: str) -> bytes:
@@ -55,7 +53,7 @@ def _read(variable: str, path: str) -> tuple[bytes, os.stat_result]:
     except OSError as error:
         makes = "`graphsplit certs` makes certificates and keys"
         if variable == "GS_JOB_TOKEN_FILE":
-            makes = f"a token is made by: {_NEW_TOKEN}"
+            makes = f"a token is made by: {NEW_TOKEN}"
         raise ConfigurationError(
             f"{variable}={path!r} cannot be read: {error.strerror}\n"
             f"    expected: a file that this process's user can read\n"

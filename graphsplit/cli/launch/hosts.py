@@ -9,13 +9,14 @@ from pathlib import Path
 import click
 
 from graphsplit.launchers.ports import address_towards
+from graphsplit.security.options import names_protection
+from graphsplit.security.private_files import NEW_TOKEN
 from graphsplit.security.protection import is_loopback
 
-_PROTECTIONS = ("GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_TLS_CA", "GS_INSECURE")
 _MISSING = (
     "the launchers of a job on several hosts have no secret by which its processes know each "
     "other\n  Fix: make one, copy it to each host, and name it there:\n"
-    "    (umask 077; python3 -c 'import secrets; print(secrets.token_urlsafe(32))' > job-token)\n"
+    f"    {NEW_TOKEN}\n"
     "    export GS_JOB_TOKEN_FILE=$PWD/job-token"
 )
 
@@ -85,7 +86,7 @@ def shared_variables(
     """
     if part.is_whole:
         return {}
-    if certificates is None and not any(environ.get(name, "").strip() for name in _PROTECTIONS):
+    if certificates is None and not names_protection(environ):
         raise click.ClickException(_MISSING)
     return worker_address(environ, host, port)
 
