@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from graphsplit.errors import CaptureError
+from graphsplit.guards.values import SYMBOLIC
 from graphsplit.torch_ext.private import pytree
 
 _PLAIN = (type(None), bool, int, float, str)
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _KEPT = (
     complex,
     bytes,
@@ -104,7 +104,7 @@ def _take_apart(value: Any, leaves: list[Any], where: str, above: tuple[int, ...
 def _slot(
     value: Any, leaves: list[Any], where: str, above: tuple[int, ...]
 ) -> _Leaf | _Kept | _Opened:
-    if isinstance(value, (torch.Tensor, *_SYMBOLIC)) or type(value) in _PLAIN:
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)) or type(value) in _PLAIN:
         leaves.append(value)
         return _Leaf()
     if isinstance(value, _KEPT):

@@ -7,7 +7,6 @@ uses as in one process. Optimizers and the network's own runs see the tensors th
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,12 @@ from graphsplit.distribute.forms import refuse_cached_cast
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
-from graphsplit.optimizers.ownership import Elsewhere, ElsewhereParameter, is_elsewhere
+from graphsplit.optimizers.ownership import (
+    ZERO_GRADS,
+    Elsewhere,
+    ElsewhereParameter,
+    is_elsewhere,
+)
 from graphsplit.runtime.segments.autograd import gradient_sum
 from graphsplit.torch_ext.attributes import writes_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, TensorBase, pytree
@@ -30,9 +34,6 @@ _KEY = "_graphsplit_in_loop"
 _ATTRIBUTES: Any = TensorBase
 _SET_GRADIENT, _DELETE_GRADIENT = _ATTRIBUTES.grad.__set__, _ATTRIBUTES.grad.__delete__
 _OF_GRADIENT = frozenset({GET_GRADIENT, _SET_GRADIENT, _DELETE_GRADIENT})
-_ZERO_GRADS = tuple(
-    inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
-)
 
 
 class InLoop:
@@ -139,7 +140,7 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The answer of a function of torch for a parameter in a loop."""
     if func in _OF_GRADIENT and not _is_inside(args[0]):
-        return _gradient(func, args, sys._getframe(2).f_code in _ZERO_GRADS)
+        return _gradient(func, args, sys._getframe(2).f_code in ZERO_GRADS)
     if func not in StandIn.harmless:
         known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
         if not known.loop.job.depth:

@@ -29,13 +29,13 @@ from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates, is_state
 from graphsplit.job.stream import HEADER, TICKET, TICKET_BYTES
+from graphsplit.partition.edges import GENERATOR_BYTES
 from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.transport.base import Sender
 
 _STEP_BYTES = 512
 _NUMBERS = struct.Struct("<IIIII")
 _BEFORE_LIFTED = HEADER.size + _NUMBERS.size
-_GENERATOR_BYTES = torch.default_generator.get_state().numel()
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Tickets:
 
     def _learned(self, news: News, leader: int) -> BatchDescription | None:
         """The look of the batch, by what is believed of the news."""
-        if len(news.generator) not in (0, _GENERATOR_BYTES):
+        if len(news.generator) not in (0, GENERATOR_BYTES):
             raise FrameError(f"worker {leader} sent a generator state of a wrong size")
         if not all(state == b"" or is_state(state) for state in news.process):
             raise FrameError(f"worker {leader} sent no state of Python's or NumPy's generator")

@@ -24,7 +24,7 @@ from graphsplit.guards.classes import own_dictionary
 from graphsplit.guards.places import Place, inside
 from graphsplit.guards.values import (
     MISSING,
-    NUMBERS,
+    SYMBOLIC,
     Frozen,
     ValueDifference,
     any_leaf,
@@ -177,10 +177,10 @@ def put_all_back(noted: Iterable[Noted]) -> None:
 
 def _with_numbers(change: Change, compute: Callable[[Any], Computed]) -> Change:
     """A change to a number, with how it is made; one in a container must not be of values."""
-    if isinstance(change.new, NUMBERS):
+    if isinstance(change.new, SYMBOLIC):
         return replace(change, new=compute(change.new))
     if change.is_read:  # what is left in there counts, if only their number
-        any_leaf(change.new, lambda leaf: isinstance(leaf, NUMBERS) and compute(leaf) is None)
+        any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC) and compute(leaf) is None)
     return change
 
 
@@ -210,7 +210,7 @@ def _can_be_left(change: Change) -> bool:
     """Whether a change is one of values; tensors without values that nobody reads may go."""
     if isinstance(change.new, Computed):
         return True
-    if any_leaf(change.new, lambda leaf: isinstance(leaf, NUMBERS)):
+    if any_leaf(change.new, lambda leaf: isinstance(leaf, SYMBOLIC)):
         return False
     if not _holds_fake(change.new):
         return True

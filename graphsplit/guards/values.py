@@ -35,7 +35,7 @@ BY_VALUE = (
     torch.dtype,
     torch.device,
 )
-NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _IN_C: Any = ctypes.Structure.__base__  # of all classes of ctypes

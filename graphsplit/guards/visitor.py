@@ -35,7 +35,7 @@ from graphsplit.guards.values import (
     BUFFERS,
     BY_VALUE,
     CONTAINERS,
-    NUMBERS,
+    SYMBOLIC,
     any_leaf,
     freeze,
     item_of,
@@ -48,7 +48,7 @@ from graphsplit.torch_ext.private import FakeTensor, disable_current_modes
 from graphsplit.torch_ext.stand_ins import StandIn
 
 _ATOMS = frozenset((type(None), *BY_VALUE))
-WITHOUT_VALUES = (*NUMBERS, FakeTensor)
+WITHOUT_VALUES = (*SYMBOLIC, FakeTensor)
 _CALLABLES = (
     MethodType,
     BuiltinFunctionType,

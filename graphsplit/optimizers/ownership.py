@@ -48,7 +48,7 @@ _LOADING = getattr(nn.Module, LOAD).__code__
 # Functions of torch that make a value of what they detach: nobody may take a stand-in for one.
 _KEEPING = (getattr(nn.Module, SAVE).__code__, nn.Parameter.__new__.__code__)
 # Functions of torch that treat every parameter by itself: they may be told «no gradient».
-_ZERO_GRADS = tuple(
+ZERO_GRADS = tuple(
     inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, nn.Module)
 )
 
@@ -110,7 +110,7 @@ class Elsewhere(StandIn):
             raise OwnershipError(self._message(asked))
         # No gradient is here, and who looks at those of all parameters (the norm of the gradients
         # found here would be taken for that of all) would take that for «has none».
-        if sys._getframe(3).f_code in _ZERO_GRADS:
+        if sys._getframe(3).f_code in ZERO_GRADS:
             return
         name, owner, _ = getattr(self, _WHOSE)
         raise OwnershipError(

@@ -44,6 +44,8 @@ class Opcode(Enum):
     OPTIMIZER = "OPTIMIZER"
 
 
+BACKWARD = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
+"""A backward is one of these, or the latter two."""
 _OPERAND = {
     Opcode.FORWARD: "seg",
     Opcode.BACKWARD: "seg",

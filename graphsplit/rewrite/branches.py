@@ -31,10 +31,8 @@ from graphsplit.capture.operations.effects import alias_roots, is_random, writte
 from graphsplit.capture.operations.memory_calls import MemoryCall, Outside, filled
 from graphsplit.capture.operations.regions import Region, region_of, set_region
 from graphsplit.rewrite.rebuild import rebuild_nodes
-from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.fakes import copy_notes, on_fakes, value_of
 from graphsplit.torch_ext.private import pytree
-
-_NOTED = ("nn_module_stack", "stack_trace", "custom")
 
 
 def take_branches_apart(graph: CapturedGraph, names: AbstractSet[str]) -> CapturedGraph:
@@ -239,7 +237,7 @@ class _Opener:
             name += "_"
         made = self._new.create_node("call_function", target, args, {}, name=name)
         self._taken_names.add(made.name)
-        made.meta.update({key: like.meta[key] for key in _NOTED if key in like.meta})
+        copy_notes(made, like)
         made.meta["nn_module_stack"] = like.meta.get("nn_module_stack") or around.stack
         set_region(made, around.region)
         made.meta["val"] = _fake_result(made, like)

@@ -37,9 +37,8 @@ from graphsplit.errors import InvariantError
 from graphsplit.rewrite.in_place_calls import WrittenCall, describe_write, reads_its_own_write
 from graphsplit.rewrite.rebuild import rebuild_nodes
 from graphsplit.rewrite.shared_memory import SharedMemory
+from graphsplit.torch_ext.fakes import copy_notes
 from graphsplit.torch_ext.private import FakeTensor
-
-_NOTED = ("nn_module_stack", "stack_trace", "custom")
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,7 @@ class _Functionaliser:
             name += "_"
         made = self._new.create_node("call_function", target, args, {}, name=name)
         self._taken_names.add(made.name)
-        made.meta.update({key: like.meta[key] for key in _NOTED if key in like.meta})
+        copy_notes(made, like)
         self._origins[made.name] = origin
         return made
 

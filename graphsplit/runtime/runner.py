@@ -14,7 +14,7 @@ import torch
 from graphsplit.capture.graph import Node, NodeKind
 from graphsplit.errors import GraphsplitError, StepFailedError
 from graphsplit.partition.plan import Edge, EdgeKind
-from graphsplit.program.instruction import Instruction, Opcode
+from graphsplit.program.instruction import BACKWARD, Instruction, Opcode
 from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
 from graphsplit.program.lower import first_of_backward, late_edges
 from graphsplit.root_cause import Location
@@ -47,7 +47,6 @@ from graphsplit.runtime.whereabouts import location, step_failed, where
 from graphsplit.transport.base import Sender
 
 Action = Callable[[StepState], None]
-_BACKWARD = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 _SUMS = (Opcode.ACCUMULATE, Opcode.ADD_BLOCK, Opcode.ADD_UP)
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
@@ -136,7 +135,7 @@ class ProgramRunner:
         late = late_edges(self._plan)
         spare = max(1, (os.cpu_count() or 1) - 1)
         for position, instruction in enumerate(instructions):
-            if instruction.opcode is not Opcode.FORWARD and instruction.opcode not in _BACKWARD:
+            if instruction.opcode is not Opcode.FORWARD and instruction.opcode not in BACKWARD:
                 continue
             after = map(instructions.__getitem__, range(position + 1, len(instructions)))
             following = itertools.takewhile(lambda i: i.opcode is Opcode.SEND, after)
@@ -300,7 +299,7 @@ class ProgramRunner:
         opcode, operand = instruction.opcode, instruction.operand
         if opcode is Opcode.FORWARD:
             return self._bind_forward(instruction)
-        if opcode in _BACKWARD or opcode in _SUMS:
+        if opcode in BACKWARD or opcode in _SUMS:
             return self._backward.bind(instruction)
         if opcode is Opcode.FOLD:
             return bind_fold(self._plan, instruction, self._parts.state, self._source)

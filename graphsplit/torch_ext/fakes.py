@@ -14,11 +14,17 @@ from torch.utils import _pytree as pytree
 from graphsplit.torch_ext.replaced import replaced
 
 Result = TypeVar("Result")
+_NOTES = ("nn_module_stack", "stack_trace", "custom")
 
 
 def value_of(node: Node) -> Any:
     """The fake tensor, or what else, that stands for a node's value."""
     return node.meta.get("val")
+
+
+def copy_notes(made: Node, like: Node) -> None:
+    """Give a new node the module path, the user's line and the annotations of another one."""
+    made.meta.update({key: like.meta[key] for key in _NOTES if key in like.meta})
 
 
 def on_fakes(node: Node, run: Callable[[], Result]) -> Result | None:

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from graphsplit.capture.operations.regions import in_region, region_of, set_region
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_of_node
-from graphsplit.torch_ext.fakes import on_fakes, value_of
+from graphsplit.torch_ext.fakes import copy_notes, on_fakes, value_of
 from graphsplit.torch_ext.private import OpOverload, TorchDispatchMode, pytree
 
 _CASTS = (torch.ops.aten._to_copy.default,)
@@ -132,9 +132,7 @@ def _add_cast(graph: Graph, user: Node, operand: Node, dtype: torch.dtype) -> No
             (operand, dtype),
             name=f"{operand.name}_cast",
         )
-    for key in ("nn_module_stack", "stack_trace", "custom"):
-        if key in user.meta:
-            cast.meta[key] = user.meta[key]
+    copy_notes(cast, user)
     with value.fake_mode, torch.no_grad():
         cast.meta["val"] = value.to(dtype)
     set_region(cast, region_of(user))

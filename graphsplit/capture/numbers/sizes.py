@@ -21,17 +21,16 @@ from graphsplit.capture.numbers.lifted import NUMBER, Lifted
 from graphsplit.capture.numbers.recipes import Question, Recipe, Symbols, evaluate, expression_of
 from graphsplit.errors import CaptureError, ConfigurationError
 from graphsplit.frames import users_line_of_node
+from graphsplit.guards.values import SYMBOLIC
 from graphsplit.torch_ext.private import pytree
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
 
 def is_number(node: FxNode) -> bool:
     """Whether a node of an exported graph is a number made of sizes."""
-    return isinstance(node.meta.get("val"), _SYMBOLIC)
+    return isinstance(node.meta.get("val"), SYMBOLIC)
 
 
 def check_known(node: FxNode) -> None:
@@ -43,7 +42,7 @@ def check_known(node: FxNode) -> None:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     value = node.meta.get("val")
-    if isinstance(value, (*_SYMBOLIC, torch.Tensor)) and free_unbacked_symbols(value):
+    if isinstance(value, (*SYMBOLIC, torch.Tensor)) and free_unbacked_symbols(value):
         what = "has a shape that depends" if isinstance(value, torch.Tensor) else "depends"
         raise CaptureError(
             f"the result of {node.target} {what} on the values of a tensor, not only on shapes\n"

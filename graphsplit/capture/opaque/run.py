@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from graphsplit.capture.observe import Pretence
 from graphsplit.capture.operations.opaque_call import OpaqueCallError
 from graphsplit.capture.structure import take_apart
+from graphsplit.guards.values import SYMBOLIC
 from graphsplit.torch_ext.private import FakeTensor, pytree
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Arguments:
         """The arguments without their operands, and the operands."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         slots = tuple(
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, (torch.Tensor, *_SYMBOLIC))
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, (torch.Tensor, *SYMBOLIC))
         )
         rest = tuple(None if i in slots else leaf for i, leaf in enumerate(leaves))
         return cls(rest, slots, spec), [leaves[i] for i in slots]

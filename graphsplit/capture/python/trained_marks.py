@@ -27,11 +27,11 @@ from torch.overrides import TorchFunctionMode
 from graphsplit.frames import users_line_now
 from graphsplit.guards.changes import Change
 from graphsplit.guards.places import Place, PlaceKind
+from graphsplit.torch_ext.fakes import copy_notes
 from graphsplit.torch_ext.replaced import MARK_TRAINED, replaced
 
 _ATTRIBUTE: Any = torch.Tensor.requires_grad
 _METHOD = torch.Tensor.requires_grad_
-_NOTED = ("nn_module_stack", "stack_trace", "custom")
 
 
 class TrainedMarks(TorchFunctionMode):
@@ -113,7 +113,7 @@ def _mark(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
 def _let_read(users: Collection[Node], node: Node, apart: Node) -> None:
     """Let nodes that are in the graph already read another one, which was made after them."""
     first = next(one for one in node.graph.nodes if one in users)
-    apart.meta.update({key: first.meta[key] for key in _NOTED if key in first.meta})
+    copy_notes(apart, first)
     first.prepend(apart)
     for user in users:
         user.replace_input_with(node, apart)

@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphsplit.guards.values import MISSING, freeze, put_into
+from graphsplit.guards.values import MISSING, SYMBOLIC, freeze, put_into
 from graphsplit.torch_ext.attributes import NOT_THE_USERS
 from graphsplit.torch_ext.private import FakeTensor, pytree
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
 _CONTAINERS = (list, dict, set)
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_LEAVES = 1000
 
 Key = tuple[str, str]  # (path of a module, name of its attribute)
@@ -134,11 +133,11 @@ def _restore(module: nn.Module, name: str, before: dict[str, Any]) -> None:
 
 def _holds_fake(value: Any) -> bool:
     found = itertools.islice(_leaves(value), _MAX_LEAVES)
-    return any(isinstance(leaf, (FakeTensor, *_SYMBOLIC)) for leaf in found)
+    return any(isinstance(leaf, (FakeTensor, *SYMBOLIC)) for leaf in found)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (torch.Tensor, *_SYMBOLIC)):
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         yield from pytree.tree_leaves(value)

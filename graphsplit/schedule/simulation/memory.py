@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from graphsplit.partition.plan import PartitionPlan
-from graphsplit.program.instruction import Opcode
+from graphsplit.program.instruction import BACKWARD, Opcode
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.saved_memory import saved_bytes
 from graphsplit.schedule.simulation.timeline import Span
 
-# The last of these that a segment runs for a microbatch lets its activations go.
-_BACKWARD = (Opcode.BACKWARD, Opcode.BACKWARD_INPUT, Opcode.BACKWARD_WEIGHT)
 _Change = tuple[float, int]  # when, and how many bytes more
 
 
@@ -50,7 +48,8 @@ def _activations(spans: Sequence[Span], sizes: Mapping[int, int]) -> Iterable[_C
         key = (span.instruction.operand, span.instruction.microbatch)
         if span.instruction.opcode is Opcode.FORWARD:
             made.append((key, span.start_s, span.end_s))
-        elif span.instruction.opcode in _BACKWARD:
+        elif span.instruction.opcode in BACKWARD:
+            # The last of these that a segment runs for a microbatch lets its activations go.
             released[key] = span.end_s
     for key, start, end in made:
         size = sizes.get(key[0], 0)
