@@ -44,6 +44,7 @@ from graphsplit.guards.values import (
     values_of,
 )
 from graphsplit.torch_ext.attributes import GLOBAL_HOOKS, WRITES, writes_of
+from graphsplit.torch_ext.private import SWITCHES
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +313,9 @@ _SWITCHES = (
     "torch.is_autocast_cache_enabled()",
     *(f"decimal.getcontext().{name}" for name in ("prec", "rounding", "Emin", "Emax", "clamp")),
     "the hooks on all modules",
+    *(f"torch's switch {get.__name__.removeprefix('_get_')}" for get in SWITCHES),
 )
+_OF_ALL = ("float32_matmul_precision", "mkldnn_enabled", "deterministic_algorithms")
 
 
 def _switches() -> tuple[Any, ...]:
@@ -328,7 +331,15 @@ def _switches() -> tuple[Any, ...]:
         decimals.Emax,
         decimals.clamp,
         _hooks_on_all_modules() if any(GLOBAL_HOOKS) else None,
+        *[get() for get in SWITCHES],  # of kernels: the same graph has other bits
     )
+
+
+def switches_of_all() -> str:
+    """The switches that no machine needs to have otherwise than the others, as text."""
+    names = [get.__name__.removeprefix("_get_") for get in SWITCHES]
+    told = [f"{n} {get()}" for n, get in zip(names, SWITCHES, strict=True) if n in _OF_ALL]
+    return f"torch's switches: {', '.join(told)}"
 
 
 def _hooks_on_all_modules() -> tuple[tuple[Any, ...], ...] | None:

@@ -30,7 +30,7 @@ from graphsplit.capture.numbers.lifted import NotLiftedError
 from graphsplit.capture.operations.opaque_call import opaque_call
 from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
-from graphsplit.guards.check import Failure, named_failure
+from graphsplit.guards.check import Failure, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
 from graphsplit.guards.values import MISSING, shown
 from graphsplit.optimizers.optimizer import are_same
@@ -118,9 +118,8 @@ class Match:
         """The graph, and the numbers that its text does not tell."""
         places = self.recording.graph.state.guards.lifted
         values = zip(places, self.lifted, strict=True)
-        return "\n".join(
-            [*(f"{place.label} is {v!r}" for place, v in values), self.recording.graph.describe()]
-        )
+        lines = [f"{place.label} is {value!r}" for place, value in values]
+        return "\n".join([switches_of_all(), *lines, self.recording.graph.describe()])
 
 
 def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:

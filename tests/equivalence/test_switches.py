@@ -1,0 +1,89 @@
+"""Switches of PyTorch's own that give the same graph other bits: all workers have them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from torch import nn
+
+from graphsplit.errors import PlanMismatchError
+from graphsplit.planning.task import Task
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import SimulatedCluster
+
+SWITCHES: dict[str, tuple[Callable[[], object], str]] = {
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        "switch float32_matmul_precision is 'medium' on worker 1, 'highest' on worker 0",
+    ),
+    "determinism": (
+        lambda: torch.use_deterministic_algorithms(True),
+        r"are_deterministic_algorithms_enabled\(\) is True on worker 1, False on worker 0",
+    ),
+    "cudnn": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        "switch cudnn_benchmark is True on worker 1, False on worker 0",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    """Leave everything as it was."""
+    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def _task() -> Task:
+    net: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4))
+    net[0].place("MS_WORKER", 0)
+    net[1].place("MS_WORKER", 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    return Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_worker_that_alone_switches_is_named(name: str) -> None:
+    switch, told = SWITCHES[name]
+    cluster, arguments = SimulatedCluster(_task, 2), (batches_of(8, 3)[0], {})
+    cluster.train_step(arguments)
+
+    def step(worker: Any) -> None:
+        if worker.rank == 1:  # worker 0 waits for it by then
+            switch()
+        worker.engine.train_step(worker.task.divider.divide_arguments(arguments))
+
+    with pytest.raises(PlanMismatchError, match=told):
+        cluster.run(step)
+
+
+def test_a_worker_that_has_switched_before_the_first_step_is_named() -> None:
+    cluster, arguments = SimulatedCluster(_task, 2), (batches_of(8, 3)[0], {})
+
+    def step(worker: Any) -> None:
+        if worker.rank == 1:
+            SWITCHES["precision"][0]()
+        worker.engine.train_step(worker.task.divider.divide_arguments(arguments))
+
+    with pytest.raises(PlanMismatchError, match="float32_matmul_precision medium"):
+        cluster.run(step)
+
+
+def test_all_workers_may_switch_between_steps() -> None:
+    assert_same_bits(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)),
+        batches_of(8, 3, num=4),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        before_step=lambda step, net, loss: torch.set_float32_matmul_precision(
+            "medium" if step % 2 else "highest"
+        ),
+        plan_everywhere=True,
+    )
