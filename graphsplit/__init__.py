@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from graphsplit.marks.rules import apply_placement
     from graphsplit.optimizers import clip
     from graphsplit.optimizers.per_parameter import per_parameter
+    from graphsplit.recovery.loops.loop import loop
     from graphsplit.runtime.random.randomness import microbatch_rng_state
     from graphsplit.train import callbacks, metrics
     from graphsplit.train.model import Model
@@ -83,6 +84,7 @@ __all__ = [
     "latest_checkpoint",
     "launch",
     "launcher",
+    "loop",
     "metrics",
     "microbatch_rng_state",
     "op",
@@ -121,6 +123,7 @@ _HOMES = {
     "latest_checkpoint": "checkpoint.disk.series",
     "launch": "launching.launch",
     "launcher": "launching.launch",
+    "loop": "recovery.loops.loop",
     "metrics": "train",
     "microbatch_rng_state": "runtime.random.randomness",
     "op": "marks.annotations",

@@ -31,9 +31,11 @@ from graphsplit.job import joined
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.job import Job
 from graphsplit.planning import passes, planner
+from graphsplit.recovery.loops.anew import Parts, Successor
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.replicator import Replicator
+from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
+from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.settings import FAIL_FAST, WAIT_REJOIN
 from graphsplit.testing.simulate import moved_to
 from graphsplit.transport.base import ChannelSpec
@@ -46,6 +48,10 @@ _here = threading.local()
 
 class Killed(BaseException):
     """The worker is gone, without a word."""
+
+
+class StartedAnew(Killed):
+    """The worker begins its script again, of its own accord."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,8 @@ class ThreadCluster:
         self.num_killed = 0
         self.doomed: set[int] = set()
         self.lengths: dict[int, int] = {}
+        self.handed_over: dict[int, Parts] = {}
+        self.num_anew = 0
         self._waiting: set[int] = set()
         self._finished: set[int] = set()
         self._threads: list[threading.Thread] = []
@@ -299,12 +307,19 @@ class ThreadCluster:
     def _live(self, rank: int) -> None:
         """One life of one worker; when it has been killed, nothing of it is left."""
         with self.turns.changed:
-            if self._was_killed(rank):
-                del _here.job
-                self._lose(rank)
+            ended = self._was_killed(rank)
+            if ended is not None:
+                if hasattr(_here, "job"):
+                    del _here.job
+                if isinstance(ended, StartedAnew):
+                    self.num_anew += 1
+                    self._start(rank)
+                else:
+                    self.handed_over.pop(rank, None)
+                    self._lose(rank)
             self.turns.changed.notify_all()
 
-    def _was_killed(self, rank: int) -> bool:
+    def _was_killed(self, rank: int) -> Killed | None:
         job: Any = None
         state = Generators.now()
         try:
@@ -321,8 +336,8 @@ class ThreadCluster:
             self.results[rank] = result
             self.lengths[rank] = job.member.position.progress
             job.script.finished()
-        except Killed:
-            return True
+        except Killed as error:
+            return error
         except BaseException as error:
             self.results[rank] = error
             if not isinstance(error, GraphsplitError):
@@ -332,7 +347,7 @@ class ThreadCluster:
             if job is not None:
                 job.script.close()
             state.put_back()
-        return False
+        return None
 
     def _finish(self, job: Any) -> None:
         """As ``finalize``: come to the end together, or go back once more."""
@@ -343,6 +358,7 @@ class ThreadCluster:
                 job.member.agree("finish", "")
                 return
             except MembershipChangedError:
+                job.script.leave_generation()
                 job.recover()
                 job.after_recovery()
 
@@ -394,6 +410,19 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             while self._thread.is_alive():
                 _turns_of(self).pause()
 
+    def start(self: Any, job: Any, parts: Parts) -> None:
+        own = {n: SnapshotShard.read(p.pieces(), what="own") for n, p in parts.own.items()}
+        held = {n: (torch.cat(list(p)),) for n, p in parts.held.parts.items()}
+        job._cluster.handed_over[job.rank] = Parts(own, HeldCopies(held))
+        raise StartedAnew
+
+    def received(self: Any) -> Parts:
+        job = _here.job
+        parts: Parts = job._cluster.handed_over.pop(job.rank, Parts())
+        return parts
+
+    monkeypatch.setattr(Successor, "start", start)
+    monkeypatch.setattr(Successor, "received", received)
     monkeypatch.setattr(planner, "capture_graph", _CAPTURES.graph)
     monkeypatch.setattr(Replicator, "_wait", wait)
     monkeypatch.setattr(Replicator, "_join", join)

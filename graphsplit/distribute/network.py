@@ -35,7 +35,6 @@ from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task, named_state
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.settings import FAIL_FAST
 from graphsplit.torch_ext.attributes import STATE_VERSIONS
 from graphsplit.torch_ext.private import (
     COMPILED_CALLS,
@@ -80,7 +79,8 @@ def distribute(
 
     Raises:
         ConfigurationError: It is no module, or is distributed already; this is one process of
-            several and ``gs.init()`` was not called; or lost workers may come back in this job.
+            several and ``gs.init()`` was not called; or lost workers may come back in this job,
+            and it has a ``Model`` besides, or is started anew as a whole.
     """
     _check(net)
     job = joined.current()
@@ -88,12 +88,7 @@ def distribute(
         if is_deferred(net):
             materialize(net)
         return net
-    if job.recovery_policy != FAIL_FAST:
-        raise ConfigurationError(
-            f"distribute was called in a job with GS_RECOVERY={job.recovery_policy}: a loop of "
-            f"the script's own cannot go on from a snapshot\n"
-            f"  Fix: train with Model.train, or leave GS_RECOVERY out."
-        )
+    job.script.begin_own_loop()
     task = Task(net, None, None, unplaced, False, dynamic_dims=dict(dynamic_dims or {}))
     _give_class(net, Distributed(task, job))
     install(net, Loop.of(job))
@@ -144,6 +139,7 @@ class Distributed:
         self._loop = Loop.of(job)
         self._settled: weakref.WeakSet[ProgramRunner] = weakref.WeakSet()
         self._gradients: Gradients | None = None
+        self._loop.networks.append(weakref.ref(task.network))
         forget = weakref.finalize(task.network, self._loop.forget, str(id(self)))
         forget.atexit = False
 
@@ -225,6 +221,30 @@ class Distributed:
         by_id = residence.owner_by_id()
         buffers = [buffer for buffer in network.buffers() if id(buffer) in by_id]
         self._gradients = Gradients(list(network.parameters()), buffers, by_id, self._loop)
+
+    def owners(self) -> dict[str, int]:
+        """The worker on which each parameter and buffer lives; empty before it is known."""
+        return self._job.owners.known(named_state(self._task.network, None))
+
+    def python_values(self) -> list[list[Any]]:
+        """Attributes that forward has changed, as ``put_python_values`` takes them."""
+        with self._as_itself():
+            return [one for calls in self._casting.values() for one in calls.python_values()]
+
+    def put_python_values(self, values: list[list[Any]]) -> None:
+        """Let the network have these again."""
+        with self._as_itself():
+            self.calls.planner.python_values.put_back(values)
+
+    def settle_as(self, owners: Mapping[str, int]) -> None:
+        """Let each parameter and buffer live where it did in another process; free what others own.
+
+        Args:
+            owners: What ``owners`` gave there.
+        """
+        with self._as_itself(), DisableTorchFunctionSubclass():
+            self.calls.planner.adopt(owners)
+        self._take_note(named_state(self._task.network, None), dict(owners))
 
     def copy(self, memo: dict[int, Any]) -> Any:
         """A copy of the network, each tensor of which lives where the one before it does."""

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 
 from graphsplit.distribute.parameters import in_loop
 from graphsplit.distribute.states import (
+    OptimizerState,
     drop_others,
     give_whole_state,
     hide_others,
@@ -82,6 +83,16 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             + "\n  ".join(problems)
             + "\n  Fix: use an optimizer that steps each parameter by itself, without a closure."
         )
+    loop.job.script.check_own_step(optimizer)
+    state = settled(optimizer, loop)
+    stack = ExitStack()
+    stack.enter_context(state.owned.stepping())
+    stack.enter_context(DisableTorchFunctionSubclass())
+    _under_way.append((optimizer, loop, stack))
+
+
+def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
+    """The state of an optimizer over all workers, which knows where parameters live by now."""
     state = state_of(optimizer)
     show_here(optimizer)
     if state is None or state.settled_at != loop.num_settled:
@@ -92,10 +103,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             drop_others(optimizer)
         state = state or give_whole_state(optimizer, partial(_owners, loop), loop.job)
         state.owned, state.settled_at = owned, loop.num_settled
-    stack = ExitStack()
-    stack.enter_context(state.owned.stepping())
-    stack.enter_context(DisableTorchFunctionSubclass())
-    _under_way.append((optimizer, loop, stack))
+    return state
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

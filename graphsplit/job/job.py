@@ -190,6 +190,8 @@ class Job:
             yield
         except BaseException as error:
             root_cause = self._report(error)
+            if isinstance(root_cause or error, MembershipChangedError):
+                self.script.leave_generation()
             if root_cause is not None:
                 raise root_cause from None
             raise

@@ -234,6 +234,7 @@ def _finish(job: Job) -> None:
     while True:
         try:
             if job.abort.recovers:
+                job.script.leave_generation()
                 job.recover()
                 if job.after_recovery is not None:
                     job.after_recovery()

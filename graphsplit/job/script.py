@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from graphsplit.cluster.member.calls import CallHistory
 
 T = TypeVar("T")
@@ -76,6 +78,23 @@ class Script:
             return call()
         finally:
             self._calls.end()
+
+    def begin_own_loop(self) -> None:
+        """A network is distributed: loops of the script's own will train it.
+
+        Raises:
+            ConfigurationError: Such a loop could not go on where workers were lost.
+        """
+
+    def check_own_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step what lives here, in a loop of the script's own.
+
+        Raises:
+            ConfigurationError: Its state would not be brought back.
+        """
+
+    def leave_generation(self) -> None:
+        """A worker was lost, and the job goes on. Where all start their scripts anew, no return."""
 
     def step_done(self) -> None:
         """A training step inside a call is over, callbacks included."""

@@ -12,8 +12,9 @@ from typing import Any, overload
 import torch
 
 from graphsplit.cli.launch.request import CallAnswer, CallRequest
+from graphsplit.encoding import memory_files as files
 from graphsplit.errors import ConfigurationError, JobFailedError
-from graphsplit.launching import call, files, outcome, process
+from graphsplit.launching import call, outcome, process
 from graphsplit.launching.outcome import Raised, Returned
 from graphsplit.root_cause import FailureCause
 

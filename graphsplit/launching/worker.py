@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+from graphsplit.encoding import memory_files as files
 from graphsplit.job import joined
-from graphsplit.launching import call, files, outcome
+from graphsplit.launching import call, outcome
 
 
 def main() -> None:

@@ -36,10 +36,13 @@ from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall, Script
 from graphsplit.recovery.kinds import kind_of
 from graphsplit.recovery.log import Entry, refuse_what_ends
+from graphsplit.recovery.loops.anew import Successor
+from graphsplit.recovery.loops.script import BOTH, LoopScript
 from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.share import ModelSnapshot, loads_state
 from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
+from graphsplit.settings import WAIT_REJOIN
 from graphsplit.train.cluster_engine import ClusterEngine
 
 T = TypeVar("T")
@@ -73,6 +76,25 @@ class RecoveringScript(Script):
         self._memory: Memory | None = None  # what an earlier process returned
         self._place: ScriptPoint | None = None  # where the script goes on for real
         job.after_recovery = self._recover_at_the_end
+        self._successor = Successor()
+
+    def begin_own_loop(self) -> None:
+        """A network is distributed: from here on ``LoopScript`` runs the script.
+
+        Raises:
+            ConfigurationError: It has a Model as well; or its job is started anew as a whole.
+        """
+        if self._shares:
+            raise ConfigurationError(BOTH)
+        if self._job.recovery_policy != WAIT_REJOIN:
+            raise ConfigurationError(
+                f"distribute was called in a job with GS_RECOVERY={self._job.recovery_policy}: "
+                f"a loop of the script's own keeps no snapshots on disk\n"
+                f"  Fix: GS_RECOVERY=wait_rejoin and gs.loop, or train with Model.train."
+            )
+        self.close()
+        self._job.after_recovery = None
+        self._job.script = LoopScript(self._job, self._successor, self.settings.every)
 
     def add_engine(self, task: Any, engine: Any, states: Any) -> None:
         """A Model was built, of a task, an engine and states."""

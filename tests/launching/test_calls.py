@@ -17,8 +17,9 @@ import graphsplit as gs
 from graphsplit.cli.call import _cause as cause_of
 from graphsplit.cli.launch.request import CallAnswer
 from graphsplit.cli.launch.verdict import JobVerdict
+from graphsplit.encoding import memory_files as files
 from graphsplit.errors import ConfigurationError, JobFailedError
-from graphsplit.launching import call, files, launch, outcome, process
+from graphsplit.launching import call, launch, outcome, process
 from graphsplit.launching.call import LaunchedCall
 from graphsplit.launching.outcome import Raised, Returned
 from graphsplit.root_cause import FailureCause

@@ -25,6 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from graphsplit.cli.launch import script_process
 from graphsplit.cli.launch.script_process import leave, run
 
 _PR_SET_PDEATHSIG = 1
@@ -130,6 +131,8 @@ def _become(
         assert isinstance(variables, dict) and isinstance(arguments, list)
         os.environ.clear()
         os.environ.update(variables)
+        # A worker of a loop that begins anew starts this program in its own place.
+        sys.orig_argv = [sys.executable, script_process.__file__, *arguments]
         gc.unfreeze()
         _reseed()
         _refuse_late_variables()

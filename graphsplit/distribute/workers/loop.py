@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Function
 
 from graphsplit.cluster.wire.messages import ASKING
@@ -49,6 +51,7 @@ class Loop:
         num_settled: Grows whenever a network's tensors are known to live somewhere.
         taken: What operations of the script took from outside.
         is_calling: Whether a network runs forward: each worker does other things meanwhile.
+        networks: All that were distributed, copies included, in order.
     """
 
     def __init__(self, job: Job) -> None:
@@ -60,6 +63,7 @@ class Loop:
         self.num_settled = 0
         self.taken = FromOutside()
         self.is_calling = False
+        self.networks: list[weakref.ref[nn.Module]] = []
         self._totals: dict[int, torch.Tensor] | None = None
 
     @staticmethod

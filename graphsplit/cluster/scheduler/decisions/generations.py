@@ -25,9 +25,17 @@ def fill(job: JobState) -> None:
         job.roster.fill(worker, rank)
         job.generation.offering.add(new.incarnation)
         job.recovery.former.pop(rank, None)
+        _forget_former_life(job, worker)
         job.log(f"{new.who} takes rank {rank}", event="rank")
     if job.roster.is_full and len(job.generation.offering) == job.rules.num_workers:
         plan(job)
+
+
+def _forget_former_life(job: JobState, worker: Worker) -> None:
+    """A process that has started its script anew is no frozen one, which could be replaced."""
+    absent, one = job.liveness.absent, worker.registration
+    for incarnation in [n for n, w in absent.items() if w.is_process(one.host, one.pid)]:
+        del absent[incarnation]
 
 
 def _spare_for(spares: dict[int, Register], rank: int) -> int | None:

@@ -1,0 +1,51 @@
+"""``gs.loop``: what a script's own loop goes through, where lost workers may come back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from graphsplit.job import joined
+from graphsplit.recovery.loops.body import Body
+from graphsplit.recovery.loops.script import LoopScript
+
+
+def loop(
+    source: Iterable[Any], keep: Sequence[Any] = (), *, numbered: bool = False
+) -> Iterator[Any]:
+    """Go through a loader, in a training loop of the script's own that survives lost workers.
+
+    Where a job waits for lost workers (``GS_RECOVERY=wait_rejoin``), the state is kept every
+    ``GS_SNAPSHOT_EVERY`` batches: distributed networks, generators, the place in the loader, and
+    what ``keep`` names. After a loss all workers start the script anew, and the loop goes on at
+    that batch, with the same bits as if nothing had happened. Elsewhere it only iterates.
+
+    Loops stand one inside the other, for epochs::
+
+        for epoch in gs.loop(range(3), keep=[optimizer, scheduler, counts]):
+            for x, y in gs.loop(loader):
+                ...
+
+    Args:
+        source: The loader; or anything that can be gone through again, as a range.
+        keep: Optimizers, schedulers, scalers, averaged models, metrics, other loaders: what has
+            ``state_dict`` and ``load_state_dict``; and dictionaries, lists, sets and generators,
+            which are filled again in place. Given to the outermost loop. With a scheduler its
+            optimizer is kept.
+        numbered: Whether to yield pairs of number and batch, as ``enumerate`` does; the number
+            goes on where the loop does.
+
+    Returns:
+        An iterator over the batches.
+
+    Raises:
+        ConfigurationError: The loop could not go on after a loss: its body changes a variable, or
+            uses an object with a state, that is not kept; an object to be kept has no state.
+    """
+    job = joined.current()
+    if job is None or not isinstance(job.script, LoopScript):
+        return enumerate(source) if numbered else iter(source)
+    with job.reporting():
+        body = Body(sys._getframe(1))
+    return job.script.rounds(source, keep, body, numbered=numbered)

@@ -1,0 +1,286 @@
+"""Distributed networks and optimizers of a script's own loop, copied for a snapshot and put back.
+
+Each worker copies what lives on it. A process that starts anew has the networks as the script
+builds them: each is told first who owns what, and then given its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphsplit.capture.state.kept_names import register_again
+from graphsplit.deferred.construction import is_deferred
+from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.network import behind
+from graphsplit.distribute.states import state_of
+from graphsplit.distribute.steps import settled
+from graphsplit.encoding.values import decode, encode
+from graphsplit.errors import CheckpointError, ConfigurationError, StateError
+from graphsplit.optimizers.optimizer import order_of
+from graphsplit.optimizers.ownership import is_elsewhere
+from graphsplit.planning.task import named_state
+from graphsplit.recovery.snapshot.opaque_memory import WholeModules
+from graphsplit.recovery.snapshot.share import put_settings, settings_of
+from graphsplit.torch_ext.attributes import note_stepped
+
+Tensors = dict[str, torch.Tensor]
+
+
+class LoopNetworks:
+    """The networks of a job that were distributed before its loops began.
+
+    Args:
+        loop: The workers.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._number = len(loop.networks)
+        self._whole = [WholeModules(net, None) for _, net in self._all()]
+
+    def _all(self) -> Iterator[tuple[int, nn.Module]]:
+        """Those that are in use, each with its number."""
+        for index, known in enumerate(self._loop.networks[: self._number]):
+            network = known()
+            if network is not None and behind(network) is not None:
+                yield index, network
+
+    def names(self) -> dict[int, str]:
+        """A name of each parameter and buffer, by its id."""
+        found: dict[int, str] = {}
+        for index, network in self._all():
+            for name, tensor in named_state(network, None).items():
+                found.setdefault(id(tensor), f"net{index}.{name}")
+        return found
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors behind ``names``."""
+        return {
+            f"net{index}.{name}": tensor
+            for index, network in self._all()
+            for name, tensor in named_state(network, None).items()
+        }
+
+    def modules(self) -> set[int]:
+        """The ids of all their modules."""
+        return {id(module) for _, network in self._all() for module in network.modules()}
+
+    def collect(self, tensors: Tensors) -> list[Any]:
+        """What lives here, as it is now; tensors are added by name, and not copied.
+
+        Raises:
+            StateError: Something cannot be kept; names it.
+        """
+        self._refuse_new()
+        found = []
+        for (index, network), whole in zip(self._all(), self._whole, strict=True):
+            if is_deferred(network):
+                continue  # not used yet
+            path = f"net{index}"
+            machinery = behind(network)
+            assert machinery is not None
+            values = {
+                "owners": machinery.owners(),
+                "trained": [p.requires_grad for p in network.parameters()],
+                "modes": [module.training for module in network.modules()],
+                "attributes": machinery.python_values(),
+                "whole": whole.kept(),
+                "extra": _extra_states(network),
+            }
+            found.append([index, encode(values, tensors, path=path), _add(network, path, tensors)])
+        return found
+
+    def _refuse_new(self) -> None:
+        later = [known() for known in self._loop.networks[self._number :]]
+        new = [network for network in later if network is not None]
+        if new:
+            raise ConfigurationError(
+                f"a {type(new[0]).__name__} was distributed, or copied, inside gs.loop; a worker "
+                f"that comes back would not have it\n"
+                f"  Fix: call gs.distribute and copy.deepcopy before the loop."
+            )
+
+    def put_back(self, nodes: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let all be as it was."""
+        known = {index: (net, self._whole[at]) for at, (index, net) in enumerate(self._all())}
+        for index, node, names in nodes:
+            if index not in known:
+                raise StateError(_OTHERWISE)
+            network, whole = known[index]
+            machinery = behind(network)
+            assert machinery is not None
+            values = decode(node, lambda name: tensors[name].clone())
+            if values["owners"]:
+                machinery.settle_as(values["owners"])
+            register_again(network, values["attributes"])
+            machinery.put_python_values(values["attributes"])
+            whole.put_back([values["whole"]])
+            for parameter, is_trained in zip(network.parameters(), values["trained"], strict=True):
+                parameter.requires_grad_(is_trained)
+            for module, mode in zip(network.modules(), values["modes"], strict=True):
+                module.training = mode
+            for path, state in values["extra"].items():
+                network.get_submodule(path).set_extra_state(state)
+            put_tensors(network, f"net{index}", names, tensors)
+
+
+def _extra_states(network: nn.Module) -> dict[str, Any]:
+    return {
+        path: module.get_extra_state()
+        for path, module in network.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _add(network: nn.Module, path: str, tensors: Tensors) -> list[list[Any]]:
+    """Add tensors that live here, and their gradients: the name of each, and whether it has one."""
+    return add_tensors(named_state(network, None), path, tensors)
+
+
+def add_tensors(named: Mapping[str, torch.Tensor], path: str, tensors: Tensors) -> list[list[Any]]:
+    """Add tensors that live here, with their gradients.
+
+    Returns:
+        The name of each, and whether it has a gradient.
+    """
+    found = []
+    for name, tensor in named.items():
+        if is_elsewhere(tensor):
+            continue
+        gradient = tensor.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise StateError(
+                f"the gradient of {name} is sparse, and cannot be kept\n"
+                f"  Fix: make the embedding with sparse=False."
+            )
+        tensors[f"{path}:{name}"] = tensor.detach()
+        if gradient is not None:
+            tensors[f"{path}:{name}:grad"] = gradient.detach()
+        found.append([name, gradient is not None])
+    return found
+
+
+def put_tensors(
+    network: nn.Module,
+    path: str,
+    names: Sequence[Sequence[Any]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Copy values and gradients into the tensors of a network."""
+    named = named_state(network, None)
+    for name, has_gradient in names:
+        target, value = named.get(name), tensors[f"{path}:{name}"]
+        if target is None or is_elsewhere(target) or target.shape != value.shape:
+            raise CheckpointError(f"the snapshot does not hold {name} as this worker has it")
+        with torch.no_grad():
+            target.copy_(value)
+        target.grad = tensors[f"{path}:{name}:grad"].clone() if has_gradient else None
+
+
+_OTHERWISE = (
+    "the script has built other networks or optimizers than before the restart\n"
+    "  Fix: let it build the same ones each time it is started."
+)
+
+
+class LoopOptimizers:
+    """The optimizers that a loop keeps.
+
+    Args:
+        optimizers: Those.
+        loop: The workers.
+        names: The name of each tensor that is known when the loop begins, by its id.
+        named: Those of networks by name: they may be put into groups later.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        loop: Loop,
+        names: Mapping[int, str],
+        named: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._all = list({id(one): one for one in optimizers}.values())
+        self._loop = loop
+        self._named = dict(named)
+        self._names = dict(names)
+        for index, one in enumerate(self._all):
+            for at, parameter in enumerate(_parameters(one)):
+                self._names.setdefault(id(parameter), f"optimizer{index}.{at}")
+                self._named[self._names[id(parameter)]] = parameter
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(one is optimizer for one in self._all)
+
+    def collect(self, tensors: Tensors) -> list[Any]:
+        """Settings, groups, and the state of what lives here.
+
+        Raises:
+            StateError: Something cannot be kept; names it.
+        """
+        found = []
+        for index, one in enumerate(self._all):
+            order = order_of(one)
+            order.note(one)
+            entries = {p: state for p, state in one.state.items() if not is_elsewhere(p)}
+            members = [[self._name(p, one) for p in g["params"]] for g in one.param_groups]
+            values = {
+                "settings": settings_of(one),
+                "members": members,
+                "num_steps": order.num_steps,
+                "is_settled": state_of(one) is not None,
+                "state": [
+                    [self._name(p, one), list(order.made.get(p, (0, 0))), dict(state)]
+                    for p, state in entries.items()
+                ],
+            }
+            found.append(encode(values, tensors, path=f"optimizer{index}"))
+        return found
+
+    def _name(self, parameter: Any, optimizer: torch.optim.Optimizer) -> str:
+        name = self._names.get(id(parameter)) if isinstance(parameter, torch.Tensor) else None
+        if name is None:
+            raise StateError(
+                f"{type(optimizer).__name__} was given a parameter inside gs.loop that no network "
+                f"has; a worker that comes back would not have it\n"
+                f"  Fix: give it to the optimizer before the loop."
+            )
+        return name
+
+    def put_back(self, nodes: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let all be as it was."""
+        if len(nodes) != len(self._all):
+            raise StateError(_OTHERWISE)
+        for one, node in zip(self._all, nodes, strict=True):
+            values = decode(node, lambda name: tensors[name].clone())
+            members = [[self._find(name) for name in group] for group in values["members"]]
+            put_settings(one, values["settings"], members)
+            if values["is_settled"]:
+                settled(one, self._loop)
+            one.state.clear()
+            order = order_of(one)
+            order.made.clear()
+            order.num_steps = values["num_steps"]
+            for name, made, state in values["state"]:
+                parameter = self._find(name)
+                one.state[parameter] = state
+                order.made[parameter] = (made[0], made[1])
+            note_stepped(one)
+
+    def note_stepped(self) -> None:
+        """Schedulers warn if an optimizer has not stepped before them; it has, elsewhere."""
+        for one in self._all:
+            note_stepped(one)
+
+    def _find(self, name: str) -> torch.Tensor:
+        if name not in self._named:
+            raise StateError(_OTHERWISE)
+        return self._named[name]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

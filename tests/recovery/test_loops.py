@@ -1,0 +1,168 @@
+"""Loops of a script's own through ``gs.loop``, with workers killed at any instruction."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import graphsplit as gs
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.testing.compare import difference
+
+assert threads_as_workers
+pytestmark = [
+    pytest.mark.usefixtures("threads_as_workers"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.timeout(300),
+]
+
+
+class Plain:
+    """What graphsplit gives, without it."""
+
+    @staticmethod
+    def distribute(net: Any) -> Any:
+        return net
+
+    @staticmethod
+    def loop(source: Any, keep: Any = (), *, numbered: bool = False) -> Iterator[Any]:
+        return enumerate(source) if numbered else iter(source)
+
+
+def network(ranks: list[int]) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+    for index, rank in zip((0, 1, 3, 5), ranks, strict=False):
+        net[index].place("MS_WORKER", rank)
+    return net
+
+
+def loader(seed: int | None = 1) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(20, 4, generator=generator), torch.arange(20) % 3)
+    own = None if seed is None else torch.Generator().manual_seed(seed)
+    return DataLoader(data, batch_size=4, shuffle=True, generator=own)
+
+
+def average(one: torch.Tensor, two: torch.Tensor, count: Any) -> torch.Tensor:
+    return 0.9 * one + 0.1 * two
+
+
+def everything(gs: Any, ranks: list[int]) -> Any:
+    """Two epochs: an average, a scheduler, counters, an evaluation, draws of all generators."""
+    net = network(ranks)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 6], 0.5)
+    net = gs.distribute(net)
+    ema = torch.optim.swa_utils.AveragedModel(net, avg_fn=average)
+    counts: dict[str, Any] = {"losses": [], "right": 0}
+    data, criterion = loader(), nn.CrossEntropyLoss()
+    random.seed(1)
+    np.random.seed(2)
+    for epoch in gs.loop(range(3), keep=[scheduler, ema, counts]):
+        for x, y in gs.loop(data):
+            noise = random.random() + float(np.random.rand())
+            optimizer.zero_grad()
+            out = net(x + 0.1 * torch.rand(x.shape) + 0.01 * noise)
+            loss = criterion(out, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            ema.update_parameters(net)
+            counts["losses"].append(loss.item())
+        net.eval()
+        with torch.no_grad():
+            counts["right"] += int((net(torch.ones(2, 4) * epoch).argmax(1) == 0).sum().item())
+        net.train()
+    return results(net, optimizer, counts, ema.module, scheduler)
+
+
+def results(net: Any, optimizer: Any, counts: Any, *others: Any) -> Any:
+    found = [copy.deepcopy(counts), net.state_dict(), optimizer.state_dict()]
+    found += [dict(one.state_dict()) for one in others]
+    return [*found, torch.get_rng_state(), random.getstate(), float(np.random.rand())]
+
+
+def plain_epochs(gs: Any, ranks: list[int]) -> Any:
+    """The loop around it is Python's own, and a scheduler steps there."""
+    net = network(ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    net = gs.distribute(net)
+    losses: list[float] = []
+    data = loader(None)
+    for _ in range(3):
+        for i, (x, y) in gs.loop(data, keep=[scheduler, losses], numbered=True):
+            loss = nn.functional.cross_entropy(net(x), y)
+            (loss / 2).backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        scheduler.step()
+    return results(net, optimizer, losses, scheduler)
+
+
+SCRIPTS = {"everything": everything, "plain_epochs": plain_epochs}
+_expected: dict[str, Any] = {}
+
+
+def expected(name: str) -> Any:
+    if name not in _expected:
+        state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        _expected[name] = SCRIPTS[name](Plain, [])
+        torch.set_rng_state(state[0])
+        random.setstate(state[1])
+        np.random.set_state(state[2])
+    return _expected[name]
+
+
+def run(
+    name: str, num_workers: int, kills: dict[int, list[int]], every: int = 3, **options: Any
+) -> ThreadCluster:
+    want = expected(name)
+    ranks = [0, 1, num_workers - 1, 0]
+    cluster = ThreadCluster(
+        lambda rank: SCRIPTS[name](gs, ranks), num_workers, SnapshotSettings(every=every), kills,
+        **options,
+    )  # fmt: skip
+    for found in cluster.run():
+        assert difference(want, found) is None
+    return cluster
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_snapshots_change_nothing(name: str, num_workers: int) -> None:
+    assert run(name, num_workers, {}).num_anew == 0
+
+
+_lengths: dict[Any, dict[int, int]] = {}
+
+
+def length(name: str, num_workers: int, rank: int) -> int:
+    """After how many instructions a worker is done, in a run without a loss."""
+    if (name, num_workers) not in _lengths:
+        _lengths[name, num_workers] = run(name, num_workers, {}).lengths
+    return _lengths[name, num_workers][rank]
+
+
+@pytest.mark.parametrize("part", [0.02, 0.25, 0.45, 0.6, 0.8, 0.97])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_all_begin_anew_and_the_bits_are_the_same(name: str, rank: int, part: float) -> None:
+    cluster = run(name, 2, {rank: [int(part * length(name, 2, rank))]})
+    assert cluster.num_killed == cluster.num_anew == 1
