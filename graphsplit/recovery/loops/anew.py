@@ -7,7 +7,6 @@ is unwound: the script's objects end as they would if the process were killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ from graphsplit.job.job import Job
 from graphsplit.recovery.snapshot.replicator import HeldCopies
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 
-HANDED_OVER = "GS_HANDED_OVER"
+HANDED_OVER = "GRAPHSPLIT_HANDED_OVER"
 _Pieces = Sequence[torch.Tensor]
 
 
@@ -66,7 +65,7 @@ class Successor:
             *_written("own", {n: part.pieces() for n, part in parts.own.items()}),
             *_written("held", parts.held.parts),
         ]
-        os.environ[HANDED_OVER] = json.dumps(told)
+        os.environ[HANDED_OVER] = " ".join(told)
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -78,20 +77,21 @@ class Successor:
     def received(self) -> Parts:
         """The parts that the process before has handed over; none in a new one."""
         parts = Parts()
-        for kind, number, file in json.loads(os.environ.pop(HANDED_OVER, "[]")):
-            octets = memory_files.read(file)
-            os.close(file)
+        for told in os.environ.pop(HANDED_OVER, "").split():
+            kind, number, file = told.split(":")
+            octets = memory_files.read(int(file))
+            os.close(int(file))
             if kind == "own":
-                parts.own[number] = SnapshotShard.read([octets], what="a part handed over")
+                parts.own[int(number)] = SnapshotShard.read([octets], what="a part handed over")
             else:
-                parts.held.parts[number] = (octets,)
+                parts.held.parts[int(number)] = (octets,)
         return parts
 
 
-def _written(kind: str, parts: Mapping[int, _Pieces]) -> list[tuple[str, int, int]]:
+def _written(kind: str, parts: Mapping[int, _Pieces]) -> list[str]:
     told = []
     for number, pieces in parts.items():
         file = os.memfd_create("graphsplit-snapshot", 0)  # the next program has it as well
         memory_files.write(file, list(pieces))
-        told.append((kind, number, file))
+        told.append(f"{kind}:{number}:{file}")
     return told

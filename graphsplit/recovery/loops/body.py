@@ -1,4 +1,4 @@
-"""What a loop's body changes that would not be put back: found by its text, and in its frame.
+"""The changes of a loop's body that would not be put back, by its text and in its frame.
 
 A worker that starts its script anew comes to the loop with the variables that the lines before it
 set. So what the body changes must be kept, or be made again in each round; else it is refused.
@@ -34,8 +34,8 @@ _DEEPEST = 3  # functions that functions of the body call
 
 
 @dataclass(frozen=True)
-class Outside:
-    """What graphsplit brings back.
+class BroughtBack:
+    """The objects that graphsplit brings back.
 
     Attributes:
         is_kept: Whether an object is in ``keep``, or belongs to what is.
@@ -93,7 +93,7 @@ class Body:
         """The file and the line."""
         return self.file, self.text.line
 
-    def begin(self, outside: Outside) -> None:
+    def begin(self, outside: BroughtBack) -> None:
         """The loop begins.
 
         Raises:
@@ -116,11 +116,11 @@ class Body:
 
     def loaders(self) -> list[DataLoader[Any]]:
         """The loaders that the body uses, besides the one of the loop itself."""
-        outside = Outside(lambda one: False, lambda module: False, None)
+        outside = BroughtBack(lambda one: False, lambda module: False, None)
         values = [value for _, value in self._values(self.text.read, outside)]
         return [one for one in values if isinstance(one, DataLoader)]
 
-    def look(self, outside: Outside) -> None:
+    def look(self, outside: BroughtBack) -> None:
         """A round begins: what the one before has left must be brought back.
 
         Raises:
@@ -129,7 +129,7 @@ class Body:
         self._marks = self._compared(self.text.read, outside, self._marks, "a batch")
 
     def look_around(
-        self, around: AroundText, outside: Outside, former: dict[str, Any] | None
+        self, around: AroundText, outside: BroughtBack, former: dict[str, Any] | None
     ) -> dict[str, Any]:
         """A plain loop around it comes to it, perhaps again.
 
@@ -148,7 +148,7 @@ class Body:
     def _compared(
         self,
         names: frozenset[str],
-        outside: Outside,
+        outside: BroughtBack,
         former: dict[str, Any] | None,
         by: str,
     ) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Body:
                 )
         return marks
 
-    def _values(self, names: frozenset[str], outside: Outside) -> Iterator[tuple[str, Any]]:
+    def _values(self, names: frozenset[str], outside: BroughtBack) -> Iterator[tuple[str, Any]]:
         seen = _Seen(outside)
         local, others = self._frame.f_locals, self._frame.f_globals
         for name in sorted(names):
@@ -174,7 +174,7 @@ class Body:
 class _Seen:
     """Goes through what a body can reach by name, each object once."""
 
-    outside: Outside
+    outside: BroughtBack
     done: set[int] = field(default_factory=set)
 
     def values(self, label: str, value: Any, *, depth: int) -> Iterator[tuple[str, Any]]:
@@ -213,7 +213,7 @@ def _is_of_users_class(value: Any) -> bool:
     return file is not None and is_users(file) and "site-packages" not in file
 
 
-def _has_state(value: Any, outside: Outside) -> bool:
+def _has_state(value: Any, outside: BroughtBack) -> bool:
     """Whether an object has a state that would have to be kept."""
     if isinstance(value, type) or inspect.ismodule(value):
         return False

@@ -145,7 +145,7 @@ def _told(value: LoopValue) -> torch.Tensor:
 
 
 def _metric_state(module: nn.Module) -> dict[str, Any]:
-    """What torchmetrics keeps in attributes that are neither parameters nor buffers."""
+    """The state that torchmetrics keeps in attributes that are neither parameters nor buffers."""
     names = getattr(module, "_defaults", None)
     if not isinstance(names, dict) or not hasattr(module, "_update_count"):
         return {}

@@ -70,7 +70,7 @@ class LoopNetworks:
         return {id(module) for _, network in self._all() for module in network.modules()}
 
     def collect(self, tensors: Tensors) -> list[Any]:
-        """What lives here, as it is now; tensors are added by name, and not copied.
+        """All that lives here, as it is now; tensors are added by name, and not copied.
 
         Raises:
             StateError: Something cannot be kept; names it.

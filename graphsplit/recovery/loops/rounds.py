@@ -23,7 +23,7 @@ from graphsplit.recovery.loops.body import Body
 
 
 @dataclass(frozen=True)
-class Place:
+class LoopPlace:
     """Where a loop stands.
 
     Attributes:
@@ -36,7 +36,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Rounds:
+class LoopRounds:
     """One loop that runs.
 
     Attributes:
@@ -67,12 +67,12 @@ class Rounds:
         return (length is None or self.index < length) and (self.index > 0 or not is_stateful)
 
     def begin_round(self) -> None:
-        """What comes next is given out."""
+        """The next one is given out."""
         self.index += 1
         self.num_inner = 0
 
     def state(self, process: Fixed) -> dict[str, Any]:
-        """What it takes to begin in its middle."""
+        """All that it takes to begin in its middle."""
         return {"loader": self.watch.state(process), "generator": self.watch.epoch_generator}
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ def reopened(
 
     Args:
         source: What is gone through.
-        saved: What ``Rounds.state`` gave.
+        saved: What ``LoopRounds.state`` gave.
         index: The round.
 
     Raises:

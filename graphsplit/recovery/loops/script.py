@@ -27,10 +27,10 @@ from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall, Script
 from graphsplit.recovery.loops.anew import Successor
-from graphsplit.recovery.loops.body import Body, Outside
+from graphsplit.recovery.loops.body import Body, BroughtBack
 from graphsplit.recovery.loops.kept import KeptObjects, optimizers_in
 from graphsplit.recovery.loops.networks import LoopNetworks, LoopOptimizers
-from graphsplit.recovery.loops.rounds import Place, Rounds, reopened
+from graphsplit.recovery.loops.rounds import LoopPlace, LoopRounds, reopened
 from graphsplit.recovery.loops.snapshots import LoopSnapshots
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
@@ -58,13 +58,13 @@ class LoopScript(Script):
         self._job, self._every = job, every
         self._loop = Loop.of(job)
         self._snapshots = LoopSnapshots(job, successor)
-        self._running: list[Rounds] = []
+        self._running: list[LoopRounds] = []
         self._num_outer = 0  # loops that stand in no other one, so far
         self._since = 0  # batches since the last snapshot
         self._has_joined = False
         self._kept: _Everything | None = None
         self._part: SnapshotShard | None = None  # to be put back
-        self._places: tuple[Place, ...] = ()
+        self._places: tuple[LoopPlace, ...] = ()
         self._num_calls = 0  # outside of loops, since the last one ended
         self._around: dict[tuple[str, int], dict[str, Any]] = {}
         self._seen: set[tuple[str, int]] = set()
@@ -146,9 +146,9 @@ class LoopScript(Script):
         if self._job.generation > 1:
             self._part = self._snapshots.agree()
         if self._part is not None:
-            self._places = tuple(Place(*map(int, pair)) for pair in self._part.values["place"])
+            self._places = tuple(LoopPlace(*map(int, pair)) for pair in self._part.values["place"])
 
-    def _begin(self, source: Any, keep: Sequence[Any], body: Body) -> Rounds | None:
+    def _begin(self, source: Any, keep: Sequence[Any], body: Body) -> LoopRounds | None:
         if getattr(source, "__next__", None) is not None:
             raise ConfigurationError(
                 f"{body.where}: gs.loop was given a {type(source).__name__}, which can be gone "
@@ -168,7 +168,7 @@ class LoopScript(Script):
         body.begin(outside)
         if not self._places:
             watch = LoaderWatch()
-            current = Rounds(number, source, watch, body)
+            current = LoopRounds(number, source, watch, body)
             watch.begin_epoch(source, current.start)
             current.iterator = iter(source)
         else:
@@ -179,10 +179,10 @@ class LoopScript(Script):
         self._running.append(current)
         return current
 
-    def _on_the_way(self, number: int, depth: int, source: Any, body: Body) -> Rounds | None:
+    def _on_the_way(self, number: int, depth: int, source: Any, body: Body) -> LoopRounds | None:
         """A loop that is begun before the place of the snapshot is reached; None if it is done."""
         assert self._part is not None and self._kept is not None
-        place = self._places[depth] if depth < len(self._places) else Place(-1, 0)
+        place = self._places[depth] if depth < len(self._places) else LoopPlace(-1, 0)
         if number < place.number:
             self._kept.optimizers.note_stepped()
             return None
@@ -195,7 +195,7 @@ class LoopScript(Script):
         node = part.values["loaders"][depth]
         saved = decode(node, lambda name: part.tensor(name).clone())
         iterator, watch = reopened(source, saved, place.index)
-        current = Rounds(number, source, watch, body, iterator, place.index)
+        current = LoopRounds(number, source, watch, body, iterator, place.index)
         if depth + 1 == len(self._places):
             self._running.append(current)
             self._restore(part)
@@ -216,15 +216,15 @@ class LoopScript(Script):
         self._places, self._part, self._since = (), None, 0
         self._snapshots.wait_safe()
 
-    def _end(self, current: Rounds) -> None:
+    def _end(self, current: LoopRounds) -> None:
         if current in self._running:
             del self._running[self._running.index(current) :]
         if not self._running:
             self._num_calls = 0
 
-    def _outside(self, source: Any) -> Outside:
+    def _outside(self, source: Any) -> BroughtBack:
         assert self._kept is not None
-        return Outside(self._kept.has, self._kept.is_distributed, source)
+        return BroughtBack(self._kept.has, self._kept.is_distributed, source)
 
     def _check_inner(self, keep: Sequence[Any], body: Body) -> None:
         assert self._kept is not None
@@ -236,7 +236,7 @@ class LoopScript(Script):
                     f"  Fix: give keep=[...] to the outermost loop."
                 )
 
-    def _check_around(self, body: Body, outside: Outside) -> None:
+    def _check_around(self, body: Body, outside: BroughtBack) -> None:
         """Plain loops around it: they are gone through anew after a loss."""
         own = {rounds.body.place for rounds in self._running}
         plain = [one for one in body.text.around if (body.file, one.line) not in own]
@@ -255,11 +255,11 @@ class LoopScript(Script):
 
     # Snapshots.
 
-    def _is_due(self, current: Rounds) -> bool:
+    def _is_due(self, current: LoopRounds) -> bool:
         return not self._places and self._since >= self._every and current.can_go_on_here
 
     def _before(self) -> dict[str, Any]:
-        """What must be as it was before the next batch is fetched."""
+        """The state before the next batch is fetched."""
         generators = all_generators()
         loaders = [rounds.state(generators[1]) for rounds in self._running]
         return {_GENERATORS: generators, "loaders": loaders}

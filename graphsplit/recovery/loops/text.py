@@ -1,4 +1,4 @@
-"""What a loop's body carries from one round to the next, by its text. Pure: syntax trees to names.
+"""The names that a loop's body carries from one round to the next, by its text. Pure.
 
 A name is carried where a round may read it before it has set it, and some round sets it::
 
@@ -116,7 +116,7 @@ def _stored(node: ast.AST) -> set[str]:
 
 
 class _Reads:
-    """What statements read before they have set it.
+    """The names that statements read before they have set them.
 
     Args:
         without: A loop that is left out.
@@ -166,6 +166,7 @@ class _Reads:
                 return None
             case ast.If():
                 self._read(node.test, known)
+                known = known | _stored(node.test)
                 return _joined(self._all(node.body, known), self._all(node.orelse, known))
             case ast.For():
                 self._read(node.iter, known)
