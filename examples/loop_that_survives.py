@@ -23,12 +23,12 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU())
-        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(32, 4))
+        self.first, self.norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
+        self.dropout, self.head = nn.Dropout(0.2), nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Scores of each class, for a batch of rows."""
-        scores: torch.Tensor = self.head(self.features(x))
+        scores: torch.Tensor = self.head(self.dropout(torch.relu(self.norm(self.first(x)))))
         return scores
 
 
@@ -44,7 +44,7 @@ def train(epochs: int = 3) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     """Counts, parameters, and averaged parameters."""
     torch.manual_seed(0)
     net = Classifier()
-    net.features.place("MS_WORKER", 0)
+    net.first.place("MS_WORKER", 0)
     net.head.place("MS_WORKER", 1)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 45)

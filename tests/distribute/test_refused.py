@@ -149,7 +149,7 @@ def test_a_job_that_waits_for_lost_workers_refuses_other_loops_than_those_of_gs_
         net = gs.distribute(small([0, 1, 0]))
         net(torch.ones(6, 8)).sum().backward()
 
-    with pytest.raises(gs.errors.ConfigurationError, match="outside of gs.loop") as caught:
+    with pytest.raises(gs.errors.ConfigurationError, match=r"outside of gs\.loop") as caught:
         ThreadCluster(run, 2, is_recoverable=True).run()
     assert "Fix: for batch in gs.loop(loader" in str(caught.value)
 

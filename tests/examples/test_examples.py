@@ -16,8 +16,10 @@ import torch
 from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import graphsplit as gs
+from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.testing.compare import difference
 
 assert threads_as_workers
@@ -129,7 +131,31 @@ def linear(example: ModuleType) -> Any:
     return sum(right) / len(test_set), net.state_dict()
 
 
+def loop_that_survives(example: ModuleType) -> Any:
+    net, counts = example.Classifier(), {"losses": [], "right": []}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 45)
+    ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    loader = example.batches()
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(net(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            ema.update_parameters(net)
+            counts["losses"].append(loss.item())
+        ema.eval()
+        with torch.no_grad():
+            right = sum((ema(x).argmax(1) == y).sum().item() for x, y in loader)
+        counts["right"].append(right / 240)
+    return counts, net.state_dict(), ema.module.state_dict()
+
+
 LOOPS: dict[str, tuple[Plain, Any]] = {
+    "loop_that_survives": (loop_that_survives, 2),
     "ddp_toy": (ddp_toy, 5),
     "two_stage_pipeline": (two_stage_pipeline, 5),
     "clip_towers": (clip_towers, 5),
@@ -150,6 +176,18 @@ def test_an_example_ends_in_the_bits_of_the_plain_loop(
     expected = plain(example)
     for found in on_workers(lambda: example.train(length)):
         assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("example", ["loop_that_survives"], indirect=True)
+def test_the_loop_that_survives_ends_in_the_same_bits_after_a_loss(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    expected = loop_that_survives(example)
+    cluster = ThreadCluster(
+        lambda rank: example.train(2), 2, SnapshotSettings(every=10), {1: [280]}
+    )
+    for found in cluster.run():
+        assert difference(expected, found) is None
+    assert cluster.num_killed == cluster.num_anew == 1
 
 
 def on_workers(train: Callable[[], Any]) -> list[Any]:

@@ -14,10 +14,10 @@ from torch import nn
 
 from graphsplit.capture.state.kept_names import register_again
 from graphsplit.deferred.construction import is_deferred
-from graphsplit.distribute.loop import Loop
 from graphsplit.distribute.network import behind
-from graphsplit.distribute.states import state_of
+from graphsplit.distribute.states import hide_others, show_here, state_of
 from graphsplit.distribute.steps import settled
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import decode, encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.optimizers.optimizer import order_of
@@ -261,6 +261,7 @@ class LoopOptimizers:
             put_settings(one, values["settings"], members)
             if values["is_settled"]:
                 settled(one, self._loop)
+            show_here(one)
             one.state.clear()
             order = order_of(one)
             order.made.clear()
@@ -269,6 +270,8 @@ class LoopOptimizers:
                 parameter = self._find(name)
                 one.state[parameter] = state
                 order.made[parameter] = (made[0], made[1])
+            if values["is_settled"]:
+                hide_others(one)
             note_stepped(one)
 
     def note_stepped(self) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.position import LoaderWatch
-from graphsplit.distribute.loop import Loop
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import decode, encode
 from graphsplit.errors import CheckpointError, ConfigurationError, StateError
 from graphsplit.job.job import Job
