@@ -38,6 +38,7 @@ def text(source: str, line: int = 1) -> BodyText:
         ("if not batch: continue\n    x = 1\n    print(x)", set()),
         ("losses = [loss for loss in batch]", set()),
         ("for i in batch: n = i\n    print(n)", {"n"}),
+        ("for i in gs.loop(batch): n = i\n    print(n)", set()),
         ("with f() as g: x = g\n    print(x, g)", set()),
         ("counts['a'] += 1; self.steps += 1", set()),
         ("try: x = 1\n    except E: x = 2\n    print(x)", set()),
@@ -127,9 +128,9 @@ def writes_into_a_tensor() -> None:
 
 def keeps_no_optimizer() -> None:
     one = Trained()
-    step = one.step
+    steps = {"hidden": one.step}
     for _ in gs.loop(range(3)):
-        (lambda: step)()()
+        steps["hidden"]()
 
 
 def forgets_the_scheduler() -> None:
@@ -181,6 +182,14 @@ def appends_in_a_plain_loop() -> None:
         epochs.append(epoch)
 
 
+def goes_through_two_loops() -> None:
+    one = Trained()
+    for _ in gs.loop(range(2), [one.optimizer]):
+        one.step()
+    for _ in gs.loop(range(2), [one.optimizer]):
+        one.step()
+
+
 def keeps_inside() -> None:
     one, counts = Trained(), {"n": 0}
     for _ in gs.loop(range(2), [one.optimizer]):
@@ -190,7 +199,7 @@ def keeps_inside() -> None:
 
 def trains_a_model_beside() -> None:
     one = Trained()
-    gs.Model(nn.Linear(2, 2), nn.MSELoss(), one.optimizer)
+    gs.Model(one.net, nn.MSELoss())
 
 
 @in_threads
@@ -203,13 +212,14 @@ def trains_a_model_beside() -> None:
         (counts_in_an_object, "a batch changes meter.count, which is not kept"),
         (writes_into_a_tensor, "a batch changes sums, which is not kept"),
         (forgets_the_scheduler, "uses scheduler, a StepLR with a state, which is not kept"),
-        (keeps_no_optimizer, "uses one.optimizer, a SGD with a state"),
+        (keeps_no_optimizer, "the loop steps an optimizer, SGD, that it does not keep"),
         (keeps_what_has_no_state, "entry 1 is a Meter, whose state cannot be kept"),
         (counts_around, "enumerate(gs.loop(...)) begins to count anew"),
         (is_no_for, "no `for` statement of a file goes through it"),
         (goes_through_once, "can be gone through only once"),
         (evaluates_in_a_plain_loop, "repeats calls of the network between its rounds"),
         (appends_in_a_plain_loop, "a round of the loop around it changes epochs"),
+        (goes_through_two_loops, "a second gs.loop after another one"),
         (keeps_inside, "an inner gs.loop keeps a dict that the outermost one does not"),
         (trains_a_model_beside, "has a gs.Model, and a network of gs.distribute"),
     ],

@@ -65,6 +65,7 @@ class Successor:
             *_written("own", {n: part.pieces() for n, part in parts.own.items()}),
             *_written("held", parts.held.parts),
         ]
+        os.environ["MS_NODE_ID"] = str(job.rank)  # the parts are of this rank
         os.environ[HANDED_OVER] = " ".join(told)
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

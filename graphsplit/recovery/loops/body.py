@@ -185,7 +185,7 @@ class _Seen:
             return
         self.done.add(id(value))
         if isinstance(value, MethodType) and is_users(value.__func__.__code__.co_filename):
-            yield from self.values(label.rpartition(".")[0] or label, value.__self__, depth=depth)
+            yield from self.values(f"{label}.__self__", value.__self__, depth=depth)
             yield from self._of_function(value.__func__, depth)
         elif isinstance(value, FunctionType):
             if is_users(value.__code__.co_filename):

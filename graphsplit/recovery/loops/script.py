@@ -85,6 +85,8 @@ class LoopScript(Script):
         with self._job.reporting():
             if not self._running:
                 self._num_calls += 1
+                if self._has_joined and self._part is not None:
+                    raise StateError(_PAST)
                 if call.name == "backward":
                     raise ConfigurationError(_OUTSIDE.format("backward()"))
             return call()
@@ -105,6 +107,15 @@ class LoopScript(Script):
         """Start the script anew, as all do. Never returns."""
         self._snapshots.start_anew()
 
+    def finished(self) -> None:
+        """The script is over: it must have come to the loop in which it stood before.
+
+        Raises:
+            StateError: It has not.
+        """
+        if self._part is not None:
+            raise StateError(_PAST)
+
     def close(self) -> None:
         """End all threads."""
         self._snapshots.close()
@@ -118,8 +129,9 @@ class LoopScript(Script):
         with self._job.reporting():
             self._join()
             current = self._begin(source, keep, body)
-        if current is None:
-            return  # it was done before the snapshot
+        if current is None:  # it was done before the snapshot
+            self._num_calls = 0
+            return
         try:
             while True:
                 with self._job.reporting():
@@ -241,7 +253,14 @@ class LoopScript(Script):
         own = {rounds.body.place for rounds in self._running}
         plain = [one for one in body.text.around if (body.file, one.line) not in own]
         is_again = body.place in self._seen and not self._running
-        self._seen.add(body.place)
+        if self._seen and not self._running and not is_again:
+            raise ConfigurationError(
+                f"{body.where}: a second gs.loop after another one; a worker that comes back "
+                f"leaves the first one out, and runs the lines in between without it\n"
+                f"  Fix: for phase in gs.loop(range(2), keep=[...]): around both."
+            )
+        if not self._running:
+            self._seen.add(body.place)
         if is_again and (self._num_calls or not plain):
             what = "calls of the network between its rounds" if plain else "the function it is in"
             raise ConfigurationError(
@@ -288,6 +307,13 @@ _OUTSIDE = (
     "cannot go on from a snapshot by itself\n"
     "  Fix: for batch in gs.loop(loader, keep=[optimizer, scheduler, ...]): as the loop, or "
     "train with gs.Model, or start the job with fail_fast."
+)
+
+
+_PAST = (
+    "the script has not come to the round of gs.loop in which it stood before the restart\n"
+    "  Fix: let it go through the same loops each time it is started; let what gs.loop changes "
+    "decide nothing outside of it."
 )
 
 

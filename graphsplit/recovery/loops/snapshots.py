@@ -9,6 +9,7 @@ import torch
 
 from graphsplit.encoding import records
 from graphsplit.encoding.packed import FlatTensors
+from graphsplit.errors import ClusterError
 from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.recovery.agreement import START, Offer, choose
@@ -61,8 +62,13 @@ class LoopSnapshots:
         given = exchange_parts(group, target, kept.parts.get(target.number, ()), ())
         part = parts.own[target.number] if given is None else given[0]
         self._number = target.number
-        self._parts = Parts({part.number: part}, kept)
+        if part.values.get("rank") != group.rank:
+            raise ClusterError(
+                f"this process was worker {part.values.get('rank')}, and is worker {group.rank} "
+                f"now\n  Fix: start each worker with its MS_NODE_ID."
+            )
         self._replicating(part, kept).offer(part, ())
+        self._parts = Parts()
         return part
 
     def take(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -81,7 +87,8 @@ class LoopSnapshots:
         flat.copy(tensors)
         self._number += 1
         self._used[self._number] = flat
-        part = SnapshotShard({"number": self._number, **values}, flat.memory, flat.slots)
+        named = {"number": self._number, "rank": self._job.rank, **values}
+        part = SnapshotShard(named, flat.memory, flat.slots)
         replicator = self._replicator or self._replicating(part, HeldCopies())
         replicator.offer(part, ())
 

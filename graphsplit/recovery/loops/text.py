@@ -170,9 +170,10 @@ class _Reads:
                 return _joined(self._all(node.body, known), self._all(node.orelse, known))
             case ast.For():
                 self._read(node.iter, known)
-                self._all(node.body, known | _stored(node.target))
+                after = self._all(node.body, known | _stored(node.target))
                 self._all(node.orelse, known)
-                return known
+                # One that is begun in its middle is never begun at its end.
+                return known | (after or set()) if _is_loop(node) else known
             case ast.While():
                 self._read(node.test, known)
                 self._all(node.body, known)
@@ -223,6 +224,12 @@ class _Reads:
             known = known | {n for g in node.generators for n in _stored(g.target)}
         for child in ast.iter_child_nodes(node):
             self._read(child, known)
+
+
+def _is_loop(node: ast.For) -> bool:
+    """Whether it goes through ``gs.loop``."""
+    called = node.iter.func if isinstance(node.iter, ast.Call) else None
+    return getattr(called, "attr", getattr(called, "id", "")) == "loop"
 
 
 def _joined(one: set[str] | None, other: set[str] | None) -> set[str] | None:

@@ -2,9 +2,9 @@
 
     graphsplit run -n 2 loops.py FOLDER rank:what:number,...
 
-``what`` is ``FORWARD``, ``BACKWARD``, ``STEP`` or ``SNAPSHOT`` of that number, ``ITER`` where a loader
-begins, ``END`` behind the loop. Prints a digest of all. Without ``MS_ROLE`` it is the reference: one
-process, and the loader itself in the place of ``gs.loop``.
+``what`` is ``FORWARD``, ``BACKWARD``, ``STEP`` or ``SNAPSHOT`` of that number, ``ITER`` where a
+loader begins, ``END`` behind the loop. Prints a digest of all. Without ``MS_ROLE`` it is the
+reference: one process, and the loader itself in the place of ``gs.loop``.
 """
 
 from __future__ import annotations

@@ -38,8 +38,11 @@ def recover(job: JobState, cause: FailureCause) -> None:
         if worker.is_connected:
             job.effects.append(Drop(worker.node))
     job.liveness.suspicion = Suspicion()
-    recovery.num_unexplained = 0 if lost else recovery.num_unexplained + 1
     is_first = job.phase is not JobPhase.RECOVERING
+    if not lost:
+        recovery.num_unexplained += 1
+    elif is_first:  # later on, those who begin anew are lost on purpose, and explain nothing
+        recovery.num_unexplained = 0
     if is_first:
         recovery.num_recoveries += 1
         _leave_generation(job, cause)
