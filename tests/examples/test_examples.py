@@ -182,12 +182,13 @@ def test_an_example_ends_in_the_bits_of_the_plain_loop(
 def test_the_loop_that_survives_ends_in_the_same_bits_after_a_loss(example: ModuleType) -> None:
     torch.manual_seed(0)
     expected = loop_that_survives(example)
-    cluster = ThreadCluster(
-        lambda rank: example.train(2), 2, SnapshotSettings(every=10), {1: [280]}
-    )
-    for found in cluster.run():
-        assert difference(expected, found) is None
-    assert cluster.num_killed == cluster.num_anew == 1
+    kills: dict[int, list[int]] = {}
+    for number in range(2):
+        cluster = ThreadCluster(lambda rank: example.train(2), 2, SnapshotSettings(every=10), kills)
+        for found in cluster.run():
+            assert difference(expected, found) is None
+        assert cluster.num_killed == cluster.num_anew == number
+        kills = {1: [int(0.7 * cluster.lengths[1])]}
 
 
 def on_workers(train: Callable[[], Any]) -> list[Any]:
