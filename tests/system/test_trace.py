@@ -47,3 +47,28 @@ def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "nothing was measured" in done.stderr
     assert "Fix: train ten or more steps" in done.stderr
+
+
+def test_replicas_run_forward_at_the_same_time(tmp_path: Path) -> None:
+    done = run_trace(tmp_path / "found", JOBS / "traced_replicas.py")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert all(f"[worker {rank}] same bits" in done.stdout for rank in range(2))
+    trace = json.loads((tmp_path / "found" / "trace.json").read_text())
+    spans: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    begun: dict[tuple[int, str], float] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") != "measured" or not event["name"].startswith("FORWARD"):
+            continue
+        key = event["pid"], event["name"]
+        if event["ph"] == "B":
+            begun[key] = event["ts"]
+        else:
+            spans[event["pid"]].append((begun.pop(key), event["ts"]))
+    assert [len(found) for found in spans.values()] == [2, 2]
+    together = sum(
+        max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+        for one in spans[0]
+        for other in spans[1]
+    )
+    shortest = min(sum(end - start for start, end in found) for found in spans.values())
+    assert together >= 0.8 * shortest, (together, shortest, spans)
