@@ -150,6 +150,7 @@ class _Wanted:
         calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
         _refuse_spent(calls)
         _refuse_split_sums(steps)
+        _refuse_used_before(steps)
         reads = [step.graphsplit_read for step in steps if hasattr(step, "graphsplit_read")]
         totals: dict[int, torch.Tensor] = {}
         is_added_up = len(calls) > 1 or bool(reads) or self.inputs is not None
@@ -263,6 +264,19 @@ def _refuse_spent(calls: Sequence[Call]) -> None:
             "  Fix: add the losses and call backward once, as in (first + second).backward(); or "
             "call the network again."
         )
+
+
+def _refuse_used_before(steps: Sequence[Any]) -> None:
+    """Refuse parameters that the script used before it was known where they live."""
+    for step in steps:
+        variable = getattr(step, "variable", None)
+        if variable is not None and in_loop(variable) is not None:
+            raise ConfigurationError(
+                f"the script used a parameter of {tuple(variable.shape)} of a distributed network "
+                f"before the network's first call, as in a penalty: every worker did so for "
+                f"itself\n"
+                f"  Fix: call the network first in the step, and use its parameters after that."
+            )
 
 
 def _refuse_split_sums(steps: Sequence[Any]) -> None:

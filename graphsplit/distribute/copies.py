@@ -8,7 +8,9 @@ are errors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +18,14 @@ import torch
 from graphsplit.distribute.values import written
 from graphsplit.errors import OwnershipError
 from graphsplit.torch_ext.attributes import storage_of
-from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.private import (
+    DisableTorchFunctionSubclass,
+    pytree,
+    storage_use_count,
+)
 from graphsplit.torch_ext.stand_ins import StandIn
 
+_CPU = torch.device("cpu")
 Mark = Callable[[], Any]
 
 
@@ -51,10 +58,11 @@ class StateCopy(torch.Tensor):
         """
         if self.mark() != self.taken_at:
             raise OwnershipError(
-                f"{self.key!r} of a state dictionary was looked at after a step or another "
-                f"write: in one process it would have changed with it, here it is a copy\n"
-                f"  Fix: call state_dict() again for the new value; to keep the old one, take "
-                f"copy.deepcopy(net.state_dict()), there and in one process."
+                f"a copy of {self.key!r} (of a state dictionary, or taken by detach() or .data "
+                f"before the first call of the network) was looked at after a step or another "
+                f"write: in one process it would have changed with it\n"
+                f"  Fix: take it again for the new value; to keep the old one, take clone() of it, "
+                f"or copy.deepcopy(net.state_dict()), there and in one process."
             )
         with DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
@@ -72,8 +80,9 @@ class StateCopy(torch.Tensor):
         for target in _targets(getattr(func, "__name__", ""), args, kwargs):
             if isinstance(target, StateCopy):
                 raise OwnershipError(
-                    f"{target.key!r} of a state dictionary was written to, which is a copy: in "
-                    f"one process this would write into the network or the optimizer\n"
+                    f"a copy of {target.key!r} (of a state dictionary, or taken by detach() or "
+                    f".data before the first call of the network) was written to: in one process "
+                    f"this would write into the network or the optimizer\n"
                     f"  Fix: write into the parameter under torch.no_grad(); or change "
                     f"copy.deepcopy(net.state_dict()), and load it with load_state_dict."
                 )
@@ -96,6 +105,42 @@ class StateCopy(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
+
+
+def others_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, str]]:
+    """Tensors of the script in the memory of a network's: ``detach()`` and ``.data`` gave them.
+
+    Args:
+        tensors: Parameters and buffers by name, as in one process: they have their memory.
+
+    Returns:
+        Each with the name of the one whose memory it is in.
+    """
+    with DisableTorchFunctionSubclass():
+        own = {id(tensor): tensor for tensor in tensors.values()}
+        memories = {storage_of(tensor): name for name, tensor in tensors.items()}
+        held = Counter(map(storage_of, own.values()))
+        # One more use is that of the object through which the number is asked for.
+        shared = {memory for memory in memories if storage_use_count(memory) > held[memory] + 1}
+        if not shared:
+            return []
+        return [
+            (one, memories[storage_of(one)])
+            for one in gc.get_objects()
+            if type(one) is torch.Tensor
+            and id(one) not in own
+            and (one.layout, one.device) == (torch.strided, _CPU)
+            and storage_of(one) in shared
+        ]
+
+
+def make_copies(others: Iterable[tuple[torch.Tensor, str]], mark_of: Callable[[Any], Mark]) -> None:
+    """Let tensors that shared a network's memory until now be copies, as the same objects."""
+    for tensor, name in others:
+        tensor.__class__ = StateCopy
+        made: Any = tensor
+        made.key, made.mark = name, mark_of(name)
+        made.taken_at = made.mark()
 
 
 def check_current(state: Mapping[str, Any]) -> None:

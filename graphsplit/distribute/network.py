@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -19,7 +19,7 @@ from graphsplit.cluster.wire.messages import CALL_OF
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.distribute import backward, many, methods  # noqa: F401  (operations on values)
 from graphsplit.distribute.calls import NetworkCalls
-from graphsplit.distribute.copies import as_copies, check_current
+from graphsplit.distribute.copies import as_copies, check_current, make_copies, others_of
 from graphsplit.distribute.forms import casting_dtype
 from graphsplit.distribute.gradients import Gradients
 from graphsplit.distribute.parameters import mark_of
@@ -175,9 +175,11 @@ class Distributed:
                 task = dataclasses.replace(self._task, autocast=dtype)
                 self._casting[dtype] = NetworkCalls(task, self._job)
             self.calls = self._casting[dtype]
+            others = others_of(self._tensors()) if self._gradients is None else ()
             with self._loop.calling():
                 call = self.calls.forward(given)
             self._settle(call.plan.runner)
+            self._make_copies(others)
             self._loop.num_calls += self._task.network.training
             inputs = [_original(*pair) for pair in zip(originals, plain, strict=True)]
             return call.outputs(together(inputs), self._loop)
@@ -187,9 +189,17 @@ class Distributed:
         if self.kept is not None:
             return copy.copy(self.kept)
         found: dict[str, Any] = self._within("state_dict", self.calls.state_dict)
-        tensors = named_state(self._task.network, None)
+        tensors = self._tensors()
         as_copies(found, lambda name: mark_of(tensors.get(name), self._loop))
         return found
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return named_state(self._task.network, None)
+
+    def _make_copies(self, others: Sequence[tuple[torch.Tensor, str]]) -> None:
+        if others:
+            tensors = self._tensors()
+            make_copies(others, lambda name: mark_of(tensors[name], self._loop))
 
     def load_state_dict(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Load what this worker owns."""

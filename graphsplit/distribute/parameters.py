@@ -83,7 +83,8 @@ def mark_of(tensor: Any, loop: Loop) -> Callable[[], Any]:
         known = in_loop(tensor)
         counted = tensor if known is None or known.loop.rank == known.owner else known.shape
         with DisableTorchFunctionSubclass():
-            writes = None if counted is None else writes_of(counted)
+            is_counted = counted is not None and not counted.is_inference()
+            writes = writes_of(counted) if is_counted else None
         steps, calls = loop.num_writes * is_stepped, loop.num_calls * is_called
         return known is None, writes, steps, calls
 

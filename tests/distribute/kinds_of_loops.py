@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from loop_helpers import Distribute, Loop, placed
 from loops import small
 from several_networks import layers
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
 
 import graphsplit as gs
 
@@ -202,4 +204,42 @@ def moved(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (carried, measured, swapped, logged, mixed, contrastive, masked, moved)
+def traps(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Groups by weight decay, clipping by its own name, histograms, norms by layer, ``foreach``."""
+    net = small(ranks)
+    decayed = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    net = distribute(net)
+    for step in range(3):
+        for _ in range(2):
+            (net(torch.randn(6, 8)).square().mean() / 2).backward()
+        yield {n: p.grad.norm(2).item() for n, p in net.named_parameters() if p.grad is not None}
+        gradients = [p.grad for p in net.parameters() if p.grad is not None]
+        yield [norm.item() for norm in torch._foreach_norm(gradients)]
+        for gradient in gradients:
+            yield torch.histc(gradient, 5), gradient.numpy().max(), gradient.abs().mean().item()
+            edges = np.histogram(gradient.detach().cpu().numpy(), 4)[1]
+            yield edges.tolist(), torch.quantile(gradient, 0.5).item(), gradient.std().item()
+        yield clip_grad_norm_(net.parameters(), 0.1).item()
+        torch._foreach_mul_(gradients, 0.5)
+        torch._foreach_add_(gradients, 0.001)
+        yield [gradient for gradient in gradients]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 1)
+        yield sum(p.numel() for p in net.parameters()), [p.norm().item() for p in others]
+    yield net.state_dict(), optimizer.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (
+    carried,
+    measured,
+    swapped,
+    logged,
+    mixed,
+    contrastive,
+    masked,
+    moved,
+    traps,
+)

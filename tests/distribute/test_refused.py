@@ -53,6 +53,22 @@ def second_derivative(distribute: Distribute, ranks: list[int]) -> Iterator[Any]
     yield torch.autograd.grad(net(x).sum(), x, create_graph=True)
 
 
+def penalty_at_first(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A penalty that the script computes before the first call."""
+    net = distribute(small(ranks))
+    penalty = sum(p.square().sum() for p in net.parameters())
+    (net(torch.randn(6, 8)).sum() + penalty).backward()
+    yield None
+
+
+def backward_twice(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Two backwards through one call."""
+    loss = distribute(small(ranks))(torch.randn(6, 8)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    yield None
+
+
 def backward_while_casting(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A backward inside the block."""
     net = distribute(small(ranks))
@@ -133,6 +149,8 @@ def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[A
         (input_used_beside, "uses an input several times"),
         (written_into_a_tensor, "from an ordinary tensor"),
         (hook_and_penalty, "has a hook"),
+        (penalty_at_first, "before the network's first call"),
+        (backward_twice, "add the losses and call backward once"),
         (second_derivative, "create_graph=True"),
         (functional, "torch.func (functional_call"),
         (backward_while_casting, "backward under torch.autocast"),
