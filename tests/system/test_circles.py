@@ -13,14 +13,14 @@ pytestmark = [pytest.mark.real_processes, pytest.mark.timeout(120)]
 
 LINE = r"tests/system/jobs/circles.py:\d+, in"
 FORMS = {
-    "a callback": ("state_dict", "on_step_end", "train"),
-    "a full queue": ("state_dict", "on_step_end", "train"),
-    "a metric": ("barrier", "metric", "eval"),
-    "a loss": ("barrier", "loss_fn", "train"),
-    "after training": ("predict", "main", "train"),
-    "one state_dict more": ("state_dict", "main", "train"),
-    "an own loop": ("state_dict", "own_loop", "backward"),
-    "an own loop that asks": ("a value's item", "own_loop", "backward"),
+    "a callback": ("state_dict", "on_step_end", "train", 2),
+    "a full queue": ("state_dict", "on_step_end", "train", 2),
+    "a metric": ("barrier", "metric", "eval", 3),
+    "a loss": ("barrier", "loss_fn", "train", 3),
+    "after training": ("predict", "main", "train", 2),
+    "one state_dict more": ("state_dict", "main", "train", 2),
+    "an own loop": ("state_dict", "own_loop", "backward", 3),
+    "an own loop that asks": ("a value's item", "own_loop", "backward", 2),
 }
 ENDS = {
     "before the end": rf"worker 0 is at the end .*; worker 1 is in save\(\) at {LINE} main",
@@ -32,7 +32,7 @@ ENDS = {
 }
 
 
-def end_of(what: str, workers: int = 2) -> Finished:
+def end_of(what: str, workers: int) -> Finished:
     """A job all of which has ended within three seconds."""
     job = run_job("circles.py", what, workers=workers)
     ended_at = time.time()
@@ -41,7 +41,7 @@ def end_of(what: str, workers: int = 2) -> Finished:
     return job
 
 
-def assert_told(job: Finished, pattern: str, workers: int = 2) -> None:
+def assert_told(job: Finished, pattern: str, workers: int) -> None:
     """Each process says in its log why the job ended; one line for all is shown, the last."""
     processes = ["scheduler", *(f"worker {rank}" for rank in range(workers))]
     for told in (*map(job.lines_of, processes), job.output.splitlines()[-1:]):
@@ -51,28 +51,20 @@ def assert_told(job: Finished, pattern: str, workers: int = 2) -> None:
 
 @pytest.mark.parametrize("what", FORMS)
 def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
-    call, function, other = FORMS[what]
-    job = end_of(what)
+    call, function, other, workers = FORMS[what]
+    job = end_of(what, workers)
     assert job.status == 1
-    assert_told(job, rf"worker 1 is in {call}\(\)( of .* from worker \d)? at {LINE} {function}")
-    assert_told(job, rf"worker 0 is in {other}\(\) at {LINE} (main|own_loop)")
+    mine = rf"worker 1 is in {call}\(\)( of .* from worker \d)? at {LINE} {function}"
+    assert_told(job, mine, workers)
+    others = "worker 0 is" if workers == 2 else "workers 0, 2 are"
+    assert_told(job, rf"{others} in {other}\(\) at {LINE} (main|own_loop)", workers)
     fix = "ask for the value" if call.startswith("a value") else f"call {call}()"
     assert f"{fix} on every worker" in job.output
 
 
-@pytest.mark.parametrize("what", ["a loss", "a metric", "an own loop"])
-def test_a_call_that_one_worker_of_three_makes_ends_the_job_at_once(what: str):
-    call, function, _ = FORMS[what]
-    job = end_of(what, workers=3)
-    assert job.status == 1
-    assert_told(
-        job, rf"worker 1 is in {call}\(\)( of .* from worker \d)? at {LINE} {function}", workers=3
-    )
-
-
 @pytest.mark.parametrize("what", ENDS)
 def test_a_worker_that_leaves_ends_the_job_at_once(what: str):
-    job = end_of(what)
+    job = end_of(what, workers=2)
     assert job.status == (130 if what == "Ctrl-C" else 1)
     assert re.search(ENDS[what], job.output.splitlines()[-1]), job.output
     heard = "\n".join(job.lines_of("worker 0"))
