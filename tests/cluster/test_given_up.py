@@ -170,6 +170,20 @@ def test_a_worker_whose_stream_broke_may_come_back_for_as_long_as_one_that_is_si
     assert [one.pid for one in scheduler.given_up] == [101]
 
 
+def test_a_process_that_begins_its_script_anew_is_not_given_up(given_up, registration):
+    scheduler = given_up(num_workers=3, recovery="wait_rejoin", node_timeout_s=3).form()
+    scheduler.feed(Disconnected(1))
+    scheduler.pass_time(0.4)
+    scheduler.feed(Disconnected(0))
+    scheduler.pass_time(0.4)
+    scheduler.register(3, registration("0", incarnation="second life", pid=100))
+    for _ in range(4):
+        scheduler.say(2, Heartbeat(0))
+        scheduler.say(3, Heartbeat(0))
+        scheduler.pass_time(1)
+    assert [one.pid for one in scheduler.given_up] == [101]
+
+
 def test_a_worker_that_froze_before_there_was_a_plan_is_given_up(given_up, registration):
     scheduler = given_up(num_workers=2, recovery="wait_rejoin", node_timeout_s=3)
     scheduler.register(0, registration("0"))

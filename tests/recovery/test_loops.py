@@ -118,7 +118,74 @@ def plain_epochs(gs: Any, ranks: list[int]) -> Any:
     return results(net, optimizer, losses, scheduler)
 
 
-SCRIPTS = {"everything": everything, "plain_epochs": plain_epochs}
+class Meter:
+    """Counts, and says so in its state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Trainer:
+    """Two networks, one of which thaws, a target that follows, a scaler, and a method as loop."""
+
+    def __init__(self, gs: Any, ranks: list[int]) -> None:
+        self.gs, self.meter, self.losses = gs, Meter(), []
+        first, second = network(ranks), nn.Linear(3, 2)
+        second.place("MS_WORKER", ranks[1] if ranks else 0)
+        first[0].requires_grad_(False)
+        self.first, self.second = gs.distribute(first), gs.distribute(second)
+        self.target = copy.deepcopy(self.second)
+        trained = [p for p in self.first.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(trained, lr=0.01)
+        self.other = torch.optim.SGD(self.second.parameters(), lr=0.1, momentum=0.9)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.order = torch.Generator().manual_seed(7)
+
+    def fit(self) -> None:
+        keep = [self.optimizer, self.other, self.scaler, self.meter, self.losses, self.order]
+        for epoch in self.gs.loop(range(3), keep=keep):
+            if epoch == 1:
+                self.first[0].requires_grad_(True)
+                self.optimizer.add_param_group({"params": self.first[0].parameters(), "lr": 0.02})
+            for i, (x, _) in self.gs.loop(loader(None), numbered=True):
+                self.step(x + torch.rand(1, generator=self.order), i)
+            with torch.no_grad():
+                for one, two in zip(
+                    self.target.parameters(), self.second.parameters(), strict=True
+                ):
+                    one.lerp_(two, 0.5)
+
+    def step(self, x: torch.Tensor, number: int) -> None:
+        hidden = self.first(x)
+        loss = (self.second(hidden) - self.target(hidden.detach())).square().mean()
+        loss = loss + hidden.square().mean() * number
+        self.scaler.scale(loss).backward()
+        if number % 2 == 0:
+            for optimizer in (self.optimizer, self.other):
+                self.scaler.step(optimizer)
+                optimizer.zero_grad()
+            self.scaler.update()
+        self.meter.count += 1
+        self.losses.append(loss.item())
+
+
+def trainer(gs: Any, ranks: list[int]) -> Any:
+    """A loop in a method of a class of the user's."""
+    random.seed(1)
+    np.random.seed(2)
+    one = Trainer(gs, ranks)
+    one.fit()
+    found = results(one.first, one.optimizer, one.losses, one.second, one.target, one.other)
+    return [*found, one.meter.count, one.scaler.get_scale(), one.order.get_state()]
+
+
+SCRIPTS = {"everything": everything, "plain_epochs": plain_epochs, "trainer": trainer}
 _expected: dict[str, Any] = {}
 
 
