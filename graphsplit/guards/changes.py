@@ -193,7 +193,7 @@ def _holds_fake(value: Any, depth: int = 3) -> bool:
         held = None if isinstance(leaf, (type, nn.Module, ModuleType)) else own_dictionary(leaf)
         if not held or not depth:
             return False
-        return any(_holds_fake(inner, depth - 1) for inner in held.values())
+        return any(_holds_fake(inner, depth - 1) for inner in list(held.values()))
 
     return any_leaf(freeze(value), is_fake)
 

@@ -199,7 +199,7 @@ class ReadRecorder:
 
     def results_kept(self) -> Iterator[Place]:
         """The contents of the caches of the user's functions by now."""
-        for one, label in self._meeting.met.values():
+        for one, label in list(self._meeting.met.values()):
             if isinstance(one, functools._lru_cache_wrapper):
                 code = getattr(one.__wrapped__, "__code__", None)
                 if code is not None and is_watched_file(code.co_filename):

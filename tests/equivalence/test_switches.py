@@ -1,7 +1,8 @@
-"""Switches of PyTorch's own that give the same graph other bits: all workers have them alike."""
+"""Switches of PyTorch's own give the same graph other bits; other threads are no part of a step."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,3 +88,39 @@ def test_all_workers_may_switch_between_steps() -> None:
         ),
         plan_everywhere=True,
     )
+
+
+class _Shared:
+    def __init__(self) -> None:
+        self.rate, self.of_another_thread = 0.5, 1
+
+
+class _Reading(nn.Module):
+    """Another thread reads an attribute while forward runs, as one that sends a snapshot does."""
+
+    def __init__(self, shared: _Shared) -> None:
+        super().__init__()
+        self.inner, self.shared = nn.Linear(3, 4), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x) * self.shared.rate
+        _look(self.shared)
+        return made
+
+
+def _look(shared: _Shared) -> None:
+    thread = threading.Thread(target=lambda: shared.of_another_thread)
+    thread.start()
+    thread.join()
+
+
+def test_what_another_thread_reads_meanwhile_is_no_part_of_the_step() -> None:
+    net = _Reading(_Shared())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    task = Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+    cluster = SimulatedCluster(lambda: task, 1)
+    cluster.train_step((batches_of(8, 3)[0], {}))
+    (recording,) = cluster.workers[0].planner.recordings
+    labels = [watched.place.label for watched in recording.graph.state.guards.watched]
+    assert any("shared.rate" in label for label in labels)
+    assert not any("of_another_thread" in label for label in labels)

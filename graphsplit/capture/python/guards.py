@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -91,7 +92,9 @@ class StateWatch:
             root: The module that holds the network and the loss.
             is_paused: Whether what runs now is no part of the graph.
         """
-        self._root, self._is_paused = root, is_paused
+        self._root, thread = root, threading.get_ident()
+        # Other threads (one that sends a snapshot, say) read attributes, and are no part of it.
+        self._is_paused = is_paused = _in_thread(thread, is_paused)
         self._kept = KeptTensors(root)
         self._recorder = ReadRecorder(root, label_of_path, is_paused, self._kept.real_of)
         self._before = [(module, dict(vars(module))) for module in root.modules()]
@@ -247,3 +250,8 @@ def _structure(module: nn.Module, label: str, path: str | None) -> Iterator[Watc
         yield Watched(place, place.read())
         if "forward" in vars(kind):
             return
+
+
+def _in_thread(thread: int, is_paused: Callable[[], bool]) -> Callable[[], bool]:
+    """A test that holds in all threads but one, too."""
+    return lambda: threading.get_ident() != thread or is_paused()

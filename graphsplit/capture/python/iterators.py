@@ -103,7 +103,7 @@ class KeptIterators:
 
     def check(self) -> None:
         """Raise ``CaptureError`` if one of them has moved on."""
-        for kept in self._kept.values():
+        for kept in list(self._kept.values()):
             if _state_of(kept.value) != kept.state:
                 what = "an iterator" if isinstance(kept.value, Iterator) else "a NumPy generator"
                 raise CaptureError(

@@ -246,7 +246,7 @@ class _Walk:
             return
 
         def read() -> dict[str, Any]:
-            return {n: v for n, v in vars(kind).items() if not n.startswith("__")}
+            return {n: v for n, v in list(vars(kind).items()) if not n.startswith("__")}
 
         def write(noted: dict[str, Any]) -> None:
             for name in read().keys() - noted.keys():
@@ -258,7 +258,7 @@ class _Walk:
         self._hold(kind, f"class {kind.__qualname__}", read, write)
         backward = _BACKWARD if issubclass(kind, torch.autograd.Function) else ()
         self._in_backward += [vars(kind)[name] for name in backward if name in vars(kind)]
-        for name, value in vars(kind).items():
+        for name, value in list(vars(kind).items()):
             is_code = isinstance(value, types.FunctionType)
             if name not in backward and (is_code or not name.startswith("__")):
                 self._push(value, f"{kind.__qualname__}.{name}")

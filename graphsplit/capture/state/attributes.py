@@ -92,7 +92,7 @@ def plain_attributes(root: nn.Module) -> str:
     found = (
         (path, name, value)
         for path, module in root.named_modules()
-        for name, value in vars(module).items()
+        for name, value in list(vars(module).items())
         if is_of_user(name) and _is_plain(value)
     )
     return repr(list(found))
@@ -108,7 +108,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: _copy(value) for name, value in vars(module).items() if is_of_user(name)}
+    return {name: _copy(value) for name, value in list(vars(module).items()) if is_of_user(name)}
 
 
 def is_of_user(name: str) -> bool:

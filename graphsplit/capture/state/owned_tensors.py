@@ -100,7 +100,7 @@ def _holders(root: nn.Module, tensor: torch.Tensor) -> list[Key]:
         (path, name)
         for path, module in root.named_modules()
         for held_by in (vars(module), parameters_of(module), buffers_of(module))
-        for name, held in held_by.items()
+        for name, held in list(held_by.items())
         if isinstance(held, torch.Tensor) and storage_of(held) == storage
     ]
 
