@@ -154,7 +154,9 @@ class Feed:
 
     def _outlook(self, signature: Signature) -> Outlook:
         found = outlook(self._planner, self._mode, signature)
-        return found if self._together is None else replace(found, together=self._together)
+        if self._together is None or self._together >= found.together:
+            return found
+        return replace(found, together=self._together)  # a plan that the leader did not have yet
 
     def _pass(self, shape: BatchDescription) -> None:
         """A step is over."""
