@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import graphsplit as gs
+
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "distribute"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded: a mistake must be an error
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Imported on first use: of two threads, the second one could find the package of that name.
+assert callable(gs.distribute)
 
 _left_out = 0
 
