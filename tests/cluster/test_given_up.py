@@ -13,7 +13,7 @@ from graphsplit.cluster.scheduler.job.events import Disconnected, TellLauncher, 
 from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.launcher import Launcher
 from graphsplit.cluster.scheduler.sessions import Sessions
-from graphsplit.cluster.wire.messages import Abort, Heartbeat, MeetingKind, Recovering
+from graphsplit.cluster.wire.messages import Abort, Heartbeat, Leave, MeetingKind, Recovering
 from graphsplit.errors import JobFailedError
 from graphsplit.launcher_line import VARIABLE, Beat, Ended, GivenUp, Line, Over
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -174,8 +174,11 @@ def test_a_process_that_begins_its_script_anew_is_not_given_up(given_up, registr
     scheduler = given_up(num_workers=3, recovery="wait_rejoin", node_timeout_s=3).form()
     scheduler.feed(Disconnected(1))
     scheduler.pass_time(0.4)
+    scheduler.say(0, Leave())
     scheduler.feed(Disconnected(0))
-    scheduler.pass_time(0.4)
+    for _ in range(4):
+        scheduler.say(2, Heartbeat(0))
+        scheduler.pass_time(1)
     scheduler.register(3, registration("0", incarnation="second life", pid=100))
     for _ in range(4):
         scheduler.say(2, Heartbeat(0))

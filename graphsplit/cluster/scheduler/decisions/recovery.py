@@ -32,7 +32,8 @@ def recover(job: JobState, cause: FailureCause) -> None:
     lost = [worker for worker in job.roster if worker.is_lost]
     for worker in lost:
         job.roster.remove(worker)
-        job.liveness.absent[worker.registration.incarnation] = worker
+        if not worker.is_leaving:  # who says so is not frozen, and may begin its script anew
+            job.liveness.absent[worker.registration.incarnation] = worker
         recovery.former[worker.rank] = worker
         job.generation.offering.discard(worker.registration.incarnation)
         if worker.is_connected:
