@@ -30,6 +30,7 @@ from graphsplit.torch_ext.stand_ins import (
     DRAWS,
     GET_DATA,
     GET_GRADIENT,
+    SET_DATA,
     WRITES,
     StandIn,
     in_form,
@@ -76,6 +77,8 @@ class Elsewhere(StandIn):
         elif (index := looks_at_form(func, args, kwargs)) is not None:
             args = (*args[:index], in_form(args[index]), *args[index + 1 :])
             return func(*args, **(kwargs or {}))
+        elif func == SET_DATA and isinstance(args[0], Elsewhere) and args[0].is_whole(args[1]):
+            return None  # ``p.data += 1`` sets what it was given
         elif is_view(func, args) and isinstance(args[0], Elsewhere) and caller not in _KEEPING:
             return args[0].viewed(func, args[1:], kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
@@ -84,6 +87,13 @@ class Elsewhere(StandIn):
         """Note that a write was left out."""
         Elsewhere.num_left_out += 1
         setattr(getattr(self, _VIEWED, self), LEFT_OUT, Elsewhere.num_left_out)
+
+    def is_whole(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is a view of all of this one, in its form."""
+        is_view = getattr(value, _VIEWED, None) is getattr(self, _VIEWED, self)
+        if not (is_view and isinstance(value, Elsewhere)):
+            return False
+        return (value.shape, value.true_strides()) == (self.shape, self.true_strides())
 
     def viewed(
         self, func: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
