@@ -194,8 +194,10 @@ def test_a_step_compares_once_and_by_identity_alone_where_nothing_has_changed(
         return [*mine]
 
     for found in ThreadCluster(train, NUM_WORKERS).run():
-        # Who follows compares while it waits, also for the news that the epoch is over.
-        assert found in (["hold"] * 6, ["hold"] * 7)
+        # Who follows compares while it waits, also for the news that the epoch is over. At the end
+        # of an epoch all compare once more: reading the loader may have changed something.
+        at_the_end = 0 if by_calls else 1
+        assert found in (["hold"] * (6 + at_the_end), ["hold"] * (7 + at_the_end))
 
 
 def changed_by_the_script() -> Any:
