@@ -58,4 +58,4 @@ def test_an_own_loop_is_refused_where_lost_workers_may_come_back() -> None:
 
     assert job.status != 0 and "SIGKILL" not in job.output
     assert "a loop of the script's own cannot go on from a snapshot" in job.output
-    assert "Fix: train with Model.train, or leave GS_RECOVERY out" in job.output
+    assert "Fix: for batch in gs.loop(loader, keep=[" in job.output
