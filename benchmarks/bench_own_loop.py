@@ -1,10 +1,12 @@
-"""A script's own loop under ``gs.distribute`` against ``Model.train``, one microbatch.
+"""A script's own loop against ``Model.train``: under ``gs.distribute``, and by a Model's parts.
 
-    python benchmarks/bench_own_loop.py [--rounds 5] [--only lenet gpt] [--json FILE]
+    python benchmarks/bench_own_loop.py [--rounds 5] [--only lenet gpt gpipe 1f1b] [--json FILE]
 
 Two networks alike, on the same workers: one is trained by ``Model.train``, the other by the loop
-that everybody writes, with the criterion outside and no value asked for. They take turns, A B A B,
-each behind a barrier. Parameters and last losses are compared bit by bit.
+that everybody writes, with the criterion outside and no value asked for. In ``gpipe`` and ``1f1b``
+one is trained by ``zero_grad``, ``forward_backward`` and ``step``, eight microbatches, the other by
+``Model.train`` with a barrier at each step. They take turns, A B A B, each behind a barrier.
+Parameters and last losses are compared bit by bit.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import graphsplit as gs
 from graphsplit.optimizers.ownership import is_elsewhere
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
-OURS, THEIRS = "own loop", "Model.train"
+OURS, PARTS, THEIRS = "own loop", "forward_backward and step", "Model.train"
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,13 @@ class Bound:
         case: The network on its workers.
         reach: The bound on the ratio.
         turns: How many turns of each side make a round.
+        schedule: That of both sides, where a Model's parts are measured.
     """
 
     case: Case
     reach: float
     turns: int
+    schedule: str = ""
 
 
 BOUNDS = {
@@ -47,7 +51,18 @@ BOUNDS = {
     "gpt": Bound(
         Case("GPT-like, 8 blocks", GPT, lambda n: token_batches(n, 8), place_gpt, 2), 1.05, 2
     ),
+    "gpipe": Bound(CASES["gpt"], 1.05, 1, "gpipe"),
+    "1f1b": Bound(CASES["gpt"], 1.05, 1, "1f1b"),
 }
+
+
+class Barrier(LastLoss):
+    """Has all workers meet after each step."""
+
+    def on_step_end(self, context: gs.callbacks.RunContext) -> None:
+        """Wait for all."""
+        super().on_step_end(context)
+        gs.barrier()
 
 
 def own_loop(
@@ -63,10 +78,44 @@ def own_loop(
     return loss
 
 
+def by_parts(model: gs.Model, batches: Sequence[Batch]) -> torch.Tensor:
+    """The same by the parts of ``train_step``."""
+    loss = torch.zeros(())
+    for batch in batches:
+        model.zero_grad()
+        loss = model.forward_backward(*batch)
+        model.step()
+    return loss
+
+
+def work_by_parts(bound: Bound, arguments: Namespace) -> None:
+    """One worker's part, where a Model's parts are measured."""
+    batches = bound.case.batches(arguments.steps)
+    keep, losses = Barrier(), list[torch.Tensor]()
+    mine, model = (bound.case.model(schedule=bound.schedule) for _ in range(2))
+    turns = take_turns(
+        {
+            PARTS: lambda: losses.append(by_parts(mine, batches)),
+            THEIRS: lambda: model.train(1, batches, callbacks=[keep]),
+        },
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        turns=bound.turns,
+    )
+    own = {n: p for n, p in mine.network.named_parameters() if not is_elsewhere(p)}
+    same = same_parameters(model.network, own)
+    if losses[-1].item() != float(keep.loss):
+        same = f"losses differ: {losses[-1].item()} and {float(keep.loss)}"
+    report({"turns": turns, "bits": same, "breakdown": breakdown(model, batches)})
+
+
 def work(arguments: Namespace) -> None:
     """One worker's part."""
     (name,) = arguments.only
     bound = BOUNDS[name]
+    if bound.schedule:
+        work_by_parts(bound, arguments)
+        return
     batches = bound.case.batches(arguments.steps)
     model, keep = bound.case.model(), LastLoss()
     net, optimizer = made(bound.case.build)
@@ -98,10 +147,11 @@ def rows(arguments: Namespace) -> Iterator[Row]:
         case, bound = BOUNDS[name].case, BOUNDS[name]
         steps = arguments.steps or case.num_steps
         reports = launch(__file__, case.num_workers, arguments, only=[name], steps=steps)
+        what = f"{PARTS}, {bound.schedule}" if bound.schedule else OURS
         yield row_of(
-            f"{case.title}, {case.num_workers} workers, own loop, {steps} steps in a row",
+            f"{case.title}, {case.num_workers} workers, {what}, {steps} steps in a row",
             [reports],
-            OURS,
+            PARTS if bound.schedule else OURS,
             THEIRS,
             reach=bound.reach,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,16 +160,20 @@ class _Wanted:
         for call in calls:
             call.state.totals = totals if is_added_up else None
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
+        loop.is_followed = any(output.home != loop.rank for output in self.outputs)
         with loop.job.reporting(), loop.adding_up(totals), leaving_state(loop):
             tell(loop, numbers_behind(self.outputs))
-            with Following():
+            if len(calls) != 1:
+                loop.learn_told()  # first: workers that disagree would wait for each other
+            with Following() if loop.is_followed else nullcontext():
                 held = [output.held for output in self.outputs]
                 if self.inputs is None:
                     torch.autograd.backward(held, given, retain_graph=self.retain)
                     found = []
                 else:
                     found = self._to_inputs(held, given, steps)
-                result = finish(totals, found)
+            loop.learn_told()
+            result = finish(totals, found)
         loop.num_changes += 1
         return result
 

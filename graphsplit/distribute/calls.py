@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ class NetworkCalls(ClusterEngine):
             state = plan.runner.run_forward(step, phase.inputs, plan.numbers)
             if plan.written_inputs:
                 share_written(self._job.control, plan, phase.inputs[0], self._job.ranks)
+        self.planner.writes.after_step()
         return Call(self, plan, state)
 
     def planner_tensors(self) -> Mapping[str, torch.Tensor]:
@@ -61,10 +63,10 @@ class NetworkCalls(ClusterEngine):
         """Attributes that forward has changed."""
         return self.planner.python_values.kept()
 
-    def backward(self, call: Call, given: Mapping[int, torch.Tensor]) -> None:
+    def backward(self, call: Call, given: Mapping[int, torch.Tensor], *, is_followed: bool) -> None:
         """Run the backward of a call, with the gradients of its outputs."""
         call.state.given = given
-        modes = pop_mode()  # what follows the script's operations
+        modes = pop_mode() if is_followed else nullcontext()
         with self._job.reporting(), DisableTorchFunctionSubclass(), modes:
             call.plan.runner.run_backward(call.state)
 
@@ -187,7 +189,7 @@ class _Called(Function):
         }
         ctx.loop.totals_now()
         call.is_spent = True
-        call.network.backward(call, given)
+        call.network.backward(call, given, is_followed=ctx.loop.is_followed)
         inputs = [call.gradient_of_input(node, ctx.loop) for node in call.entered]
         return None, None, None, None, None, *inputs
 

@@ -41,7 +41,7 @@ _PLAIN = frozenset(
 )
 _Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _forms: dict[Any, tuple[bool, list[_Form]]] = {}
-_remembered: dict[OpOverload, bool] = {}
+_known: dict[OpOverload, tuple[bool, bool]] = {}  # whether remembered, whether drawing
 
 
 class _HasValuesError(Exception):
@@ -51,19 +51,23 @@ class _HasValuesError(Exception):
 class Following(TorchDispatchMode):
     """Inside, operations on tensors without memory give tensors of the right form, quickly.
 
+    Args:
+        has_values: Whether all tensors have memory: operations run.
+
     Attributes:
         draws: Whether an operation may have drawn from the generator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draws = False
+        self.draws, self._has_values = False, has_values
 
     def _follow(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        is_remembered, draws = _known.get(func) or _found_out(func)
+        self.draws |= draws
         # Other modes, which the script may have set, are to see every operation.
-        if num_dispatch_modes() or not _is_remembered(func):
+        if self._has_values or num_dispatch_modes() or not is_remembered:
             return func(*args, **kwargs)
         try:
             key = func, torch.get_default_dtype(), _looks(args), _looks(tuple(kwargs.items()))
@@ -91,15 +95,16 @@ class Following(TorchDispatchMode):
 Following.__torch_dispatch__ = Following._follow  # type: ignore[assignment,method-assign]
 
 
-def _is_remembered(func: OpOverload) -> bool:
-    """Whether an operation is one of torch's own, that makes new tensors and changes none."""
-    known = _remembered.get(func)
-    if known is None:
-        schema: Any = operator_schema(func)
-        known = _remembered[func] = func.namespace == "aten" and all(
-            one.alias_info is None for one in (*schema.arguments, *schema.returns)
-        )
-    return known
+def _found_out(func: OpOverload) -> tuple[bool, bool]:
+    """Whether an operation is one of torch's own, that makes new tensors and changes none.
+
+    And whether it may draw from the generator.
+    """
+    schema: Any = operator_schema(func)
+    parts = (*schema.arguments, *schema.returns)
+    is_remembered = func.namespace == "aten" and all(one.alias_info is None for one in parts)
+    found = _known[func] = is_remembered, torch.Tag.nondeterministic_seeded in func.tags
+    return found
 
 
 def _looks(values: Any) -> Any:

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -148,12 +148,14 @@ class Distributed:
         """Inside, the network is of its own class: it is captured, or its state is taken."""
         network: Any = self._task.network
         kind = type(network)
-        network.__class__ = kind.__mro__[2]
+        is_cast = torch.is_autocast_enabled("cpu")
+        casts = torch.autocast("cpu", enabled=False) if is_cast else nullcontext()
+        object.__setattr__(network, "__class__", kind.__mro__[2])
         try:
-            with self.calls.guard(), torch.autocast("cpu", enabled=False):
+            with self.calls.guard(), casts:
                 yield
         finally:
-            network.__class__ = kind
+            object.__setattr__(network, "__class__", kind)
 
     def call(self, arguments: Arguments) -> Any:
         """Run the network once."""

@@ -53,7 +53,8 @@ class InLoop:
         self.loop, self.owner, self.gradient, self.number = loop, owner, gradient, number
         strides = parameter.true_strides() if isinstance(parameter, StandIn) else parameter.stride()
         # Elsewhere all that the script reads shares its counter of writes, as it does here.
-        self.shape = empty_as(parameter, strides)
+        with torch.inference_mode(False):  # where writes are counted
+            self.shape = empty_as(parameter, strides)
 
 
 def enter_loop(parameter: torch.Tensor, known: InLoop) -> None:

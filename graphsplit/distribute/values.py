@@ -95,11 +95,15 @@ class LoopValue(torch.Tensor):
         made.mark = zlib.crc32(repr(number).encode()) if mark is None else mark
         return made
 
+    def version(self) -> tuple[Any, int]:
+        """A pair that changes whenever the value may have been written to, on all workers alike."""
+        # The writes of an inference tensor are not counted.
+        writes = object() if self.held.is_inference() else writes_of(self.held)
+        return writes, self.loop.num_changes
+
     def _state(self) -> Any:
-        """A mark that changes whenever the value may have been written to, on all workers alike."""
-        if self.held.is_inference():  # its writes are not counted
-            return object()
-        return writes_of(self.held), self._is_fixed or self.loop.num_changes
+        writes, num_changes = self.version()
+        return writes, self._is_fixed or num_changes
 
     _is_fixed: bool
     _known: tuple[Any, torch.Tensor] | None
@@ -111,6 +115,7 @@ class LoopValue(torch.Tensor):
         Args:
             what: The function of the script that asks.
         """
+        self.loop.learn_told()
         version = self._state()
         if self._known is None or self._known[0] != version:
             self._known = (
@@ -122,6 +127,7 @@ class LoopValue(torch.Tensor):
     @property
     def known_number(self) -> torch.Tensor | None:
         """The value where it is one number that all workers know, whatever they do next."""
+        self.loop.learn_told()
         if not self._is_fixed or self._known is None or self._known[0] != self._state():
             return None
         return self._known[1]
@@ -131,15 +137,16 @@ class LoopValue(torch.Tensor):
         """Whether it is one number that not all workers know."""
         return not self.held.dim() and self.known_number is None
 
-    def learn(self, number: torch.Tensor, *, is_fixed: bool) -> None:
+    def learn(self, number: torch.Tensor, *, is_fixed: bool, version: tuple[Any, int]) -> None:
         """Take note of the value, on all workers alike.
 
         Args:
             number: The value.
             is_fixed: Whether only operations of the script write to its memory.
+            version: What ``version`` gave when the value was this one.
         """
         self._is_fixed = is_fixed
-        self._known = self._state(), number
+        self._known = (version[0], is_fixed or version[1]), number
 
     def shared(self) -> torch.Tensor:
         """The value as an ordinary tensor, on all workers, with its history."""
@@ -273,7 +280,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     else:  # one worker may do it alone, as to print
         mark = zlib.crc32(repr((name, [value.mark for value in values], taken)).encode())
         number = mark
-    following = Following()
+    following = Following(has_values=is_here)
     try:
         with DisableTorchFunctionSubclass(), following:
             result = None
@@ -296,7 +303,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     wrap = partial(_wrapped, known, values, (number, mark), home, count())
     if find is not None:
         made: LoopValue = wrap(result)
-        made.learn(find(), is_fixed=True)
+        made.learn(find(), is_fixed=True, version=made.version())
         return made
     return wrap(result) if isinstance(result, torch.Tensor) else pytree.tree_map(wrap, result)
 

@@ -232,6 +232,23 @@ def traps(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict(), optimizer.state_dict()
 
 
+def watched(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A hook asks for the loss while backward runs, and then writes to it."""
+    net, seen = distribute(small(ranks)), []
+    for _ in range(3):
+        outputs = net(torch.randn(6, 8))
+        loss = outputs.square().mean()
+
+        def look(gradient: torch.Tensor, loss: torch.Tensor = loss) -> None:
+            seen.append(loss.item())
+            with torch.no_grad():
+                loss.mul_(gradient.abs().sum())
+
+        outputs.register_hook(look)
+        loss.backward()
+        yield list(seen), loss.item(), [p.grad for p in net.parameters()]
+
+
 LOOPS: tuple[Loop, ...] = (
     carried,
     measured,
@@ -242,4 +259,5 @@ LOOPS: tuple[Loop, ...] = (
     masked,
     moved,
     traps,
+    watched,
 )

@@ -105,6 +105,7 @@ def ask(loop: Loop, question: AskedValue) -> torch.Tensor:
 
 
 def _ask(loop: Loop, question: AskedValue) -> torch.Tensor:
+    loop.learn_told()  # it came before
     group, held, home = loop.job.asked, question.held, question.home
     with loop.job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
         meta, others = TensorMeta.of(held), group.others(home)
@@ -134,6 +135,7 @@ def exchange(loop: Loop, question: str, text: str) -> list[str]:
     Raises:
         CollectiveMismatchError: Another worker asks for something else.
     """
+    loop.learn_told()  # it came before
     group, here = loop.job.asked, Here(loop.job, loop.taken, question)
     mine = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
     found = []
@@ -161,28 +163,44 @@ def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
 
 
 def tell(loop: Loop, values: Sequence[Any]) -> None:
-    """Let all workers know these single numbers; a home sends its own as one message."""
+    """Let all workers know these single numbers; a home sends its own as one message.
+
+    Others learn them when they look at one, or when their part of backward is done: nobody who
+    has something else to do waits for them.
+    """
     group, here = loop.job.asked, Here(loop.job, loop.taken, "backward()")
+    own = [value for value in values if value.home == loop.rank]
     with DisableTorchFunctionSubclass(), torch.no_grad():
-        for home in sorted({value.home for value in values}):
-            of_home = [value for value in values if value.home == home]
-            if home == loop.rank:
-                told = [(loop.is_own_memory(v.held), v.held.clone()) for v in of_home]
-                pieces = [piece for own, number in told for piece in (torch.tensor([own]), number)]
-                with here.about(_OF_BACKWARD):
-                    group.send(here.told(), *pieces, to=group.others(home))
-            else:
-                with here.about(_OF_BACKWARD):
-                    told = _told(here, of_home, home)
-            for value, (is_fixed, number) in zip(of_home, told, strict=True):
-                value.learn(number, is_fixed=is_fixed)
+        if own:
+            told = [(loop.is_own_memory(v.held), v.held.clone()) for v in own]
+            pieces = [piece for one, number in told for piece in (torch.tensor([one]), number)]
+            with here.about(_OF_BACKWARD):
+                group.send(here.told(), *pieces, to=group.others(loop.rank))
+            for value, (is_fixed, number) in zip(own, told, strict=True):
+                value.learn(number, is_fixed=is_fixed, version=value.version())
+    checksum = loop.taken.checksum
+    of_others = {
+        home: [(value, value.version()) for value in values if value.home == home]
+        for home in sorted({value.home for value in values} - {loop.rank})
+    }
+
+    def learn() -> None:
+        with DisableTorchFunctionSubclass(), torch.no_grad(), here.about(_OF_BACKWARD):
+            for home, pairs in of_others.items():
+                told = _told(here, [value for value, _ in pairs], home, checksum)
+                for (value, version), (is_fixed, number) in zip(pairs, told, strict=True):
+                    value.learn(number, is_fixed=is_fixed, version=version)
+
+    loop.untold = learn
 
 
-def _told(here: Here, values: Sequence[Any], home: int) -> list[tuple[bool, torch.Tensor]]:
+def _told(
+    here: Here, values: Sequence[Any], home: int, mine: int
+) -> list[tuple[bool, torch.Tensor]]:
     sizes = [s for value in values for s in (1, value.held.nbytes)]
     most = MOST_TOLD_BYTES + sum(sizes)
     message = torch.cat(list(here.job.asked.receive(most, source=home, is_exact=False)))
-    told = here.read(message, home)
+    told = here.read(message, home, mine=mine)
     if len(told) != sum(sizes):
         raise FrameError(f"worker {home} told {len(told)} bytes of {len(values)} numbers")
     pieces = iter(told.split(sizes))

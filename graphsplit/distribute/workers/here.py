@@ -56,8 +56,13 @@ class Here:
         head = self.taken.checksum | len(text) << 32
         return torch.frombuffer(bytearray(head.to_bytes(_HEAD_BYTES, "little") + text), dtype=_BYTE)
 
-    def read(self, message: torch.Tensor, source: int) -> torch.Tensor:
+    def read(self, message: torch.Tensor, source: int, *, mine: int | None = None) -> torch.Tensor:
         """The rest of another worker's message, after its beginning.
+
+        Args:
+            message: The message.
+            source: Who has sent it.
+            mine: The checksum here at the place that it is from; by default the present one.
 
         Raises:
             LoaderMismatchError: It took other numbers and tensors from outside.
@@ -66,7 +71,8 @@ class Here:
         if len(message) < _HEAD_BYTES:
             raise FrameError(f"worker {source} sent {len(message)} bytes about a value")
         head = int.from_bytes(message[:_HEAD_BYTES].numpy().tobytes(), "little")
-        self.taken.compare(head & _SUM, self.job.rank, source)
+        mine = self.taken.checksum if mine is None else mine
+        self.taken.compare(head & _SUM, self.job.rank, source, mine=mine)
         return message[_HEAD_BYTES + (head >> 32) :]
 
     @contextmanager

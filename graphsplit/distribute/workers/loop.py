@@ -52,6 +52,8 @@ class Loop:
         taken: What operations of the script took from outside.
         is_calling: Whether a network runs forward: each worker does other things meanwhile.
         networks: All that were distributed, copies included, in order.
+        is_followed: Whether the backward under way runs operations of the script on shapes.
+        untold: Learns the numbers that were sent when it began.
     """
 
     def __init__(self, job: Job) -> None:
@@ -62,7 +64,8 @@ class Loop:
         self.singles: dict[str, list[torch.Tensor]] = {}
         self.num_settled = 0
         self.taken = FromOutside()
-        self.is_calling = False
+        self.is_calling = self.is_followed = False
+        self.untold: Callable[[], None] | None = None
         self.networks: list[weakref.ref[nn.Module]] = []
         self._totals: dict[int, torch.Tensor] | None = None
 
@@ -82,7 +85,13 @@ class Loop:
         try:
             yield
         finally:
-            self._totals = None
+            self._totals = self.untold = None
+
+    def learn_told(self) -> None:
+        """Learn the numbers that were sent when the backward under way began; once."""
+        learn, self.untold = self.untold, None
+        if learn is not None:
+            learn()
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -160,6 +169,7 @@ class Loop:
     @contextmanager
     def _moving(self) -> Iterator[WorkerGroup]:
         """Inside, an operation of the script moves a value; all workers come to it together."""
+        self.learn_told()  # it came before
         here, calls = Here(self.job, self.taken, _MOVING), self.job.member.position.calls
         with (
             self.job.reporting(),

@@ -9,6 +9,7 @@ which goes with messages that are sent anyway.
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ class FromOutside:
     def __init__(self) -> None:
         self.count = 0
         self.checksum = 0
-        self._latest: list[tuple[str, list[Any]]] = []
+        self._latest: deque[tuple[str, list[Any]]] = deque(maxlen=_MOST_NAMED)
 
     def note(self, name: str, operands: Iterable[Any], marks: Iterable[int] = ()) -> None:
         """Take note of an operation's operands; values of the loop are not among them.
@@ -45,20 +46,14 @@ class FromOutside:
         """
         found: list[Any] = []
         self.count += 1
-        checksum = zlib.crc32(name.encode(), self.checksum)
-        for mark in marks:
-            checksum = zlib.crc32(b"%d" % mark, checksum)
         for operand in operands:
             if isinstance(operand, torch.Tensor):
                 if operand.device.type == "cpu" and operand.layout is torch.strided:
-                    checksum = zlib.crc32(_sample(operand), checksum)
+                    self.checksum = zlib.crc32(_sample(operand), self.checksum)
                     found.append(operand.shape)
             elif isinstance(operand, _NUMBERS):
-                checksum = zlib.crc32(repr(operand).encode(), checksum)
                 found.append(operand)
-        self.checksum = checksum
-        if len(self._latest) >= _MOST_NAMED:
-            del self._latest[0]
+        self.checksum = zlib.crc32(repr((name, found, [*marks])).encode(), self.checksum)
         self._latest.append((name, found))
 
     def next(self) -> int:
@@ -66,18 +61,19 @@ class FromOutside:
         self.count += 1
         return self.count
 
-    def compare(self, told: int, rank: int, other: int) -> None:
+    def compare(self, told: int, rank: int, other: int, *, mine: int) -> None:
         """Compare it with that of another worker.
 
         Args:
             told: That of the other one.
             rank: This worker.
             other: That worker.
+            mine: That of this one, at the same place of the script.
 
         Raises:
             LoaderMismatchError: They differ.
         """
-        if told == self.checksum:
+        if told == mine:
             self._latest.clear()
             return
         raise LoaderMismatchError(
@@ -100,9 +96,10 @@ class FromOutside:
 
 def _sample(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor; of a large one those of evenly spaced elements."""
-    with DisableTorchFunctionSubclass(), torch.no_grad():
+    with DisableTorchFunctionSubclass():
+        tensor = tensor.detach()
         if tensor.numel() > _MOST_ELEMENTS:
             each = max(1, round(_MOST_ELEMENTS ** (1 / tensor.dim())))
             tensor = tensor[tuple(slice(None, None, max(1, s // each)) for s in tensor.shape)]
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        plain = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
         return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
