@@ -64,6 +64,7 @@ CALLS: dict[Patch, Callable[[], Any]] = {
     (torch.Tensor, "corrcoef"): lambda: torch.ones(2, 2).corrcoef(),
     patches.ENTER_INFERENCE: _inside(torch.inference_mode(False)),
     patches.LEAVE_INFERENCE: _inside(torch.inference_mode(False)),
+    patches.READ_LOADER: lambda: iter(torch.utils.data.DataLoader(range(2))),
     patches.FORMAT: lambda: f"{torch.ones(())}",
     patches.ANNOTATE: _annotated,
 }
