@@ -56,7 +56,8 @@ def test_a_call_that_one_worker_makes_ends_the_job_at_once(what: str):
     assert job.status == 1
     mine = rf"worker 1 is in {call}\(\)( of .* from worker \d)? at {LINE} {function}"
     assert_told(job, mine, workers)
-    others = "worker 0 is" if workers == 2 else "workers 0, 2 are"
+    # Two calls that cannot meet are proof enough: a third worker may not have made its first one.
+    others = "worker 0 is" if workers == 2 else "(workers 0, 2 are|worker 0 is)"
     assert_told(job, rf"{others} in {other}\(\) at {LINE} (main|own_loop)", workers)
     fix = "ask for the value" if call.startswith("a value") else f"call {call}()"
     assert f"{fix} on every worker" in job.output
