@@ -165,8 +165,7 @@ def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
 def tell(loop: Loop, values: Sequence[Any]) -> None:
     """Let all workers know these single numbers; a home sends its own as one message.
 
-    Others learn them when they look at one, or when their part of backward is done: nobody who
-    has something else to do waits for them.
+    Others learn them by ``Loop.learn_told``.
     """
     group, here = loop.job.asked, Here(loop.job, loop.taken, "backward()")
     own = [value for value in values if value.home == loop.rank]
