@@ -130,7 +130,7 @@ class Feed:
         self._next: Division | None = None  # drawn, but not yet announced
         self._next_checksum: int | None = None
         self._first: Signature | None = None  # of the batch announced last
-        self._left = LeftByLoader(planner, mode)
+        self._left = LeftByLoader(planner, mode, loader)
 
     def __iter__(self) -> Iterator[FeedItem]:
         if self._job.num_workers == 1:

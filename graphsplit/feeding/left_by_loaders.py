@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import Mode
@@ -16,7 +17,7 @@ from graphsplit.planning.compared.announced import NOTHING_READ, PythonStep
 from graphsplit.planning.compared.writes import written_apart
 from graphsplit.planning.planner import Planner
 
-_ATTRIBUTES = "attributes of the network"
+_PLAIN = "plain values"
 
 
 class LeftByLoader:
@@ -25,12 +26,14 @@ class LeftByLoader:
     Args:
         planner: Knows what steps read.
         mode: Train or eval.
+        loader: The loader.
     """
 
-    def __init__(self, planner: Planner, mode: Mode) -> None:
+    def __init__(self, planner: Planner, mode: Mode, loader: Any) -> None:
         self._planner = planner
         self._mode = mode
-        self._before = _attributes_of(planner)
+        self._loader = loader
+        self._before = planner.plain_values(loader)
 
     def told(self, signature: Signature | None) -> PythonStep:
         """The leader's message.
@@ -40,10 +43,8 @@ class LeftByLoader:
         """
         if signature is None:
             return NOTHING_READ
-        left, now = self._planner.python_left(self._mode, signature), _attributes_of(self._planner)
-        if now == self._before:
-            return left
-        return replace(left, changed=(*left.changed, (_ATTRIBUTES, now)))
+        left, changed = self._planner.python_left(self._mode, signature), self._changed()
+        return replace(left, changed=(*left.changed, (_PLAIN, changed))) if changed else left
 
     def was_missed(
         self, told: PythonStep, signature: Signature | None, ranks: tuple[int, int]
@@ -58,22 +59,23 @@ class LeftByLoader:
         if signature is None or told == NOTHING_READ:
             return False
         mine = self._planner.python_left(self._mode, signature)
-        changed = tuple(one for one in told.changed if one[0] != _ATTRIBUTES)
+        changed = tuple(one for one in told.changed if one[0] != _PLAIN)
         return (
             not mine.agrees_with(told)
             or mine.changed != changed
             or bool(written_apart(mine, told, ranks, self._planner.known_owners))
-            or (self._planner.attributes_agree and self._has_other(told))
+            or (self._planner.plain_values_agree and self._has_other(told))
         )
 
     def note_read(self, told: PythonStep) -> None:
-        """Note that the loader was read here: attributes that differ still do so by right."""
-        self._planner.attributes_agree = not self._has_other(told)
+        """Note that the loader was read here: values that differ still do so by right."""
+        self._planner.plain_values_agree = not self._has_other(told)
 
     def _has_other(self, told: PythonStep) -> bool:
-        attributes = dict(told.changed).get(_ATTRIBUTES)
-        return attributes not in (None, _attributes_of(self._planner))
+        theirs = dict(told.changed).get(_PLAIN)
+        return theirs is not None and theirs != self._changed()
 
-
-def _attributes_of(planner: Planner) -> str:
-    return hashlib.sha256(planner.attributes().encode(errors="replace")).hexdigest()
+    def _changed(self) -> str:
+        """A digest of the values that are others than before the epoch; empty if none is."""
+        new = sorted(self._planner.plain_values(self._loader) - self._before)
+        return hashlib.sha256("\n".join(new).encode(errors="replace")).hexdigest() if new else ""

@@ -12,7 +12,7 @@ import torch
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.state.attributes import plain_attributes
+from graphsplit.capture.reach.plain import plain_values
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
@@ -82,7 +82,7 @@ class Planner:
         self._numbers: dict[tuple[int, StepPart], int] = {}
         self.parameters = tuple(task.network.parameters())
         self.trainable = trainable_of(task)
-        self.attributes_agree = True  # those of the network, once all have read one loader
+        self.plain_values_agree = True  # on all workers, once all have read one loader
         self._is_settled = False  # whether the updater knows where its parameters live
         self.updater = Updater(task.update_rules, self.parameters)
         self._progress = PlanningLines(job.rank, task)
@@ -177,9 +177,9 @@ class Planner:
             return PythonStep.of(self.recordings.changed(mode, signature), (), written=written)
         return PythonStep(latest.number + 1, tuple(map(float, latest.lifted())), written=written)
 
-    def attributes(self) -> str:
-        """The plain attributes of the network, as text."""
-        return plain_attributes(self._task.network)
+    def plain_values(self, loader: Any) -> frozenset[str]:
+        """The plain values that network or loss may read and a loader may change, with names."""
+        return plain_values((self._task.loss_fn, self._task.network), (loader,))
 
     def check_python_step(
         self,

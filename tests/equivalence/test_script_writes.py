@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from graphsplit.planning.task import Task
 from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import SimulatedCluster
+from graphsplit.train.metrics import Metric
 
 Change = Callable[[int, Any, Any], Any]
 
@@ -315,12 +317,38 @@ class Thrice(nn.Module):
         return made
 
 
+class LastLoss(Metric):
+    needs_loss = True
+
+    def reset(self) -> None:
+        self.last = 0.0
+
+    def update(self, *, outputs: Any, target: Any, loss: Any, num_samples: int) -> None:
+        self.last = float(loss)
+
+    def compute(self) -> float:
+        return self.last
+
+
+class Weighted:
+    """A loss whose attributes only evaluation reads."""
+
+    def __init__(self) -> None:
+        self.weight, self.settings = 1.0, SimpleNamespace(power=[1])
+
+    def __call__(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = rows_against_target(outputs, target)
+        if not torch.is_grad_enabled():
+            made = self.weight * made ** self.settings.power[0]
+        return made
+
+
 class Counting(Writing):
     """A loader that counts its epochs, and writes before, at, or after its batches."""
 
-    def __init__(self, net: Any, write: Change, when: str) -> None:
+    def __init__(self, net: Any, loss_fn: Any, write: Change, when: str) -> None:
         super().__init__(net, write)
-        self.when, self.num_read = when, 0
+        self.loss_fn, self.when, self.num_read = loss_fn, when, 0
 
     def __iter__(self) -> Iterator[Any]:
         self._call("before", self.num_read)
@@ -332,7 +360,7 @@ class Counting(Writing):
 
     def _call(self, when: str, count: int) -> None:
         if when == self.when:
-            self.write(count, self.net, None)
+            self.write(count, self.net, self.loss_fn)
 
 
 def _by_turns(count: int, net: Any, loss_fn: Any) -> None:
@@ -353,38 +381,59 @@ LEFT: dict[str, tuple[Change, str]] = {
     "an attribute after": (lambda n, net, loss: setattr(net, "gain", 1 / (n + 2)), "after"),
     "of evaluation": (lambda n, net, loss: setattr(net, "gain_of_eval", 1 / (n + 2)), "at"),
     "of evaluation, after": (lambda n, net, loss: setattr(net, "gain_of_eval", n + 2.0), "after"),
+    "of the loss": (lambda n, net, loss: setattr(loss, "weight", 1 / (n + 2)), "at"),
+    "of the loss, after": (lambda n, net, loss: setattr(loss, "weight", 1 / (n + 2)), "after"),
+    "within the loss": (lambda n, net, loss: loss.settings.power.__setitem__(0, n % 3), "at"),
 }
 
 
+@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("name", LEFT)
-def test_what_a_loader_leaves_is_known_to_those_that_have_not_read_it(name: str) -> None:
+def test_what_a_loader_leaves_is_known_to_those_that_have_not_read_it(
+    name: str, is_known: bool
+) -> None:
+    """Evaluation may be recorded before the loader is read, or after it."""
     change, when = LEFT[name]
     torch.manual_seed(0)
-    net: Any = Thrice()
-    optimizer, loader = torch.optim.SGD(net.parameters(), lr=0.05), Counting(net, change, when)
-    example, expected = batches_of(8, 3)[0][0], []
+    net, loss_fn = Thrice(), Weighted()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = Counting(net, loss_fn, change, when)
+    example = batches_of(8, 3)[0]
+
+    def evaluated() -> list[Any]:
+        with torch.no_grad():
+            outputs = net.eval()(example[0])
+            return [float(loss_fn(outputs, example[1])), outputs]
+
+    expected: list[Any] = evaluated() if is_known else []
     for _ in range(3):
         net.train()
         for x, y in loader:
             optimizer.zero_grad()
-            loss = rows_against_target(net(x), y)
+            loss = loss_fn(net(x), y)
             loss.backward()
             optimizer.step()
             expected.append(loss.detach())
-        with torch.no_grad():
-            expected.append(net.eval()(example))
+        expected += evaluated()
 
     def make() -> Task:
         net: Any = Thrice()
         for module, rank in ((net.first, 0), (net.second, 1), (net.third, 0)):
             module.place("MS_WORKER", rank)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        return Task(net, rows_against_target, optimizer, unplaced="affinity", with_loss=True)
+        return Task(net, Weighted(), optimizer, unplaced="affinity", with_loss=True)
 
-    def run(worker: Any) -> list[torch.Tensor]:
-        loader, found = Counting(worker.task.network, change, when), []
+    def run(worker: Any) -> list[Any]:
+        task, engine, metric = worker.task, worker.engine, LastLoss()
+        loader = Counting(task.network, task.loss_fn, change, when)
+
+        def evaluated() -> list[Any]:
+            loss = engine.eval_epoch([example], {"last": metric})["last"]
+            return [loss, engine.predict(((example[0],), {}))]
+
+        found = evaluated() if is_known else []
         for _ in range(3):
-            found += [*worker.engine.train_epoch(loader), worker.engine.predict(((example,), {}))]
+            found += [*engine.train_epoch(loader), *evaluated()]
         return found
 
     torch.manual_seed(0)

@@ -226,7 +226,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         trainable=(),
         plan_for=lambda *a, **k: planned,
         writes=Writes(dict, ComparedWrites()),
-        attributes=str,
+        plain_values=lambda loader: frozenset(),
         keep_at_least=lambda number: None,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,

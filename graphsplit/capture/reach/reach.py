@@ -93,10 +93,10 @@ def holders(roots: Iterable[Any], apart: Iterable[Any] = ()) -> tuple[list[Holde
     Returns:
         What holds state; and the code found on the way that runs only in backward, not followed.
     """
-    return _Walk(apart).run(roots)
+    return Walk(apart).run(roots)
 
 
-class _Walk:
+class Walk:
     """Goes from value to value."""
 
     def __init__(self, apart: Iterable[Any]) -> None:
@@ -104,9 +104,10 @@ class _Walk:
         self._in_backward: list[Any] = []
         # Holds what it names, so that no other gets its number.
         self._seen: dict[int, Any] = {id(value): value for value in apart}
-        self._waiting: list[tuple[Any, str]] = []
+        self._waiting: collections.deque[tuple[Any, str]] = collections.deque()
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
+        """All that holds state from the roots on, and code that runs only in backward."""
         for root in roots:
             self._push(root, getattr(root, "__qualname__", type(root).__name__))
         while self._waiting:
@@ -279,7 +280,7 @@ class _Walk:
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             self._hold_value(value, name, lambda: bits.state, lambda s: setattr(bits, "state", s))
-        elif isinstance(value, _ITERATORS) or type(value).__module__ == "itertools":
+        elif is_iterator(value):
             self._hold(value, name, lambda: _position_of(value), lambda s: _refuse_used(name))
         else:
             return False
@@ -434,6 +435,11 @@ def _refill(value: Any, noted: Any) -> None:
     """Give a deque, a set or a dictionary its contents back."""
     value.clear()
     (value.extend if isinstance(value, collections.deque) else value.update)(noted)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether this is an iterator of Python's own, or a generator."""
+    return isinstance(value, _ITERATORS) or type(value).__module__ == "itertools"
 
 
 def _position_of(iterator: Any) -> Any:
