@@ -31,6 +31,28 @@ def peer_host(peer: str) -> str:
     return host.removeprefix("[").removesuffix("]").partition("%")[0]
 
 
+def read_peer(peer: str) -> tuple[Address, int] | None:
+    """Address and port of gRPC's name of a peer; None if it has none."""
+    address, port = read_address(peer_host(peer)), peer.rpartition(":")[2]
+    return (address, int(port)) if address is not None and port.isdecimal() else None
+
+
+def machine_of(peer: str) -> str:
+    """The machine that gRPC's name of a peer stands for: ``ipv4:10.0.0.7:50012`` is ``10.0.0.7``.
+
+    Of IPv6 only the network counts: one machine has as many addresses there as it likes.
+    """
+    address = read_address(peer_host(peer))
+    return peer[:64] if address is None else machine(address)
+
+
+def machine(address: Address) -> str:
+    """The machine of an address: see ``machine_of``."""
+    if address.version == 4:
+        return str(address)
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
 def is_of_this_machine(address: Address) -> bool:
     """Whether an address is one of this machine's, loopback included. Nothing is sent."""
     if address.is_unspecified or address.is_multicast:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphsplit.cluster.scheduler.limiter import AdmissionLimiter, address_of
+from graphsplit.cluster.scheduler.limiter import AdmissionLimiter
+from graphsplit.security.addresses import machine_of
 
 
 def test_all_workers_may_come_at_once_from_one_machine() -> None:
@@ -81,4 +82,4 @@ def test_the_log_says_how_many_lines_it_left_out() -> None:
     ],
 )
 def test_a_peer_counts_as_its_machine(peer: str, address: str) -> None:
-    assert address_of(peer) == address
+    assert machine_of(peer) == address

@@ -60,6 +60,9 @@ def test_a_scheduler_that_has_spoken_must_go_on_speaking() -> None:
         assert line.silent_for() is None
         now[0] = 103.0
         assert (line.deadline_s, line.silent_for()) == (103.0, 3.0)
+        now[0] = 120.0
+        assert line.silent_for() is None, "this process was frozen itself"
+        assert (line.hear(), line.deadline_s) == ([], 123.0)
     with line.opened():
         assert line.deadline_s is None, "another life"
     line.close()

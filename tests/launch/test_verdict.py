@@ -46,6 +46,16 @@ def test_the_status_is_that_of_the_process_with_the_root_cause() -> None:
     )
 
 
+def test_a_scheduler_that_was_lost_is_named_though_its_echo_was_heard_first() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"})
+    ending.exited("worker 1", returncode=1, now_s=0.0)
+    how = "was lost with its host a: its SSH connection has ended"
+    for name in ("worker 0", "scheduler"):
+        ending.exited(name, returncode=-1, now_s=0.1, how=how, has_place=False)
+    found = verdict(ending, {"worker 1": EndReport("the connection to the scheduler is lost")})
+    assert (found.line, found.rank) == (f"graphsplit: scheduler {how}; exit status 129", -1)
+
+
 def test_a_process_that_fails_before_there_is_a_job_speaks_for_itself() -> None:
     own = EndReport("ConfigurationError: 2 environment variables are missing or malformed")
     found = verdict(ended(("worker 0", 1), ("scheduler", 143)), {"worker 0": own})

@@ -177,12 +177,11 @@ def test_one_that_is_interrupted_while_it_starts_leaves_nothing_behind(
     assert_nothing_is_left(tmp_path)
 
 
-def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
-    hosts: Cluster, tmp_path: Path
-) -> None:
+def recovered(hosts: Cluster, folder: Path, **variables: str) -> str:
+    """The output of a job whose worker 1 is killed on host b, and which ends with the same bits."""
     command = [sys.executable, str(RECOVERING)]
     plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    marks = tmp_path / "marks"
+    marks = folder / "marks"
     marks.mkdir()
     with running(
         hosts,
@@ -192,17 +191,24 @@ def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
         "1",
         script=RECOVERING,
         arguments=("--die", "1:BACKWARD:5", "--marks", str(marks)),
-        GS_RECOVERY="wait_rejoin",
         GS_SNAPSHOT_EVERY="2",
+        **variables,
     ) as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
-    again = "worker 1 was killed by SIGKILL on host b; starting it again (0 restarts left)"
-    assert again in output
     for rank in range(3):
         said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
         assert [line for line in said if line in plain][-len(plain) :] == plain
-    assert_nothing_is_left(tmp_path)
+    assert_nothing_is_left(folder)
+    return output
+
+
+def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    output = recovered(hosts, tmp_path, GS_RECOVERY="wait_rejoin")
+    again = "worker 1 was killed by SIGKILL on host b; starting it again (0 restarts left)"
+    assert again in output
 
 
 def test_a_frozen_worker_is_ended_and_named(hosts: Cluster, tmp_path: Path) -> None:
@@ -219,31 +225,15 @@ def test_a_frozen_worker_is_ended_and_named(hosts: Cluster, tmp_path: Path) -> N
 def test_a_job_that_asks_for_another_try_gets_it_on_the_same_hosts(
     hosts: Cluster, tmp_path: Path
 ) -> None:
-    command = [sys.executable, str(RECOVERING)]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    with running(
+    output = recovered(
         hosts,
-        "-H",
-        "a:1,b:2",
-        "--restarts",
-        "1",
-        script=RECOVERING,
-        arguments=("--die", "1:BACKWARD:5", "--marks", str(marks)),
+        tmp_path,
         GS_RECOVERY="restart",
-        GS_SNAPSHOT_EVERY="2",
         GS_SNAPSHOT_DISK_EVERY="2",
         MS_RECOVERY_PATH=str(tmp_path / "kept"),
-    ) as job:
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
+    )
     assert "worker 1 was killed by SIGKILL on host b" in output
     assert "starting the job again; 0 more tries after this" in output
-    for rank in range(3):
-        said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
-        assert [line for line in said if line in plain][-len(plain) :] == plain
-    assert_nothing_is_left(tmp_path)
 
 
 def test_hosts_end_all_when_the_launcher_is_frozen(hosts: Cluster, tmp_path: Path) -> None:

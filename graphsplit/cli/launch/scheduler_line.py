@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 from graphsplit.launcher_line import Beat, Line, Note
 
+_FROZEN_S = 1.0
+
 
 class SchedulerLine:
     """One line at a time: each life of the scheduler gets its own.
@@ -54,8 +56,15 @@ class SchedulerLine:
         return [note for note in notes if not isinstance(note, Beat)]
 
     def silent_for(self) -> float | None:
-        """For how many seconds the scheduler has been silent, once that is too long."""
-        if self._deadline_s is None or self._clock() < self._deadline_s:
+        """For how many seconds the scheduler has been silent, once that is too long.
+
+        Whoever asks long after the deadline was frozen: what came meanwhile may be on its way.
+        """
+        now_s = self._clock()
+        if self._deadline_s is None or now_s < self._deadline_s:
+            return None
+        if now_s > self._deadline_s + _FROZEN_S:
+            self._deadline_s = now_s + self._within_s
             return None
         return self._within_s
 

@@ -44,10 +44,14 @@ def verdict(ending: JobEnding, reports: Mapping[str, EndReport]) -> JobVerdict:
     report = reports.get(SCHEDULER) or reports.get(ending.first_failed)
     if report is None:
         return JobVerdict(ending.status, ending.reason, first)
-    blamed = f"worker {report.rank}"
-    returncode = ending.returncodes.get(blamed, 0)
+    returncode = ending.returncodes.get(f"worker {report.rank}", 0)
+    if report.rank < 0 and ending.returncodes.get(SCHEDULER, 0) < 0:
+        # Who was heard first may be one that only lost the scheduler.
+        status = exit_status(ending.returncodes[SCHEDULER])
+        return JobVerdict(status, f"{SCHEDULER} {ending.hows[SCHEDULER]}")
     status = exit_status(returncode) if returncode else ending.status
     # The launcher knows better how its own child ended than those who only lost it.
+    blamed = f"worker {report.rank}"
     what = f"{blamed} {ending.hows[blamed]}" if returncode < 0 else report.headline
     reason = "; ".join(filter(None, (what, report.where)))
     return JobVerdict(status, reason, first if report.rank < 0 else report.rank)

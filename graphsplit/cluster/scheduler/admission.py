@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from graphsplit.cluster.scheduler.limiter import AdmissionLimiter, address_of
+from graphsplit.cluster.scheduler.limiter import AdmissionLimiter
 from graphsplit.cluster.status.job_status import StatusRequest
 from graphsplit.cluster.wire.codec import encode_fence, encode_scheduler, open_worker
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
@@ -35,7 +35,7 @@ from graphsplit.cluster.wire.rpc import PURPOSE
 from graphsplit.encoding import records
 from graphsplit.encoding.fields import MessageError
 from graphsplit.logs import LogLine
-from graphsplit.security.addresses import why_not_dialed
+from graphsplit.security.addresses import machine_of, why_not_dialed
 from graphsplit.security.grpc_ports import caller_of
 from graphsplit.security.handshake import Listener
 from graphsplit.security.names import DOMAIN, CertifiedName, why_not_worker
@@ -56,6 +56,7 @@ class Admission:
         num_workers: How many workers the job has.
         protection: The token and certificate that a stranger must show.
         log: Takes lines for the person who watches.
+        prove: Told of each peer that has proved itself, as gRPC names it.
         clock: Seconds; does not run backwards.
 
     Attributes:
@@ -68,11 +69,13 @@ class Admission:
         num_workers: int,
         protection: Protection,
         log: LogLine,
+        prove: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._protection = protection
         self._log = log
+        self._prove = prove
         self._clock = clock
         self.limiter = AdmissionLimiter(num_workers, clock())
         self.num_refused = 0
@@ -104,7 +107,7 @@ class Admission:
         """The result of an examination; or None, and a reason if there is somebody to tell."""
         import grpc
 
-        address = address_of(context.peer())
+        address = machine_of(context.peer())
         come_back = self.limiter.enter(address, self._clock())
         if come_back is not None:
             examination.close()
@@ -114,6 +117,7 @@ class Admission:
         reason = ""
         try:
             shown = await asyncio.wait_for(examination, REGISTER_TIMEOUT_S)
+            self._prove(context.peer())
         except NotAdmitted as error:
             reason = str(error)
         except StopAsyncIteration:
@@ -178,6 +182,7 @@ class Admission:
         await context.send_initial_metadata(listener.metadata())
         if not listener.accepts(await _next(requests)):
             raise NotAdmitted(f"it does not know the job's token\n{_SAME_TOKEN}")
+        self._prove(context.peer())  # what follows may be large
 
 
 async def _next(requests: AsyncIterator[bytes]) -> bytes:

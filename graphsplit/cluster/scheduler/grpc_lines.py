@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from graphsplit.cluster.scheduler.limiter import LineLimiter
+from graphsplit.security.rates import LineLimiter
 
 _STDERR = 2
 _CHUNK_BYTES = 64 << 10

@@ -6,64 +6,13 @@ in this file slows down a job that runs.
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
 
-from graphsplit.security.addresses import peer_host, read_address
+from graphsplit.security.rates import LineLimiter, TokenBucket
 
 # Mistakes and restarts of honest workers stay far below these; guessing a token does not.
 _FAILURES, _FAILURES_PER_S = 32.0, 4.0
-_LOG_LINES, _LOG_LINES_PER_S = 20.0, 0.5
 _MAX_ADDRESSES = 1024
-
-
-@dataclass
-class TokenBucket:
-    """A limit on events that may come in bursts, and over long times at a rate."""
-
-    capacity: float
-    per_s: float
-    left: float
-    since: float
-
-    @classmethod
-    def full(cls, capacity: float, per_s: float, now: float) -> TokenBucket:
-        """A full bucket."""
-        return cls(capacity, per_s, capacity, now)
-
-    def refill(self, now: float) -> float:
-        """Add the tokens of the time since the last call, and return how many there are."""
-        self.left = min(self.capacity, self.left + (now - self.since) * self.per_s)
-        self.since = now
-        return self.left
-
-    def take(self, now: float) -> bool:
-        """Take a token; False if none is left."""
-        if self.refill(now) < 1:
-            return False
-        self.left -= 1
-        return True
-
-
-class LineLimiter:
-    """Decides which lines are printed where strangers cause them, and counts the others.
-
-    Args:
-        now: Seconds of any clock that does not run backwards.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._bucket = TokenBucket.full(_LOG_LINES, _LOG_LINES_PER_S, now)
-        self._num_unlogged = 0
-
-    def logged(self, line: str, now: float) -> str | None:
-        """The line to print, or None if there are too many of them."""
-        if not self._bucket.take(now):
-            self._num_unlogged += 1
-            return None
-        unlogged, self._num_unlogged = self._num_unlogged, 0
-        return f"{line} (and {unlogged} more before it)" if unlogged else line
 
 
 class AdmissionLimiter:
@@ -122,16 +71,3 @@ class AdmissionLimiter:
         self._failures[address] = failures
         if len(self._failures) > _MAX_ADDRESSES:
             self._failures.popitem(last=False)
-
-
-def address_of(peer: str) -> str:
-    """The machine that gRPC's name of a peer stands for: ``ipv4:10.0.0.7:50012`` is ``10.0.0.7``.
-
-    Of IPv6 only the network counts: one machine has as many addresses there as it likes.
-    """
-    address = read_address(peer_host(peer))
-    if address is None:
-        return peer[:64]
-    if address.version == 4:
-        return str(address)
-    return str(ipaddress.ip_network((address, 64), strict=False))

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from graphsplit.cluster.scheduler.grpc_lines import limited_grpc_lines
@@ -32,6 +33,7 @@ from graphsplit.cluster.wire.rpc import (
 from graphsplit.errors import ConfigurationError
 from graphsplit.logs import LogLine, configure, say, teller
 from graphsplit.metrics_port import Gauge, serve_metrics
+from graphsplit.security.connections import ConnectionWatch
 from graphsplit.security.grpc_ports import add_port
 from graphsplit.security.names import SCHEDULER
 from graphsplit.security.protection import Protection, load_protection, require_protection
@@ -82,18 +84,20 @@ async def _serve(
     protection = load_protection(settings.security, role=SCHEDULER)
     require_protection(settings.scheduler_host, protection, what="the scheduler")
     launcher = Launcher.of_process(log, settings.silence_s)
-    sessions = Sessions(settings, protection, log, launcher)
     server = grpc.aio.server(
         options=server_options(num_workers=settings.num_workers, silence_s=settings.silence_s),
         maximum_concurrent_rpcs=max_connections(settings.num_workers),
     )
+    port = _bind(server, settings, protection)
+    tell = partial(log, event="refused", level="warning")
+    connections = ConnectionWatch(port, settings.num_workers, tell)
+    sessions = Sessions(settings, protection, log, launcher, connections.prove)
     # Without serializers gRPC hands over bytes, and the codec decides what is a message.
     handlers = {
         METHOD: grpc.stream_stream_rpc_method_handler(sessions.session),
         STATUS_METHOD: grpc.stream_stream_rpc_method_handler(sessions.tell_status),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    port = _bind(server, settings, protection)
     await server.start()
     address = format_address(settings.scheduler_host, port)
     log(
@@ -114,6 +118,7 @@ async def _serve(
             return await sessions.done
     finally:
         ticker.cancel()
+        connections.close()
         await server.stop(_STOP_GRACE_S)
         launcher.take_leave()
 

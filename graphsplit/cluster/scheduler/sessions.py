@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,23 @@ def _first_state(rules: JobRules, journal: Journal | None, log: LogLine) -> Sche
 class Sessions:
     """All streams of one scheduler. Everything runs on one event loop, so nothing is locked.
 
+    ``prove`` is told of each peer that has proved itself, as gRPC names it.
+
     Attributes:
         done: The exit status, once the job has ended.
     """
 
     def __init__(
-        self, settings: ClusterSettings, protection: Protection, log: LogLine, launcher: Launcher
+        self,
+        settings: ClusterSettings,
+        protection: Protection,
+        log: LogLine,
+        launcher: Launcher,
+        prove: Callable[[str], None] = lambda peer: None,
     ) -> None:
         self._log = log
         self._launcher = launcher
-        self._admission = Admission(settings.num_workers, protection, log)
+        self._admission = Admission(settings.num_workers, protection, log, prove)
         self._outboxes = Outboxes()
         self._num_nodes = 0
         self._decides_at: float | None = None

@@ -54,7 +54,7 @@ def channel_options(*, silence_s: float) -> Options:
 
 def max_connections(num_workers: int) -> int:
     """How many streams may be open at once: all workers, and room to refuse others politely."""
-    return 4 * num_workers + 16
+    return 4 * num_workers + 32
 
 
 def own_host() -> str:

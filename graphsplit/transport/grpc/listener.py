@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from graphsplit.errors import ConfigurationError
+from graphsplit.logs import say
+from graphsplit.security.connections import ConnectionWatch
 from graphsplit.security.grpc_ports import add_port, keepalive, server_limits
 from graphsplit.security.protection import UNPROTECTED, Protection, require_protection
 from graphsplit.settings import MAX_WORKERS, NODE_TIMEOUT_S
@@ -104,9 +107,11 @@ class GrpcListener:
         self.silence_s = silence_s
         host = f"[{bind_host}]" if ":" in bind_host else bind_host
         self._is_serving = False
+        self._connections: ConnectionWatch | None = None
         max_streams = 2 * num_workers + 16
+        # Strangers have as many places beside those of members: see ConnectionWatch.
         options = [
-            *server_limits(max_connections=max_streams, max_metadata_bytes=_MAX_METADATA_BYTES),
+            *server_limits(max_connections=2 * max_streams, max_metadata_bytes=_MAX_METADATA_BYTES),
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             *keepalive(silence_s, patience=_PATIENCE),
         ]
@@ -122,12 +127,20 @@ class GrpcListener:
                 f"  Fix: MS_WORKER_IP must be an address of this machine"
             )
         self.address = f"{host}:{port}"
+        self._connections = ConnectionWatch(
+            port, num_workers, partial(say, event="refused", level="warning")
+        )
 
     def serve(self, accept: Callable[[], Serving], answer: Answer) -> None:
         """Start to take streams; each is given to what ``accept`` makes for it, or answered."""
         self._server.add_generic_rpc_handlers((_EachStream(accept, answer),))
         self._server.start()
         self._is_serving = True
+
+    def prove(self, context: Any) -> None:
+        """The peer of this call has proved that it is a member of the job."""
+        assert self._connections is not None
+        self._connections.prove(context.peer())
 
     def close(self) -> None:
         """Close the port; streams that do not end by themselves are broken after a moment."""
@@ -136,3 +149,5 @@ class GrpcListener:
             self._server.start()
         self._is_serving = True
         self._server.stop(grace=GRACE_S).wait()
+        if self._connections is not None:
+            self._connections.close()

@@ -226,6 +226,7 @@ class GrpcTransport(Transport):
         if values is None:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, "no stream of yours")
         assert values is not None
+        self._listener.prove(context)
         return values
 
     def _is_ours(self, hello: Hello, context: Any) -> bool:
@@ -291,6 +292,7 @@ class GrpcTransport(Transport):
                 reason = f"worker {source} is connected already"
                 return grpc.StatusCode.ALREADY_EXISTS, reason
             stream.inbound = inbound
+            self._listener.prove(context)
             return None
 
         def read() -> None:

@@ -1,0 +1,77 @@
+"""A scheduler that strangers without the job's token flood, from the machine of its workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphsplit.cluster.member.member import Member, NodeIdentity
+from graphsplit.cluster.status.client import fetch_status
+from graphsplit.failure import AbortSignal
+from graphsplit.launchers.ports import find_free_port
+from graphsplit.security.names import WORKER
+from graphsplit.security.protection import load_protection
+from graphsplit.settings import ClusterSettings
+
+pytestmark = pytest.mark.real_processes
+FLOOD_S = 5.0
+DEADLINE_S = 60.0
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_kib(pid: int) -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_a_flood_costs_little_and_members_come_in_and_finish(tmp_path: Path) -> None:
+    port = find_free_port("127.0.0.1")
+    environ = {
+        **os.environ,
+        "MS_ROLE": "MS_SCHED",
+        "MS_WORKER_NUM": "1",
+        "MS_SCHED_PORT": str(port),
+        "GS_JOB_TOKEN": "a token that strangers do not know",
+    }
+    settings = ClusterSettings.from_environ(environ)
+    assert settings is not None
+    command = [sys.executable, "-m", "graphsplit.cluster.scheduler"]
+    log = tmp_path / "log"
+    with log.open("wb") as file, subprocess.Popen(command, env=environ, stdout=file) as scheduler:
+        end_s = time.monotonic() + DEADLINE_S
+        while b"listening" not in log.read_bytes():
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        cpu_before_s, peak_before_kib = cpu_s(scheduler.pid), peak_kib(scheduler.pid)
+        flooder = [sys.executable, str(Path(__file__).with_name("flooder.py"))]
+        with subprocess.Popen([*flooder, str(port), str(FLOOD_S)]) as flood:
+            time.sleep(1.0)
+            own = load_protection(settings.security, role=WORKER)
+            assert fetch_status("127.0.0.1", port, own, timeout_s=DEADLINE_S).num_workers == 1
+            member = Member.join(
+                replace(settings, role="MS_WORKER"),
+                endpoints={},
+                identity=NodeIdentity(),
+                abort=AbortSignal(),
+                log=lambda line: None,
+            )
+            flood.wait(DEADLINE_S)
+        assert cpu_s(scheduler.pid) - cpu_before_s < FLOOD_S / 2
+        assert peak_kib(scheduler.pid) - peak_before_kib < 16 << 10
+        member.finish()
+        member.close()
+        assert scheduler.wait(DEADLINE_S) == 0
+    assert log.stat().st_size < 100_000
+    assert "one in 2 is let in" in log.read_text() or "proved nothing" in log.read_text()
