@@ -8,7 +8,6 @@ and reads it then.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import Any
 
 from graphsplit.batches.batch import Signature
@@ -44,7 +43,7 @@ class LeftByLoader:
         if signature is None:
             return NOTHING_READ
         left, changed = self._planner.python_left(self._mode, signature), self._changed()
-        return replace(left, changed=(*left.changed, (_PLAIN, changed))) if changed else left
+        return left._replace(changed=(*left.changed, (_PLAIN, changed))) if changed else left
 
     def was_missed(
         self, told: PythonStep, signature: Signature | None, ranks: tuple[int, int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -288,10 +288,8 @@ class OwnedOptimizer:
         self, groups: list[dict[str, Any]], given: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         now = self._optimizer.param_groups
-        if are_same(now, groups) and all(
-            group["params"] is parameters and are_same(group["params"], owned)
-            for group, parameters, owned in zip(groups, given, self._owned, strict=True)
-        ):
+        is_given = all(map(is_, (group["params"] for group in groups), given))
+        if is_given and are_same(now, groups) and _hold(groups, self._owned):
             return
         raise ConfigurationError(
             f"{_described(self._optimizer)} changes its groups, or their parameters, as it steps; "
@@ -302,11 +300,7 @@ class OwnedOptimizer:
     def _refreshed(self) -> list[list[torch.Tensor]]:
         """The owned parameters of each group; looked up anew when groups have changed."""
         groups = self._optimizer.param_groups
-        is_known = len(groups) == len(self._counted) and all(
-            are_same(group["params"], counted)
-            for group, counted in zip(groups, self._counted, strict=True)
-        )
-        if not is_known:
+        if not _hold(groups, self._counted):
             self._counted = [list(group["params"]) for group in groups]
             self._owned = [[p for p in group if not is_elsewhere(p)] for group in self._counted]
             self._owners = self._found_owners()
@@ -320,6 +314,17 @@ class OwnedOptimizer:
             return ()
         known, rank = self._residence.owner_by_id(), self._residence.rank
         return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
+
+
+def _hold(groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]) -> bool:
+    """Whether groups hold these parameters, and no others."""
+    if len(groups) != len(parameters):
+        return False
+    for group, expected in zip(groups, parameters):  # noqa: B905  at every step, several times
+        held = group["params"]
+        if len(held) != len(expected) or not all(map(is_, held, expected)):
+            return False
+    return True
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

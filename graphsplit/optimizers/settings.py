@@ -32,14 +32,16 @@ class Settings:
         self._optimizers = tuple(optimizers)
         self._keys = [_keys_of(optimizer) for optimizer in self._optimizers]
         self._seen: list[Any] = []
+        self._has_tensors = False  # whose values change in place
         self._numbers: tuple[float, ...] = ()
 
     def numbers(self) -> tuple[float, ...]:
         """The first numbers among the settings, learning rates before all, and a checksum."""
         now = [group.get(key) for group, keys in self._groups() for key in keys]
         is_same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
-        if not is_same or any(isinstance(value, torch.Tensor) for value in now):
+        if not is_same or self._has_tensors:
             self._seen = now
+            self._has_tensors = any(isinstance(value, torch.Tensor) for value in now)
             told = (number for *_, number in self._told())
             self._numbers = (*told, float(zlib.crc32(repr(list(map(_plain, now))).encode())))
         return self._numbers if now else ()

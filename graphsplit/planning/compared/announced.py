@@ -6,9 +6,9 @@ whose Python went another way must not take part in the step: the numbers would 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphsplit.capture.graph import Mode
 from graphsplit.errors import PlanMismatchError
@@ -21,8 +21,7 @@ _SWAPS = frozenset((LOSS, OPTIMIZER, AGAIN))
 Note = Callable[[], str]  # what workers must agree on besides plans; ``str`` gives nothing
 
 
-@dataclass(frozen=True)
-class PythonStep:
+class PythonStep(NamedTuple):
     """The Python values behind a step, as far as workers compare them.
 
     Attributes:
@@ -139,4 +138,9 @@ def _differing(
 
 
 def _same_numbers(one: Sequence[float], other: Sequence[float]) -> bool:
-    return list(map(repr, one)) == list(map(repr, other))
+    """Whether two sequences have the same bits, -0.0 and NaN told apart."""
+    return len(one) == len(other) and _bits(one) == _bits(other)
+
+
+def _bits(numbers: Sequence[float]) -> bytes:
+    return struct.pack(f"{len(numbers)}d", *numbers)

@@ -33,8 +33,10 @@ class Stopping:
 
     def begin(self) -> None:
         """Collective: learn whether any worker may stop."""
-        self._ends_step = self._any(self._ends_step)
-        self._ends_epoch = self._any(self._ends_epoch)
+        group = self._group()
+        told = group.gather(f"{self._ends_step:d}{self._ends_epoch:d}")
+        steps, epochs = group.share("".join(map(max, zip(*told, strict=True))) or "00")
+        self._ends_step, self._ends_epoch = steps == "1", epochs == "1"
 
     def ask(self) -> None:
         """A callback here asks for the end.
