@@ -163,7 +163,8 @@ class _Wanted:
         loop.is_followed = any(output.home != loop.rank for output in self.outputs)
         with loop.job.reporting(), loop.adding_up(totals), leaving_state(loop):
             tell(loop, numbers_behind(self.outputs))
-            loop.learn_told()  # first: who tells waits until it is taken, and backward waits for it
+            if len(calls) != 1:
+                loop.learn_told()  # first: workers that disagree would wait for each other
             with Following() if loop.is_followed else nullcontext():
                 held = [output.held for output in self.outputs]
                 if self.inputs is None:
@@ -171,6 +172,7 @@ class _Wanted:
                     found = []
                 else:
                     found = self._to_inputs(held, given, steps)
+            loop.learn_told()
             result = finish(totals, found)
         loop.num_changes += 1
         return result

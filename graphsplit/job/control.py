@@ -112,10 +112,14 @@ class ControlChannels(WorkerGroup):
         self, size_bytes: int, *, source: int, is_exact: bool = True
     ) -> Iterator[torch.Tensor]:
         """See ``WorkerGroup.receive``."""
+        self.expect(source)
+        return self._incoming[source].receive(size_bytes, is_exact=is_exact, topic=self.topic)
+
+    def expect(self, source: int) -> None:
+        """Let a worker have room for what it sends next, though nobody receives yet."""
         if source not in self._incoming:
             receiver = self._open_receiver(self._use, source)
             self._incoming[source] = IncomingStream(receiver, source=source)
-        return self._incoming[source].receive(size_bytes, is_exact=is_exact, topic=self.topic)
 
     def _open_sender(self, use: int, peer: int) -> Sender:
         spec = channel_spec(use, self.rank, peer, self.num_workers)

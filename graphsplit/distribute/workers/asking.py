@@ -165,7 +165,8 @@ def numbers_behind(outputs: Sequence[Any]) -> list[Any]:
 def tell(loop: Loop, values: Sequence[Any]) -> None:
     """Let all workers know these single numbers; a home sends its own as one message.
 
-    Others learn them by ``Loop.learn_told``.
+    Others learn them when they look at one, or when their part of backward is done: nobody who
+    has something else to do waits for them.
     """
     group, here = loop.job.asked, Here(loop.job, loop.taken, "backward()")
     own = [value for value in values if value.home == loop.rank]
@@ -182,6 +183,9 @@ def tell(loop: Loop, values: Sequence[Any]) -> None:
         home: [(value, value.version()) for value in values if value.home == home]
         for home in sorted({value.home for value in values} - {loop.rank})
     }
+
+    for home in of_others:
+        group.expect(home)  # it waits for room, while its part of backward is waited for
 
     def learn() -> None:
         with DisableTorchFunctionSubclass(), torch.no_grad(), here.about(_OF_BACKWARD):
