@@ -35,8 +35,8 @@ class Stopping:
         """Collective: learn whether any worker may stop."""
         group = self._group()
         told = group.gather(f"{self._ends_step:d}{self._ends_epoch:d}")
-        steps, epochs = group.share("".join(map(max, zip(*told, strict=True))) or "00")
-        self._ends_step, self._ends_epoch = steps == "1", epochs == "1"
+        any_of = group.share("".join(map(max, zip(*told, strict=True))))
+        self._ends_step, self._ends_epoch = (one == "1" for one in any_of)
 
     def ask(self) -> None:
         """A callback here asks for the end.
