@@ -6,7 +6,7 @@ whose Python went another way must not take part in the step: the numbers would 
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -143,4 +143,4 @@ def _same_numbers(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _bits(numbers: Sequence[float]) -> bytes:
-    return struct.pack(f"{len(numbers)}d", *numbers)
+    return array("d", numbers).tobytes()
