@@ -195,7 +195,8 @@ def fingerprint(arguments: Arguments) -> int:
             words = _as_words(leaf)
             step = max(1, words.size // _SAMPLED)
             checksum = zlib.crc32(words[::step].tobytes(), checksum)
-            checksum = zlib.crc32(words.sum(dtype=np.uint64).tobytes(), checksum)
+            total = int(np.add.reduce(words, dtype=np.uint64))
+            checksum ^= (total ^ total >> 32) & 0xFFFFFFFF
         else:
             checksum = zlib.crc32(repr(leaf).encode(), checksum)
     return checksum

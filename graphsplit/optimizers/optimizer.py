@@ -48,7 +48,8 @@ class _Judged:
         verdict: What was found.
         reason: Why it is refused.
         has_some: Whether this worker has some of the parameters.
-        is_known: Whether it is one of PyTorch's own, of which nothing needs to be found out.
+        is_known: Whether nothing needs to be found out: it is PyTorch's own, or nobody else steps.
+        is_torchs: Whether all code of its step is PyTorch's own, which leaves groups as they are.
     """
 
     code: tuple[Any, ...]
@@ -58,6 +59,7 @@ class _Judged:
     reason: str = ""
     has_some: bool = True
     is_known: bool = True
+    is_torchs: bool = False
 
 
 @dataclass
@@ -240,7 +242,7 @@ class OwnedOptimizer:
     ) -> _Judged:
         owners, residence = self._owners, self._residence
         if is_listed(self._optimizer):
-            return _Judged(code, members, owners)
+            return _Judged(code, members, owners, is_torchs=True)
         is_alone = residence is None or residence.num_workers == 1
         if residence is None or is_alone or is_said(self._optimizer):
             return _Judged(code, members, owners, is_known=is_alone)
@@ -279,7 +281,8 @@ class OwnedOptimizer:
             group["params"] = parameters
         try:
             yield
-            self._check_unchanged(groups, given)
+            if self._judged is None or not self._judged.is_torchs:
+                self._check_unchanged(groups, given)
         finally:
             for group, all_parameters in zip(groups, whole, strict=True):
                 group["params"] = all_parameters
