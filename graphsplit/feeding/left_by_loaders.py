@@ -31,8 +31,7 @@ class LeftByLoader:
     def __init__(self, planner: Planner, mode: Mode, loader: Any) -> None:
         self._planner = planner
         self._mode = mode
-        self._loader = loader
-        self._before = planner.plain_values(loader)
+        self._shared = planner.values_shared_with(loader)
 
     def told(self, signature: Signature | None) -> PythonStep:
         """The leader's message.
@@ -76,5 +75,5 @@ class LeftByLoader:
 
     def _changed(self) -> str:
         """A digest of the values that are others than before the epoch; empty if none is."""
-        new = sorted(self._planner.plain_values(self._loader) - self._before)
+        new = self._shared.changed()
         return hashlib.sha256("\n".join(new).encode(errors="replace")).hexdigest() if new else ""

@@ -12,7 +12,7 @@ import torch
 
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
-from graphsplit.capture.reach.plain import plain_values
+from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
@@ -177,9 +177,9 @@ class Planner:
             return PythonStep.of(self.recordings.changed(mode, signature), (), written=written)
         return PythonStep(latest.number + 1, tuple(map(float, latest.lifted())), written=written)
 
-    def plain_values(self, loader: Any) -> frozenset[str]:
-        """The plain values that network or loss may read and a loader may change, with names."""
-        return plain_values((self._task.loss_fn, self._task.network), (loader,))
+    def values_shared_with(self, loader: Any) -> SharedValues:
+        """The plain values that network or loss may read and a loader may change."""
+        return SharedValues((self._task.loss_fn, self._task.network), (loader,))
 
     def check_python_step(
         self,

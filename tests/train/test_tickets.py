@@ -13,6 +13,7 @@ import torch
 from graphsplit.batches.batch import Signature
 from graphsplit.batches.microbatches import BatchDescription, Divider
 from graphsplit.capture.graph import Mode
+from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
@@ -226,7 +227,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         trainable=(),
         plan_for=lambda *a, **k: planned,
         writes=Writes(dict, ComparedWrites()),
-        plain_values=lambda loader: frozenset(),
+        values_shared_with=lambda loader: SharedValues((), ()),
         keep_at_least=lambda number: None,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,

@@ -16,7 +16,7 @@ import torch
 from graphsplit.capture.reach.holders import Holder
 from graphsplit.capture.reach.reach import Walk, is_iterator
 
-_MOST = 1 << 14  # holders on one walk: a trainer, or samples in a list, may lead to any number
+_MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
 _MOST_ITEMS = 1000
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
@@ -39,27 +39,49 @@ class _PlainWalk(Walk):
             super()._visit(value, name)
 
 
-def plain_values(readers: Iterable[Any], writers: Iterable[Any]) -> frozenset[str]:
-    """The plain values that some code can reach and other code as well, each with a name.
+class SharedValues:
+    """The plain values that some code can reach and other code as well, as they are now.
 
-    Two workers give equal names to what their like objects hold. Of a walk that would be too long
-    the near part counts for readers; writers are then taken to reach everything.
+    Two workers name alike what their like objects hold. Of a walk that would be too long the near
+    part counts; writers whose walk is are then taken to reach all that readers reach.
 
     Args:
         readers: What reads: networks, losses.
         writers: What may change something: loaders.
     """
-    reached = _PlainWalk(()).run(writers)[0]
-    keys = {holder.key for holder in reached} if len(reached) < _MOST else None
-    read = _PlainWalk(()).run(readers)[0]
-    shared = (h for h in read if h.is_value and (keys is None or h.key in keys))
-    return frozenset(line for number, h in enumerate(shared) for line in _lines(f"{number}", h))
+
+    def __init__(self, readers: Iterable[Any], writers: Iterable[Any]) -> None:
+        self._readers, self._writers = readers, writers
+        self._held = _PlainWalk(()).run(writers)[0]
+        self._is_all = len(self._held) >= _MOST
+        if self._is_all:
+            self._held = _PlainWalk(()).run(readers)[0]
+        self._before = _texts(self._held)
+
+    def changed(self) -> list[str]:
+        """The values that are others than they were, with names."""
+        walk = _PlainWalk(()).run(self._readers if self._is_all else self._writers)[0]
+        now = _texts(walk)
+        if all(self._before.get(key) == texts for key, texts in now.items()):
+            return []
+        readers = walk if self._is_all else _PlainWalk(()).run(self._readers)[0]
+        shared = (holder for holder in readers if holder.key in now)
+        return [
+            f"{number} {holder.name}.{text}"
+            for number, holder in enumerate(shared)
+            for text in sorted(now[holder.key] ^ self._before.get(holder.key, frozenset()))
+        ]
 
 
-def _lines(name: str, holder: Holder) -> Iterator[str]:
+def _texts(holders: Iterable[Holder]) -> dict[Any, frozenset[str]]:
+    """The contents of each, by its key."""
+    return {holder.key: frozenset(_lines(holder)) for holder in holders if holder.is_value}
+
+
+def _lines(holder: Holder) -> Iterator[str]:
     for key, value in holder.entries().items():
         if isinstance(key, _PLAIN):
-            yield f"{name} {holder.name}.{key!r}: {_text(value)}"
+            yield f"{key!r}: {_text(value)}"
 
 
 def _text(value: Any) -> str:

@@ -471,7 +471,7 @@ def _refuse_used(name: str) -> None:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1 << 15)
 def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The globals that code uses, in functions inside it as well; and all names in it."""
     found = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
