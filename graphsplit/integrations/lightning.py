@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from graphsplit.collectives.calls import broadcast_object
+from graphsplit.feeding.loader_checks import refuse_shares
 from graphsplit.integrations.workers import distributed, told, workers
 from graphsplit.job import joined
 
@@ -60,6 +61,16 @@ class GraphsplitStrategy(SingleDeviceStrategy):
             module.log = lambda name, value, *args, **kwargs: log(
                 name, told(value), *args, **kwargs
             )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """As in Lightning; refuse a loader that gives shares, which its own teardown would hide.
+
+        Raises:
+            ConfigurationError: It gives each process a share of the data.
+        """
+        if self._job is not None:
+            refuse_shares(dataloader, "Lightning's Trainer")
+        return super().process_dataloader(dataloader)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
