@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from moments import after_snapshots, before, before_instructions
 
 from graphsplit.checkpoint.disk.files import TensorFileWriter
@@ -27,7 +28,9 @@ from graphsplit.cluster.scheduler.decisions import ending, recovery
 from graphsplit.cluster.scheduler.job.events import Received
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.wire.messages import Arrive, MeetingKind, Register
+from graphsplit.distribute.calls import NetworkCalls
 from graphsplit.failure import AbortSignal
+from graphsplit.optimizers.optimizer import OwnedOptimizer
 from graphsplit.planning.planner import Planner
 
 EXCEPTION = "exception"
@@ -64,10 +67,12 @@ class Injector:
 
     Args:
         folder: Of this run: the fault, pids, and marks with times.
+        is_own_loop: Whether the script's own loop trains, rather than a Model.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_own_loop: bool = False) -> None:
         self._folder = folder
+        self._is_own_loop = is_own_loop
         self._fault = Fault(**json.loads((folder / "fault.json").read_text()))
         rank = os.environ.get("MS_NODE_ID", "")
         self._name = f"worker {rank}" if rank else "scheduler"
@@ -126,8 +131,21 @@ class Injector:
             (TensorFileWriter, "__init__", "SAVE"),
         ):
             before(owner, name, partial(self._here, what))
-        before_instructions(self._come_to_instruction)
+        if self._is_own_loop:
+            self._watch_own_loop()
+        else:
+            before_instructions(self._come_to_instruction)
         after_snapshots(partial(self._here, "SNAPSHOT"))
+
+    def _watch_own_loop(self) -> None:
+        """A worker comes to these with all others, whatever it owns."""
+
+        def forward() -> None:
+            self._here("FORWARD" if torch.is_grad_enabled() else "EVAL")
+
+        before(NetworkCalls, "forward", forward)
+        before(NetworkCalls, "backward", partial(self._here, "BACKWARD"))
+        before(OwnedOptimizer, "stepping", partial(self._here, "OPTIMIZER"))
 
     def _come_to_instruction(self, is_training: bool, opcode: str, step: int) -> None:
         self._here(opcode if is_training else "EVAL", step)

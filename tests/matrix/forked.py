@@ -7,7 +7,6 @@ Importing torch costs a process seconds. A child that is forked here becomes wha
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -16,17 +15,15 @@ import os
 import signal
 import sys
 import threading
-import types
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
 
 import torch
 from torch import nn
 
+from graphsplit.cli.launch import script_process
 from graphsplit.cli.launch.environment import ChildSpec
+from graphsplit.cli.launch.warm import ForkedChild
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -44,27 +41,12 @@ def warm_up() -> None:
     assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 
 
-@dataclass
-class ForkedChild:
-    """What the supervisor needs of a process."""
-
-    pid: int
-    stdout: IO[bytes] | None = None
-    stderr: IO[bytes] | None = None
-    returncode: int | None = None
-
-    def wait(self) -> int:
-        """Wait for its end and return its return code."""
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-
 def start_forked(spec: ChildSpec, command: Sequence[str], kept: Sequence[int]) -> ForkedChild:
     """Do what ``start_child`` does, for a command that is Python and a script."""
     out, err = os.pipe(), os.pipe()
     parent = os.getpid()
-    _flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         _become(spec, command, parent, (out[1], err[1]), kept)
@@ -93,9 +75,11 @@ def _become(
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]
         os.environ.clear()
         os.environ.update(spec.variables)
-        status = _run(command[1:])
+        # It may start itself anew.
+        sys.orig_argv = [sys.executable, script_process.__file__, *command[1:]]
+        status = script_process.run(list(command[1:]))
     finally:
-        os._exit(status)
+        script_process.leave(status)
 
 
 def _take_streams(out: int, err: int, kept: Sequence[int]) -> None:
@@ -118,40 +102,3 @@ def _reset_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _run(arguments: Sequence[str]) -> int:
-    """The script, and what Python does when it is over."""
-    path = arguments[0]
-    sys.argv = list(arguments)
-    sys.path.insert(0, str(Path(path).parent))
-    module = types.ModuleType("__main__")
-    module.__file__ = path
-    sys.modules["__main__"] = module
-    status = 0
-    try:
-        exec(compile(Path(path).read_text(), path, "exec"), module.__dict__)
-    except SystemExit as error:
-        status = _status_of(error)
-    except BaseException as error:
-        trace = error.__traceback__
-        assert trace is not None
-        sys.excepthook(type(error), error, trace.tb_next)
-        status = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    _flush()
-    return status
-
-
-def _status_of(error: SystemExit) -> int:
-    if error.code is None or isinstance(error.code, int):
-        return error.code or 0
-    sys.stderr.write(f"{error.code}\n")
-    return 1
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()

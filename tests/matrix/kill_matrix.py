@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from matrix.faults import EXCEPTION, Fault
 from matrix.forked import warm_up
-from matrix.runs import FAIL_FAST, JOB, JOURNAL, NUM_WORKERS, WAIT_REJOIN, Case, Run
+from matrix.runs import FAIL_FAST, JOURNAL, LOOP, NUM_WORKERS, WAIT_REJOIN, Case, Run
 from matrix.table import PHASES, read, to_line
 
 HOWS = ("SIGKILL", "SIGSTOP", EXCEPTION)
@@ -68,7 +68,7 @@ def fault_of(victim: str, phase: str, how: str, seed: int, policy: str) -> Fault
 def all_cases() -> Iterator[Case]:
     """The whole matrix, two runs for a cell of a worker and of the scheduler each."""
     for seed in range(2):
-        for policy in (FAIL_FAST, WAIT_REJOIN, JOURNAL):
+        for policy in (FAIL_FAST, WAIT_REJOIN, JOURNAL, LOOP):
             for victim in ("scheduler", *(f"worker {rank}" for rank in range(NUM_WORKERS))):
                 if policy == JOURNAL and victim != "scheduler":
                     continue
@@ -78,20 +78,19 @@ def all_cases() -> Iterator[Case]:
                         yield Case(phase, policy, seed, fault)
 
 
-def reference(folder: Path) -> list[str]:
-    """What one process prints in which nothing happens."""
+def reference(job: Path, folder: Path) -> list[str]:
+    """What one process prints that runs a job's script, and in which nothing happens."""
     environment = {k: v for k, v in os.environ.items() if k[:3] not in ("MS_", "GS_")}
     done = subprocess.run(
-        [sys.executable, str(JOB), str(folder)], env={**environment, "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(job), str(folder)], env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()
 
 
-def run_all(
-    cases: list[Case], folder: Path, expected: list[str], *, jobs: int, limit_s: float, out: Path
-) -> int:
+def run_all(cases: list[Case], folder: Path, *, jobs: int, limit_s: float, out: Path) -> int:
     """Run the cases, some at a time, and write a line for each. Returns how many deviated."""
+    expected = {job: reference(job, folder) for job in {case.job for case in cases}}
     running: list[Run] = []
     num_wrong = 0
     end = time.monotonic() + limit_s
@@ -102,7 +101,7 @@ def run_all(
         ended = [run for run in running if run.poll()]
         for run in ended:
             running.remove(run)
-            row = run.row(expected)
+            row = run.row(expected[run.case.job])
             num_wrong += not row.ok
             seconds = time.monotonic() - run.began
             with out.open("a") as file:
@@ -142,7 +141,6 @@ def main() -> int:
     num_wrong = run_all(
         cases,
         folder,
-        reference(folder),
         jobs=arguments.jobs,
         limit_s=arguments.limit,
         out=arguments.out,

@@ -21,7 +21,7 @@ from matrix.faults import HIT, TOLD, Fault
 from matrix.forked import start_forked
 from matrix.table import Row
 
-JOB = Path(__file__).parent / "job.py"
+JOB, LOOP_JOB = (Path(__file__).parent / name for name in ("job.py", "loop_job.py"))
 NUM_WORKERS = 3
 NODE_TIMEOUT_S = 6.0
 TOPO_TIMEOUT_S = 8.0
@@ -31,6 +31,7 @@ PROMPT_S = 1.5
 """At once: 0.3 s for a better explanation, the rest for waking everybody up on a busy machine."""
 
 FAIL_FAST, WAIT_REJOIN, JOURNAL = "fail_fast", "wait_rejoin", "wait_rejoin + journal"
+LOOP = "wait_rejoin + gs.loop"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Case:
     seed: int
     fault: Fault
     is_real: bool = False
+
+    @property
+    def job(self) -> Path:
+        """The script that its processes run."""
+        return LOOP_JOB if self.policy == LOOP else JOB
 
     @property
     def carries_on(self) -> bool:
@@ -137,7 +143,7 @@ class Run:
             has_restarts = self.case.policy != FAIL_FAST
             ended = supervise(
                 specs,
-                [sys.executable, str(JOB), str(self.folder)],
+                [sys.executable, str(self.case.job), str(self.folder)],
                 console=console,
                 log_dir=self.folder / "logs",
                 restarts=Restarts(
@@ -153,7 +159,7 @@ class Run:
         command = [sys.executable, "-m", "graphsplit.cli", "run", "-n", str(NUM_WORKERS),
                    "--port", str(self.port), "--restarts", str(restarts),
                    "--log-dir", str(self.folder / "logs"), "--",
-                   str(JOB), str(self.folder)]  # fmt: skip
+                   str(self.case.job), str(self.folder)]  # fmt: skip
         with (self.folder / "output").open("wb") as output:
             child = subprocess.Popen(
                 command, env=self._environ(), stdin=subprocess.DEVNULL, stdout=output, stderr=output

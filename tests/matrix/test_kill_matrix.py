@@ -1,4 +1,4 @@
-"""Four runs of the matrix, started as users do, and the rules of its table."""
+"""Six runs of the matrix, started as users do, and the rules of its table."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from matrix.kill_matrix import all_cases, fault_of, reference, run_all
-from matrix.runs import FAIL_FAST, JOURNAL, WAIT_REJOIN, Case
+from matrix.kill_matrix import all_cases, fault_of, run_all
+from matrix.runs import FAIL_FAST, JOURNAL, LOOP, WAIT_REJOIN, Case
 from matrix.table import MARK, PHASES, Row, cell, read, table, to_line, with_table
 
 ROW = Row("worker 1", "forward", "SIGKILL", FAIL_FAST, 0, 137, 0.4, ok=True)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return reference(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.real_processes
@@ -27,15 +22,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("worker 2", "backward", "SIGSTOP", WAIT_REJOIN, 0),
         ("worker 0", "finishing", "SIGKILL", WAIT_REJOIN, 1),
         ("scheduler", "optimizer", "SIGSTOP", JOURNAL, 0),
+        ("worker 2", "snapshot", "SIGKILL", LOOP, 0),
+        ("worker 0", "eval", "SIGSTOP", LOOP, 1),
     ],
 )
 def test_a_fault_ends_the_job_as_its_policy_says(
-    plain: list[str], tmp_path: Path, victim: str, phase: str, how: str, policy: str, seed: int
+    tmp_path: Path, victim: str, phase: str, how: str, policy: str, seed: int
 ) -> None:
     fault = fault_of(victim, phase, how, seed, policy)
     case = Case(phase, policy, seed, fault, is_real=True)
     out = tmp_path / "rows"
-    run_all([case], tmp_path, plain, jobs=1, limit_s=1.0, out=out)
+    run_all([case], tmp_path, jobs=1, limit_s=1.0, out=out)
     [row] = read(out)
     output = (tmp_path / case.name / "output").read_text()
     assert row.ok, f"{row.why}\n{output[-6000:]}"
@@ -44,7 +41,7 @@ def test_a_fault_ends_the_job_as_its_policy_says(
 def test_every_process_is_hit_in_every_phase_in_every_way() -> None:
     found = {(c.fault.victim, c.phase, c.fault.how, c.policy) for c in all_cases()}
     processes = ("scheduler", "worker 0", "worker 1", "worker 2")
-    for policy in (FAIL_FAST, WAIT_REJOIN):
+    for policy in (FAIL_FAST, WAIT_REJOIN, LOOP):
         for process in processes:
             for how in ("SIGKILL", "SIGSTOP", "exception"):
                 assert {p for v, p, h, at in found if (v, h, at) == (process, how, policy)} == set(
