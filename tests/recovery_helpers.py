@@ -207,10 +207,13 @@ class ThreadJob(Job):
         self._num_plans = 0
         self.is_ending = False
 
-    def recover(self) -> None:
+    def die_if_doomed(self) -> None:
         if self.rank in self._cluster.doomed:
             self._cluster.doomed.discard(self.rank)
             raise Killed
+
+    def recover(self) -> None:
+        self.die_if_doomed()
         self._cluster.gather(self.rank)
         self._connect()
 
@@ -335,7 +338,8 @@ class ThreadCluster:
             self._finish(job)
             self.results[rank] = result
             self.lengths[rank] = job.member.position.progress
-            job.script.finished()
+            if not job.is_stopping:
+                job.script.finished()
         except Killed as error:
             return error
         except BaseException as error:
@@ -411,6 +415,7 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
                 _turns_of(self).pause()
 
     def start(self: Any, job: Any, parts: Parts) -> None:
+        job.die_if_doomed()
         own = {n: SnapshotShard.read(p.pieces(), what="own") for n, p in parts.own.items()}
         held = {n: (torch.cat(list(p)),) for n, p in parts.held.parts.items()}
         job._cluster.handed_over[job.rank] = Parts(own, HeldCopies(held))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -17,6 +18,9 @@ class _Package(types.ModuleType):
         from graphsplit.distribute.network import distribute
 
         return distribute(*args, **kwargs)
+
+    def __reduce__(self) -> Any:  # a function that names it may go to ``gs.launch``
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

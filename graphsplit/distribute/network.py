@@ -26,7 +26,7 @@ from graphsplit.distribute.parameters import mark_of
 from graphsplit.distribute.steps import install
 from graphsplit.distribute.values import LoopValue, as_value, taken_apart
 from graphsplit.distribute.workers.loop import Loop
-from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.errors import ConfigurationError, OwnershipError, StoppedInOrder
 from graphsplit.feeding.loader_checks import watch_loaders
 from graphsplit.job import joined
 from graphsplit.job.job import Job
@@ -79,8 +79,8 @@ def distribute(
 
     Raises:
         ConfigurationError: It is no module, or is distributed already; this is one process of
-            several and ``gs.init()`` was not called; or lost workers may come back in this job,
-            and it has a ``Model`` besides, or is started anew as a whole.
+            several and ``gs.init()`` was not called; or this job recovers, and has a ``Model``
+            besides.
     """
     _check(net)
     job = joined.current()
@@ -158,7 +158,13 @@ class Distributed:
             object.__setattr__(network, "__class__", kind)
 
     def call(self, arguments: Arguments) -> Any:
-        """Run the network once."""
+        """Run the network once.
+
+        Raises:
+            StoppedInOrder: The job was asked to end; all heard of it in an earlier call.
+        """
+        if self._job.is_stopping and not self._job.script.stops_own_loop:
+            raise StoppedInOrder
         name = f"{CALL_OF}{type(self._task.network).__name__}"
         if self._loop.is_in_backward:
             raise ConfigurationError(

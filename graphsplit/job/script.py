@@ -86,6 +86,14 @@ class Script:
             ConfigurationError: Such a loop could not go on where workers were lost.
         """
 
+    @property
+    def stops_own_loop(self) -> bool:
+        """Whether it ends the own loop that runs, where the job was asked to end.
+
+        Else the next call of the network does.
+        """
+        return False
+
     def check_own_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step what lives here, in a loop of the script's own.
 

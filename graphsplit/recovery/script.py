@@ -42,7 +42,6 @@ from graphsplit.recovery.results import Memory, Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.share import ModelSnapshot, loads_state
 from graphsplit.recovery.snapshots import ScriptPoint, Snapshots
-from graphsplit.settings import WAIT_REJOIN
 from graphsplit.train.cluster_engine import ClusterEngine
 
 T = TypeVar("T")
@@ -82,19 +81,13 @@ class RecoveringScript(Script):
         """A network is distributed: from here on ``LoopScript`` runs the script.
 
         Raises:
-            ConfigurationError: It has a Model as well; or its job is started anew as a whole.
+            ConfigurationError: It has a Model as well.
         """
         if self._shares:
             raise ConfigurationError(BOTH)
-        if self._job.recovery_policy != WAIT_REJOIN:
-            raise ConfigurationError(
-                f"distribute was called in a job with GS_RECOVERY={self._job.recovery_policy}: "
-                f"a loop of the script's own keeps no snapshots on disk\n"
-                f"  Fix: GS_RECOVERY=wait_rejoin and gs.loop, or train with Model.train."
-            )
         self.close()
         self._job.after_recovery = None
-        self._job.script = LoopScript(self._job, self._successor, self.settings.every)
+        self._job.script = LoopScript(self._job, self._successor, self.settings)
 
     def add_engine(self, task: Any, engine: Any, states: Any) -> None:
         """A Model was built, of a task, an engine and states."""

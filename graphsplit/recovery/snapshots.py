@@ -21,7 +21,13 @@ from graphsplit.recovery.agreement import START, Offer, Target, choose
 from graphsplit.recovery.exchange import exchange_parts, pieces_of, share_script
 from graphsplit.recovery.results import Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.recovery.snapshot.disk import KEEP, DiskWriter, SnapshotFolder, model_folder
+from graphsplit.recovery.snapshot.disk import (
+    KEEP,
+    DiskWriter,
+    ModelsOnDisk,
+    SnapshotFolder,
+    model_folder,
+)
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.recovery.snapshot.share import ModelSnapshot
@@ -207,7 +213,7 @@ class Snapshots:
             self._disk.close()
         self._disk = None
         if self._folder is not None:
-            self._disk = DiskWriter(self._folder, self._job.rank, self._job.num_workers)
+            self._disk = ModelsOnDisk(self._folder, self._job.rank, self._job.num_workers)
         made = Replicator(self._job, held=held, limit_bytes=self._limit_bytes(), disk=self._disk)
         made.on_release = self._release
         self._replicator, self._num_sent = made, 0

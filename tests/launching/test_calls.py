@@ -100,6 +100,17 @@ def test_a_call_brings_its_sources_and_generators() -> None:
     del linecache.cache["<cell 1>"]
 
 
+def test_a_function_may_name_what_graphsplit_has_for_it() -> None:
+    """`graphsplit.distribute` is a package, too; so are several others of these names."""
+
+    def uses() -> Any:
+        return gs.distribute, gs.loop, gs.launch, gs.metrics, gs.errors
+
+    sent = call.pickled(LaunchedCall(uses, (), {}))
+    found = call.received(torch.frombuffer(bytearray(sent), dtype=torch.uint8)).fn()
+    assert found == uses() and found[0](torch.nn.Linear(1, 1)).weight.shape == (1, 1)
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -48,6 +48,33 @@ try:
 except Refused as error:
     print(error.args, "raise Refused" in str(error.__cause__))
 """
+OWN_LOOP = """
+import os, signal
+def own_loop(steps, dies_at=-1, mark=""):
+    torch.manual_seed(1)
+    net = Net()
+    net.a.place(1)
+    net.b.place(0)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    net, losses = gs.distribute(net), []
+    for step in gs.loop(range(steps), keep=[optimizer, losses]):
+        loss = (net(torch.randn(6, 4)) - torch.randn(6, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step == dies_at and gs.get_rank() == 1 and not os.path.exists(mark):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return losses, dict(net.state_dict())
+def same(found, plain):
+    return found[0] == plain[0] and all(torch.equal(found[1][k], v) for k, v in plain[1].items())
+os.environ.update(GS_RECOVERY="wait_rejoin", GS_SNAPSHOT_EVERY="3")
+found = gs.launch(own_loop, workers=2, args=(9, 7, os.path.abspath("mark")), restarts=1)
+del os.environ["GS_RECOVERY"]
+plain = own_loop(9)
+print([same(one, plain) for one in found], os.path.exists("mark"))
+"""
 SLEEP = """
 @gs.launcher(workers=2)
 def sleep():
@@ -119,6 +146,9 @@ def test_functions_of_cells_run_on_workers_and_an_interrupt_ends_all(notebook: N
 
     text, error = notebook.run(RAISES)
     assert error == "" and text.splitlines()[-1] == "('three', 3) True", text
+
+    text, error = notebook.run(OWN_LOOP)
+    assert error == "" and text.splitlines()[-1] == "[True, True] True", text
 
     text, error = notebook.run(SLEEP, interrupt_after=2)
     assert error == "KeyboardInterrupt", text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
+from graphsplit.distribute.calls import NetworkCalls
+from graphsplit.errors import CheckpointError, GraphsplitError, JobFailedError, StoppedInOrder
+from graphsplit.job import joined
+from graphsplit.recovery.loops import snapshots
+from graphsplit.recovery.loops.disk import read_part
 from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.recovery.snapshot.disk import SnapshotFolder, text_of
 from graphsplit.testing.compare import difference
 
 assert threads_as_workers
@@ -200,14 +207,19 @@ def expected(name: str) -> Any:
 
 
 def run(
-    name: str, num_workers: int, kills: dict[int, list[int]], every: int = 3, **options: Any
+    name: str,
+    num_workers: int,
+    kills: dict[int, list[int]],
+    every: int = 3,
+    folder: Path | None = None,
+    **options: Any,
 ) -> ThreadCluster:
     want = expected(name)
     ranks = [0, 1, num_workers - 1, 0]
+    settings = SnapshotSettings(every, every, folder)
     cluster = ThreadCluster(
-        lambda rank: SCRIPTS[name](gs, ranks), num_workers, SnapshotSettings(every=every), kills,
-        **options,
-    )  # fmt: skip
+        lambda rank: SCRIPTS[name](gs, ranks), num_workers, settings, kills, **options
+    )
     for found in cluster.run():
         assert difference(want, found) is None
     return cluster
@@ -235,3 +247,153 @@ def length(name: str, num_workers: int, rank: int) -> int:
 def test_all_begin_anew_and_the_bits_are_the_same(name: str, rank: int, part: float) -> None:
     cluster = run(name, 2, {rank: [int(part * length(name, 2, rank))]})
     assert cluster.num_killed == cluster.num_anew == 1
+
+
+def lost_job(name: str, folder: Path, num_workers: int, part: float) -> None:
+    """Run a job that ends when worker 1 is lost, with snapshots on disk."""
+    at = int(part * length(name, num_workers, 1))
+    settings = SnapshotSettings(every=2, disk_every=2, folder=folder)
+    ranks = [0, 1, num_workers - 1, 0]
+    lost = ThreadCluster(lambda rank: SCRIPTS[name](gs, ranks), num_workers, settings, {1: [at]})
+    lost.comes_back, lost.dies_when = False, lambda: bool(SnapshotFolder(folder).numbers())
+    with pytest.raises(JobFailedError):
+        lost.run()
+    assert SnapshotFolder(folder).numbers()
+
+
+@pytest.fixture
+def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the snapshots that workers have read from disk."""
+    found: list[int] = []
+
+    def read(group: Any, folder: Any, number: int) -> Any:
+        found.append(number)
+        return read_part(group, folder, number)
+
+    monkeypatch.setattr(snapshots, "read_part", read)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers", "part"),
+    [
+        ("everything", 3, 0.45),
+        ("everything", 2, 0.95),
+        ("plain_epochs", 2, 0.6),
+        ("trainer", 2, 0.7),
+    ],
+)
+def test_a_job_started_again_goes_on_from_disk(
+    name: str, num_workers: int, part: float, tmp_path: Path, parts_read: list[int]
+) -> None:
+    lost_job(name, tmp_path, num_workers, part)
+    assert not parts_read
+    run(name, num_workers, {}, every=2, folder=tmp_path)
+    assert len(parts_read) == num_workers and parts_read[0] > 0
+    assert SnapshotFolder(tmp_path).numbers() == [] and list(tmp_path.iterdir()) == []
+
+
+def test_neighbours_that_are_lost_together_go_on_from_disk(
+    tmp_path: Path, parts_read: list[int]
+) -> None:
+    at = int(0.6 * length("everything", 2, 1))
+    lost = run(
+        "everything", 2, {1: [at]}, every=2, folder=tmp_path, together=(0, 1),
+        dies_when=lambda: bool(SnapshotFolder(tmp_path).numbers()),
+    )  # fmt: skip
+    assert lost.num_killed == 2 and len(parts_read) == 2
+
+
+def part_of_worker_1(folder: Path) -> Path:
+    return SnapshotFolder(folder).path(SnapshotFolder(folder).numbers()[-1]) / "part-1"
+
+
+def spoil(folder: Path) -> None:
+    path = part_of_worker_1(folder)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(folder: Path) -> None:
+    path = part_of_worker_1(folder)
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose(folder: Path) -> None:
+    part_of_worker_1(folder).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "num_workers", "text"),
+    [
+        (None, 3, r"was written by 2 workers, each its own part; .* here are 3\n  Fix: start the"),
+        (spoil, 2, r"part-1 is damaged: its checksum differs\n  Fix: remove its folder"),
+        (cut, 2, r"part-1 is damaged"),
+        (lose, 2, r"part-1 cannot be read: No such file"),
+    ],
+)
+def test_what_on_disk_does_not_fit_is_refused(
+    change: Callable[[Path], None] | None, num_workers: int, text: str, tmp_path: Path
+) -> None:
+    lost_job("plain_epochs", tmp_path, 2, 0.6)
+    if change is not None:
+        change(tmp_path)
+    with pytest.raises(GraphsplitError, match=text):
+        run("plain_epochs", num_workers, {}, folder=tmp_path)
+    assert SnapshotFolder(tmp_path).numbers()  # nothing is thrown away
+
+
+def test_a_snapshot_of_a_model_is_none_of_an_own_loop(tmp_path: Path) -> None:
+    folder = tmp_path / "00000004"
+    folder.mkdir()
+    (folder / "snapshot.json").write_text(text_of(4, {"place": {}}))
+    with pytest.raises(CheckpointError, match=r"that of a gs\.Model.*\n  Fix: give each script"):
+        run("plain_epochs", 2, {}, folder=tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """In which call of their networks all workers hear that they are to end."""
+    forward, asked = NetworkCalls.forward, {"in call": 8}
+
+    def watched(calls: Any, arguments: Any) -> Any:
+        job: Any = joined.current()
+        job.num_forward = getattr(job, "num_forward", 0) + 1
+        job.member.state.stops_soon |= job.num_forward == asked["in call"]
+        return forward(calls, arguments)
+
+    monkeypatch.setattr(NetworkCalls, "forward", watched)
+    return asked
+
+
+def stopped(script: Callable[[], Any]) -> str:
+    with pytest.raises(StoppedInOrder):
+        script()
+    return "stopped"
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_a_job_that_is_asked_to_end_stops_at_a_batch_and_goes_on_another_time(
+    num_workers: int, tmp_path: Path, asked: dict[str, int]
+) -> None:
+    ranks, settings = [0, 1, num_workers - 1, 0], SnapshotSettings(100, 100, tmp_path)
+    cluster = ThreadCluster(
+        lambda rank: stopped(lambda: everything(gs, ranks)), num_workers, settings
+    )
+    assert cluster.run() == ["stopped"] * num_workers
+    assert SnapshotFolder(tmp_path).numbers() == [1]
+    asked["in call"] = 0
+    run("everything", num_workers, {}, folder=tmp_path)
+
+
+def test_an_own_loop_without_snapshots_ends_at_the_next_call(asked: dict[str, int]) -> None:
+    def count(rank: int) -> int:
+        net, num_calls = gs.distribute(network([0, 1, 1, 0])), 0
+        with pytest.raises(StoppedInOrder):
+            for _ in range(30):
+                net(torch.ones(3, 4)).sum().backward()
+                num_calls += 1
+        return num_calls
+
+    assert ThreadCluster(count, 3, is_recoverable=False).run() == [8, 8, 8]

@@ -26,7 +26,7 @@ def plain() -> list[str]:
     ("moments", "workers", "transport"),
     [
         ("1:FORWARD:12,0:BACKWARD:9", 2, "shm"),
-        ("0:STEP:14,1:ITER:2", 2, "grpc"),
+        ("2:STEP:14,1:ITER:2", 3, "grpc"),
         ("2:SNAPSHOT:2,1:END:1,0:FORWARD:34", 3, "shm"),
     ],
 )
@@ -43,3 +43,19 @@ def test_killed_workers_come_back_and_nothing_is_different(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(moments.split(","))
     for rank in range(workers):
         assert job.said_by(f"worker {rank}")[-1:] == plain
+
+
+def test_a_job_that_is_started_again_goes_on_from_disk(plain: list[str], tmp_path: Path) -> None:
+    marks, kept = tmp_path / "marks", tmp_path / "kept"
+    marks.mkdir()
+    environment = {"GS_RECOVERY": "restart", "MS_RECOVERY_PATH": str(kept)}
+    every = {"GS_SNAPSHOT_EVERY": "4", "GS_SNAPSHOT_DISK_EVERY": "4"}
+    lost, done = (
+        run_job("loops.py", str(marks), "1:STEP:22", workers=2, **environment, **every)
+        for _ in range(2)
+    )
+
+    assert lost.status != 0 and "worker 1 was killed by SIGKILL" in lost.output
+    assert done.status == 0, done.output[-6000:]
+    assert [done.said_by(f"worker {rank}") for rank in range(2)] == [plain, plain]
+    assert list((kept / "snapshots").iterdir()) == []

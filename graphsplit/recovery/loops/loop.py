@@ -1,4 +1,4 @@
-"""``gs.loop``: what a script's own loop goes through, where lost workers may come back."""
+"""``gs.loop``: what a script's own loop goes through, in a job that recovers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def loop(
 ) -> Iterator[Any]:
     """Go through a loader, in a training loop of the script's own that survives lost workers.
 
-    Where a job waits for lost workers (``GS_RECOVERY=wait_rejoin``), the state is kept every
+    In a job that recovers (``GS_RECOVERY=wait_rejoin`` or ``restart``), the state is kept every
     ``GS_SNAPSHOT_EVERY`` batches: distributed networks, generators, the place in the loader, and
-    what ``keep`` names. After a loss all workers start the script anew, and the loop goes on at
-    that batch, with the same bits as if nothing had happened. Elsewhere it only iterates.
+    what ``keep`` names. After a loss all workers, or the job, start the script anew, and the loop
+    goes on at that batch, with the same bits as if nothing had happened. Elsewhere it only
+    iterates.
 
     Loops stand one inside the other, for epochs::
 
@@ -40,6 +41,7 @@ def loop(
         An iterator over the batches.
 
     Raises:
+        StoppedInOrder: The job was asked to end (SIGTERM); a snapshot was taken.
         ConfigurationError: The loop could not go on after a loss: its body changes a variable, or
             uses an object with a state, that is not kept; an object to be kept has no state.
     """

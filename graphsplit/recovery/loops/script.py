@@ -1,4 +1,4 @@
-"""The loops of a script's own in a job that waits for lost workers, and where they stand.
+"""The loops of a script's own in a job that recovers, and where they stand.
 
 Nothing of a script's calls is remembered: after a loss all workers start their scripts anew, and
 every call before the loop really runs. The place of a snapshot is a way through the loops, from the
@@ -23,7 +23,7 @@ from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.position import LoaderWatch
 from graphsplit.distribute.workers.loop import Loop
 from graphsplit.encoding.values import decode, encode
-from graphsplit.errors import CheckpointError, ConfigurationError, StateError
+from graphsplit.errors import CheckpointError, ConfigurationError, StateError, StoppedInOrder
 from graphsplit.job.job import Job
 from graphsplit.job.script import ModelCall, Script
 from graphsplit.recovery.loops.anew import Successor
@@ -32,12 +32,13 @@ from graphsplit.recovery.loops.kept import KeptObjects, optimizers_in
 from graphsplit.recovery.loops.networks import LoopNetworks, LoopOptimizers
 from graphsplit.recovery.loops.rounds import LoopPlace, LoopRounds, reopened
 from graphsplit.recovery.loops.snapshots import LoopSnapshots
+from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 from graphsplit.train.cluster_engine import ClusterEngine
 
 BOTH = (
-    "a job that waits for lost workers has a gs.Model, and a network of gs.distribute: they are "
+    "a job that recovers has a gs.Model, and a network of gs.distribute: they are "
     "brought back in different ways\n"
     "  Fix: use one of the two, or start the job with fail_fast."
 )
@@ -50,14 +51,14 @@ class LoopScript(Script):
     Args:
         job: The job.
         successor: The process that comes after this one, if workers are lost.
-        every: Batches from one snapshot to the next.
+        settings: How often snapshots are taken, and where they go.
     """
 
-    def __init__(self, job: Job, successor: Successor, every: int) -> None:
+    def __init__(self, job: Job, successor: Successor, settings: SnapshotSettings) -> None:
         super().__init__()
-        self._job, self._every = job, every
+        self._job, self._every = job, settings.every
         self._loop = Loop.of(job)
-        self._snapshots = LoopSnapshots(job, successor)
+        self._snapshots = LoopSnapshots(job, successor, settings)
         self._running: list[LoopRounds] = []
         self._num_outer = 0  # loops that stand in no other one, so far
         self._since = 0  # batches since the last snapshot
@@ -103,6 +104,11 @@ class LoopScript(Script):
                 f"  Fix: gs.loop(..., keep=[..., optimizer]), or its scheduler."
             )
 
+    @property
+    def stops_own_loop(self) -> bool:
+        """Whether a loop runs: it ends at the head of a batch, with a snapshot."""
+        return bool(self._running)
+
     def leave_generation(self) -> None:
         """Start the script anew, as all do. Never returns."""
         self._snapshots.start_anew()
@@ -115,6 +121,7 @@ class LoopScript(Script):
         """
         if self._part is not None:
             raise StateError(_PAST)
+        self._snapshots.finished()
 
     def close(self) -> None:
         """End all threads."""
@@ -137,6 +144,10 @@ class LoopScript(Script):
                 with self._job.reporting():
                     body.look(self._outside(source))
                     before = self._before() if self._is_due(current) else None
+                    if before is not None and self._job.is_stopping:
+                        self._take(before, is_last=True)
+                if before is not None and self._job.is_stopping:
+                    raise StoppedInOrder
                 try:
                     item = next(current.iterator)
                 except StopIteration:
@@ -155,7 +166,7 @@ class LoopScript(Script):
         if self._has_joined:
             return
         self._has_joined = True
-        if self._job.generation > 1:
+        if self._snapshots.may_go_on:
             self._part = self._snapshots.agree()
         if self._part is not None:
             self._places = tuple(LoopPlace(*map(int, pair)) for pair in self._part.values["place"])
@@ -275,7 +286,8 @@ class LoopScript(Script):
     # Snapshots.
 
     def _is_due(self, current: LoopRounds) -> bool:
-        return not self._places and self._since >= self._every and current.can_go_on_here
+        is_due = self._since >= self._every or self._job.is_stopping
+        return not self._places and is_due and current.can_go_on_here
 
     def _before(self) -> dict[str, Any]:
         """The state before the next batch is fetched."""
@@ -283,8 +295,8 @@ class LoopScript(Script):
         loaders = [rounds.state(generators[1]) for rounds in self._running]
         return {_GENERATORS: generators, "loaders": loaders}
 
-    def _take(self, before: dict[str, Any]) -> None:
-        """Take a snapshot at the head of a batch."""
+    def _take(self, before: dict[str, Any], *, is_last: bool = False) -> None:
+        """Take a snapshot at the head of a batch; the last one is safe when this returns."""
         assert self._kept is not None
         *outer, inner = self._running
         tensors: dict[str, torch.Tensor] = {}
@@ -298,12 +310,12 @@ class LoopScript(Script):
         }
         with torch.no_grad(), DisableTorchFunctionSubclass():
             values |= self._kept.collect(tensors)
-            self._snapshots.take(values, tensors)
+            self._snapshots.take(values, tensors, rounds=self._since, is_last=is_last)
         self._since = 0
 
 
 _OUTSIDE = (
-    "{} outside of gs.loop, in a job that waits for lost workers: a loop of the script's own "
+    "{} outside of gs.loop, in a job that recovers (GS_RECOVERY): a loop of the script's own "
     "cannot go on from a snapshot by itself\n"
     "  Fix: for batch in gs.loop(loader, keep=[optimizer, scheduler, ...]): as the loop, or "
     "train with gs.Model, or start the job with fail_fast."

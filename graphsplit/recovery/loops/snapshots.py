@@ -1,8 +1,9 @@
-"""The snapshots of one worker's own loops: brought away, agreed on, handed over."""
+"""The snapshots of one worker's own loops: brought away, written, agreed on, handed over."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +16,9 @@ from graphsplit.job.job import Job
 from graphsplit.recovery.agreement import START, Offer, choose
 from graphsplit.recovery.exchange import exchange_parts
 from graphsplit.recovery.loops.anew import Parts, Successor
+from graphsplit.recovery.loops.disk import PartsOnDisk, read_part
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.recovery.snapshot.disk import SnapshotFolder
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 
@@ -28,17 +32,25 @@ class LoopSnapshots:
     Args:
         job: The job.
         successor: The process that comes after this one.
+        settings: How often they go to disk, and where.
+
+    Attributes:
+        may_go_on: Whether an earlier process, or job, may have taken one.
     """
 
-    def __init__(self, job: Job, successor: Successor) -> None:
+    def __init__(self, job: Job, successor: Successor, settings: SnapshotSettings) -> None:
         self._job = job
         self._successor = successor
+        self._disk_every = settings.disk_every
+        self._folder = SnapshotFolder(settings.folder) if settings.folder else None
+        self.may_go_on = job.generation > 1 or self._folder is not None
+        self._disk: PartsOnDisk | None = None
+        self._since_disk = 0
         self._parts = successor.received()
         self._number = START
         self._free: list[FlatTensors] = []
         self._used: dict[int, FlatTensors] = {}
         self._replicator: Replicator | None = None
-        self._limit_bytes = _SMALLEST_LIMIT
 
     def agree(self) -> SnapshotShard | None:
         """Find out with all others where to go on. Collective.
@@ -52,34 +64,50 @@ class LoopSnapshots:
             is_fresh=not parts.own and not parts.held.parts,
             own=tuple(parts.own),
             held=tuple(parts.held.parts),
+            disk=() if self._folder is None else tuple(self._folder.numbers()),
         )
-        told = group.exchange(records.to_text(offer))
-        target = choose([read_record(Offer, text, what="an offer of snapshots") for text in told])
+        texts = group.exchange(records.to_text(offer))
+        told = [read_record(Offer, text, what="an offer of snapshots") for text in texts]
+        on_disk = tuple(number for one in told for number in one.disk)
+        target = choose([replace(one, reaches=on_disk) for one in told])  # all begin anew
+        self._parts, self._number = Parts(), target.number
+        if self._folder is not None and group.rank == 0:
+            self._folder.remove_after(target.number)
         if target.number == START:
-            self._parts = Parts()
             return None
         kept = parts.held.only(target.number)
-        given = exchange_parts(group, target, kept.parts.get(target.number, ()), ())
-        part = parts.own[target.number] if given is None else given[0]
-        self._number = target.number
+        if target.from_disk:
+            part = read_part(group, self._folder, target.number)
+        else:
+            given = exchange_parts(group, target, kept.parts.get(target.number, ()), ())
+            part = parts.own[target.number] if given is None else given[0]
         if part.values.get("rank") != group.rank:
             raise ClusterError(
                 f"this process was worker {part.values.get('rank')}, and is worker {group.rank} "
                 f"now\n  Fix: start each worker with its MS_NODE_ID."
             )
         self._replicating(part, kept).offer(part, ())
-        self._parts = Parts()
         return part
 
-    def take(self, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def take(
+        self,
+        values: Mapping[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        rounds: int,
+        is_last: bool = False,
+    ) -> None:
         """Take a snapshot. All workers take the same ones.
 
         Args:
             values: All that is no tensor, encoded.
             tensors: The tensors that they name; they are copied.
+            rounds: Batches since the snapshot before.
+            is_last: The job ends here: wait until it is safe, on disk where there is a folder.
 
         Raises:
             MembershipChangedError, JobFailedError: The generation is over.
+            CheckpointError: An earlier one could not be written.
         """
         if self._replicator is not None:
             self._replicator.wait_committed(self._replicator.offered)
@@ -90,7 +118,16 @@ class LoopSnapshots:
         named = {"number": self._number, "rank": self._job.rank, **values}
         part = SnapshotShard(named, flat.memory, flat.slots)
         replicator = self._replicator or self._replicating(part, HeldCopies())
-        replicator.offer(part, ())
+        self._since_disk += rounds
+        is_due = is_last or self._since_disk >= self._disk_every
+        goes_to_disk = self._folder is not None and is_due
+        if goes_to_disk:
+            replicator.wait_stored()
+            self._since_disk = 0
+        replicator.offer(part, (), script={} if goes_to_disk else None)
+        if is_last:
+            replicator.wait_committed(self._number)
+            replicator.wait_stored()
 
     def wait_safe(self) -> None:
         """Wait until the last snapshot is held by others as well.
@@ -112,7 +149,9 @@ class LoopSnapshots:
     def _replicating(self, part: SnapshotShard, held: HeldCopies) -> Replicator:
         size = sum(piece.numel() for piece in part.pieces())
         limit = max(_SMALLEST_LIMIT, _FACTOR * size)
-        self._replicator = Replicator(self._job, held=held, limit_bytes=limit)
+        if self._folder is not None:
+            self._disk = PartsOnDisk(self._folder, self._job.rank, self._job.num_workers)
+        self._replicator = Replicator(self._job, held=held, limit_bytes=limit, disk=self._disk)
         self._replicator.on_release = self._release
         return self._replicator
 
@@ -121,7 +160,15 @@ class LoopSnapshots:
         if flat is not None:
             self._free.append(flat)
 
+    def finished(self) -> None:
+        """Nothing will have to be recovered."""
+        self.close()
+        if self._folder is not None and self._job.rank == 0:
+            self._folder.remove_all()
+
     def close(self) -> None:
-        """End all threads."""
+        """End all threads; what is being written is written."""
         if self._replicator is not None:
             self._replicator.close()
+        if self._disk is not None:
+            self._disk.close()

@@ -1,6 +1,6 @@
 """Snapshots on disk, where ``MS_RECOVERY_PATH`` is set.
 
-Each has a folder::
+Each has a folder; that of Models (own loops have another, see ``loops.disk``)::
 
     snapshots/00000012/
         m0/                what ``model.save`` writes, for the first Model of the script
@@ -148,7 +148,7 @@ def parse(text: str, *, what: str) -> dict[str, Any]:
 
 
 class DiskWriter:
-    """Writes parts on a thread of its own.
+    """Writes parts on a thread of its own; subclasses know of what.
 
     Args:
         folder: Where to.
@@ -229,6 +229,18 @@ class DiskWriter:
                 where = self._folder.root
                 reason = error.strerror if isinstance(error, OSError) else error
                 self._done.append(CheckpointError(f"no snapshot can be kept in {where}: {reason}"))
+
+    def _write(self, part: SnapshotShard, script: Mapping[str, Any]) -> str:
+        """Write this worker's files durably; what to tell of them."""
+        raise NotImplementedError
+
+    def _commit(self, number: int, told: list[str]) -> None:
+        """Write ``snapshot.json``, given what each worker has told."""
+        raise NotImplementedError
+
+
+class ModelsOnDisk(DiskWriter):
+    """Writes the Models of a script, so that any number of workers can load them."""
 
     def _write(self, part: SnapshotShard, script: Mapping[str, Any]) -> str:
         models = {}
