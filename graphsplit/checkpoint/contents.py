@@ -119,15 +119,36 @@ class Ownership:
         return self._names.get(id(tensor))
 
 
-def say_other_order(task: Task, saved: Any, rank: int) -> None:
-    """Tell that training goes on with other bits than it would have had, if it does."""
-    if rank == 0 and saved != task.gradient_order and task.divider.num_microbatches > 1:
-        say(
-            f"the save was made with gradient_order={saved!r}, and this Model has "
-            f"{task.gradient_order!r}: from here on gradients of microbatches round otherwise",
-            event="gradient_order",
-            level="warning",
+def refuse_kept_parts(task: Task, num_steps: int) -> None:
+    """Refuse to save between the batches of a step that keeps their gradients apart.
+
+    Raises:
+        StateError: It is one.
+    """
+    if task.num_kept and num_steps % task.accumulate:
+        raise StateError(
+            f"save: {num_steps % task.accumulate} of the {task.accumulate} batches of a step are "
+            f'done, and accumulate_by="microbatch" keeps their gradients apart until it ends\n'
+            f"  Fix: save where a step has ended: context.has_updated tells a callback."
         )
+
+
+def orders_of_sums(task: Task) -> dict[str, str]:
+    """The arguments of a Model that say in which order it adds gradients."""
+    return {"gradient_order": task.gradient_order, "accumulate_by": task.accumulate_by}
+
+
+def say_other_order(task: Task, saved: Mapping[str, Any], rank: int) -> None:
+    """Tell that training goes on with other bits than it would have had, if it does."""
+    for name, now in orders_of_sums(task).items():
+        before = saved.get(name, {"gradient_order": "left", "accumulate_by": "batch"}[name])
+        if before != now and task.divider.num_microbatches > 1 and rank == 0:
+            say(
+                f"the save was made with {name}={before!r}, and this Model has {now!r}: from here "
+                f"on gradients of microbatches round otherwise",
+                event="gradient_order",
+                level="warning",
+            )
 
 
 def optimizers_of(task: Task) -> dict[str, torch.optim.Optimizer]:

@@ -17,6 +17,8 @@ from graphsplit.checkpoint.contents import (
     NetworkState,
     Ownership,
     optimizers_of,
+    orders_of_sums,
+    refuse_kept_parts,
     say_other_order,
 )
 from graphsplit.checkpoint.disk.source import Source, TensorRequest
@@ -24,13 +26,7 @@ from graphsplit.checkpoint.forms import forms_put, kept_forms
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import (
-    EpochStart,
-    NoRun,
-    Position,
-    TrainingRun,
-    generator_state,
-)
+from graphsplit.checkpoint.position import EpochStart, NoRun, Position, TrainingRun, generator_state
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -184,6 +180,7 @@ class States:
     def save_optimizers(self, path: PathLike) -> None:
         """Stream the optimizers' state into one file. Collective."""
         refuse_own_code(self._task.optimizers)
+        refuse_kept_parts(self._task, self._holder.progress.num_steps)
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
@@ -235,6 +232,7 @@ class States:
             StateError: An optimizer's own code expects to see all of its state.
         """
         refuse_own_code(self._task.optimizers)
+        refuse_kept_parts(self._task, self._holder.progress.num_steps)
         self._holder.settle_now()
         group, ownership = self._holder.group(), self._ownership()
 
@@ -271,7 +269,7 @@ class States:
             "position": vars(self.position),
             "seed": self._holder.progress.seed,
             "adds_up": self._holder.progress.adds_up,
-            "gradient_order": self._task.gradient_order,
+            **orders_of_sums(self._task),
             "generator": torch.default_generator.get_state(),
             "loss": self.run.loss,
             "more": {name: value.state_dict() for name, value in self.more.items()},
@@ -319,7 +317,7 @@ class States:
             source.verify([*self._requests(network, optimizers), *sections])
             values = self._read_sections(source, sections)
             found = _Training.read(values)
-            say_other_order(self._task, values.get("gradient_order", "left"), group.rank)
+            say_other_order(self._task, values, group.rank)
             self._load_network(network)
             self._load_optimizers(optimizers)
             saved = values.get("extra") or {}

@@ -31,6 +31,7 @@ from graphsplit.partition.reduction import REDUCTION_DTYPE
 from graphsplit.torch_ext.attributes import GROWTH
 
 GradientOrder = Literal["left", "pairs"]
+AccumulateBy = Literal["batch", "microbatch"]
 _NOTHING_CHECKED, _FINITE = -1.0, 0.0
 _NO_GRADIENT = -1.0
 # A gradient's dtype travels as its place in this list.
@@ -56,6 +57,7 @@ class UpdateRules:
         set_to_none: Whether gradients become None before a step, or zeros.
         accumulate: Over how many batches gradients are added up before the optimizers step.
         order: In which order gradients of microbatches are added.
+        by: Whether each batch is added up by itself, or each microbatch over batches.
     """
 
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
@@ -64,6 +66,7 @@ class UpdateRules:
     set_to_none: bool = True
     accumulate: int = 1
     order: GradientOrder = "left"
+    by: AccumulateBy = "batch"
 
     @property
     def scales(self) -> bool:
@@ -89,7 +92,7 @@ class UpdateRules:
             scaler = {k: v for k, v in self.scaler.state_dict().items() if k != GROWTH}
         return (
             f"clip {self.clip}, scaler {scaler}, set_to_none {self.set_to_none}, "
-            f"accumulate {self.accumulate}, gradient_order {self.order}"
+            f"accumulate {self.accumulate} by {self.by}, gradient_order {self.order}"
         )
 
 

@@ -148,6 +148,20 @@ class Reduction:
     sizes: tuple[int, ...]
 
 
+class Exchange(Enum):
+    """When replicas exchange their parts of gradients.
+
+    Attributes:
+        BESIDE: In the plan that makes them, beside its backward.
+        LATER: Not in this plan: they are kept, and added to those of later batches of the step.
+        ALONE: In this plan, which computes nothing: it ends a step whose batches kept them.
+    """
+
+    BESIDE = "beside"
+    LATER = "later"
+    ALONE = "alone"
+
+
 @dataclass(frozen=True, slots=True)
 class BlockSums:
     """A parameter whose parts of the gradient are added in blocks where they are made.
@@ -203,12 +217,13 @@ class PartitionPlan:
             ``partition.recomputation``.
         run_twice: Operations that forward runs twice, instead of once more in backward.
         lanes: The microbatches of each lane, where their workers differ: every value then has a
-            number in each lane; see ``partition.lanes``. Empty: all run the same.
+            number in each lane; see ``partition.replicas.lanes``. Empty: all run the same.
         chains: The buffers into which the microbatches are folded, by the first one's number in the
-            first lane; see ``partition.buffer_chains``.
+            first lane; see ``partition.replicas.buffer_chains``.
         blocks: The parameters whose gradients are added in blocks, by number in the first lane; see
-            ``partition.blocks``.
+            ``partition.replicas.blocks``.
         together: How many whole batches replicas evaluate at once: they are its microbatches then.
+        exchange: When parts of gradients that are added in blocks go to their owners.
     """
 
     placed: PlacedGraph
@@ -228,6 +243,7 @@ class PartitionPlan:
     chains: Mapping[int, BufferChain] = field(default_factory=dict)
     blocks: Mapping[int, BlockSums] = field(default_factory=dict)
     together: int = 1
+    exchange: Exchange = Exchange.BESIDE
 
     @property
     def num_values(self) -> int:

@@ -16,18 +16,19 @@ from graphsplit.guards.places import Place
 from graphsplit.marks.annotations import Annotation, check_blocks
 from graphsplit.marks.rules import kept_rules
 from graphsplit.optimizers.parameter_hooks import with_hooks
-from graphsplit.partition.blocks import with_blocks
-from graphsplit.partition.buffer_chains import with_chains
 from graphsplit.partition.checks.given_roots import refuse_unordered
 from graphsplit.partition.checks.one_state import refuse_shared_state
 from graphsplit.partition.checks.redrawn import refuse_redrawn
 from graphsplit.partition.checks.replicated import is_evaluated_apart, refuse_unreplicable
 from graphsplit.partition.checks.sound import verify
 from graphsplit.partition.edges import partition
-from graphsplit.partition.lanes import merge_lanes
-from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.reduction import check_reduction, with_reduction
+from graphsplit.partition.replicas.blocks import with_blocks
+from graphsplit.partition.replicas.buffer_chains import with_chains
+from graphsplit.partition.replicas.exchange import exchange_alone, without_exchange
+from graphsplit.partition.replicas.lanes import merge_lanes
 from graphsplit.partition.splitting import with_splits
 from graphsplit.placement.replicas import (
     in_lane,
@@ -157,9 +158,14 @@ def make_plan(
         plan = replace(plan, together=together)
     if is_evaluated and part.num_microbatches > plan.together:
         raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
-    if task.gradient_order == "pairs":
-        tensors = named_state(task.network, task.loss_fn)
-        plan = with_blocks(plan, start=part.start, hooked=with_hooks(tensors))
+    in_pairs, by_microbatch = task.gradient_order == "pairs", task.num_kept > 0
+    if in_pairs or by_microbatch:
+        hooked = with_hooks(named_state(task.network, task.loss_fn))
+        plan = with_blocks(
+            plan, part.parts, in_pairs=in_pairs, by_microbatch=by_microbatch, hooked=hooked
+        )
+    if part.exchange is Exchange.LATER:
+        plan = without_exchange(plan)
     if part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)
@@ -167,6 +173,8 @@ def make_plan(
         sizes = task.update_rules.partial_sizes(owners_of_all, num_workers)
         plan = with_reduction(plan, sizes) if sizes is not None else plan
     check_reduction(plan)
+    if part.exchange is Exchange.ALONE:
+        plan = exchange_alone(plan)
     return plan, lower_plan(plan, part, task.schedule)
 
 
@@ -208,7 +216,8 @@ def lower_plan(
     """
     number = part.num_microbatches
     is_training = plan.placed.graph.mode is Mode.TRAIN
-    policy: Any = policy_of(schedule if is_training else "gpipe", number)
+    is_chosen = is_training and part.exchange is not Exchange.ALONE  # by the user
+    policy: Any = policy_of(schedule if is_chosen else "gpipe", number)
     if costs is not None:
         policy = partial(policy, costs=costs)
     policy = checked(policy)

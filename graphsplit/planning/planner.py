@@ -26,7 +26,7 @@ from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
-from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.compared.announced import Note, PythonStep, compare
 from graphsplit.planning.compared.swaps import Swaps
@@ -65,7 +65,6 @@ from graphsplit.program.lower import WHOLE_STEP, StepPart, WorkerProgram, descri
 from graphsplit.runtime.channels import first_received
 from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
-from graphsplit.runtime.segments.pairwise import PairwiseSums
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
 
@@ -86,7 +85,7 @@ class Planner:
         self._is_settled = False  # whether the updater knows where its parameters live
         self.updater = Updater(task.update_rules, self.parameters)
         self._progress = PlanningLines(job.rank, task)
-        self.pairs = PairwiseSums() if task.gradient_order == "pairs" else None
+        self.sums, self.num_kept = task.part_sums, task.num_kept
         check_trained(task)
         self._overlapping = overlapping(self._tensors())
         self._modified: set[str] = set()  # by any graph so far
@@ -328,9 +327,11 @@ class Planner:
         self.updater.renew(self._task.update_rules, parameters)
 
     def latest(self, mode: Mode) -> ReadyPlan | None:
-        """The plan of a mode that was used last, if there is any."""
-        plans = reversed(self._plans.values())
-        return next((p for p in plans if p.plan.placed.graph.mode is mode), None)
+        """The plan of a mode that was used last, and computes, if there is any."""
+        computing = (
+            p for p in reversed(self._plans.values()) if p.part.exchange is not Exchange.ALONE
+        )
+        return next((p for p in computing if p.plan.placed.graph.mode is mode), None)
 
     def requires_grad(self) -> tuple[bool, ...]:
         """Of every parameter of network and loss, whether it is trained."""
@@ -355,6 +356,7 @@ class Planner:
         recording.graph.state.guards.settle()
         self._progress.planned(plan)
         is_measured = takes_costs(self._task.schedule) and part.num_microbatches > 1
+        is_measured = is_measured and part.exchange is not Exchange.ALONE
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 
     def is_open(self, planned: ReadyPlan) -> bool:
@@ -418,7 +420,7 @@ class Planner:
                 position=self._job.member.position,
                 compiler=self._task.compiler,
                 hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
-                pairs=self.pairs,
+                sums=self.sums,
             )
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)

@@ -23,6 +23,8 @@ import torch
 from graphsplit.batches.batch import Signature, leaves
 from graphsplit.batches.microbatches import BatchDescription, Divider, Division, own_views
 from graphsplit.capture.graph import Mode
+from graphsplit.errors import ConfigurationError
+from graphsplit.partition.plan import Exchange
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.ready_plan import ReadyPlan
@@ -117,12 +119,15 @@ class PlannedStep:
         weights: What the loss of each microbatch is multiplied by; empty where the batch is whole.
         marks: Where forward freezes or unfreezes parameters between them: for each plan, what marks
             those that are trained while it runs.
+        exchange: What adds up the parts of gradients that the step's batches have kept, and ends
+            the step; None where each batch adds up its own, or the step goes on.
     """
 
     plans: tuple[ReadyPlan, ...]
     sizes: tuple[int, ...] = (1,)
     weights: tuple[float, ...] = ()
     marks: tuple[Callable[[], None], ...] = ()
+    exchange: ReadyPlan | None = None
 
     @property
     def first(self) -> ReadyPlan:
@@ -211,11 +216,29 @@ def plan_step(
         part = StepPart(count, first=opens, last=closes)
         found = planner.recording_for(mode, signature, note=note)
         return PlannedStep((planner.plan_for(found, part, note=note),), (count,))
+    return _plan_microbatches(planner, shape, note, opens=opens, closes=closes)
+
+
+def _plan_microbatches(
+    planner: Planner, shape: BatchDescription, note: Note, *, opens: bool, closes: bool
+) -> PlannedStep:
+    """The plans for a training batch that is split.
+
+    Args:
+        planner: Makes and keeps plans.
+        shape: The batch and its microbatches.
+        note: As for ``plan_step``.
+        opens: Whether gradients are reset before it.
+        closes: Whether the optimizer steps after it.
+    """
+    mode, num_kept = Mode.TRAIN, planner.num_kept
     planner.keep_at_least(2 * len(shape.parts))
     plans: list[ReadyPlan] = []
     sizes: list[int] = []
     trained: list[tuple[Sequence[torch.Tensor], tuple[bool, ...]]] = []
     waiting, num_parts = [*shape.parts], sum(count for _, count in shape.parts)
+    if num_kept:
+        num_parts = _all_parts(num_parts, num_kept)
     while waiting:
         (signature, count), *later = waiting
         found = planner.recording_for(mode, signature, note=note)
@@ -225,19 +248,37 @@ def plan_step(
         part = StepPart(
             count,
             first=opens and not plans,
-            last=closes and not later,
+            last=closes and not num_kept and not later,
             is_microbatched=True,
-            adds_up=planner.pairs is not None and not later,
+            adds_up=planner.sums is not None and not num_kept and not later,
             start=sum(sizes) if has_replicas else 0,
             num_parts=num_parts if has_replicas else 0,
+            exchange=Exchange.LATER if num_kept else Exchange.BESIDE,
         )
         plans.append(planner.plan_for(found, part, note=note))
         sizes.append(count)
         trained.append((planner.trainable, planner.requires_grad()))
         waiting = later
+    exchange = None
+    if closes and num_kept:
+        part = StepPart(
+            num_parts, first=False, is_microbatched=True, adds_up=True, exchange=Exchange.ALONE
+        )
+        exchange = planner.plan_for(found, part, note=note)
     marks = [partial(put_requires_grad, *part) for part in trained]
     is_one = len({flags for _, flags in trained}) == 1
-    return PlannedStep(tuple(plans), tuple(sizes), shape.weights, () if is_one else tuple(marks))
+    marks = [] if is_one else marks
+    return PlannedStep(tuple(plans), tuple(sizes), shape.weights, tuple(marks), exchange)
+
+
+def _all_parts(num_parts: int, most: int) -> int:
+    """How many parts the batches of a step have, which keep each apart: always the same number."""
+    if num_parts > most:
+        raise ConfigurationError(
+            f"split made {num_parts} microbatches of a batch, and the Model has "
+            f'microbatches={most}\n  Fix: with accumulate_by="microbatch", make at most that many.'
+        )
+    return most
 
 
 @dataclass(frozen=True)

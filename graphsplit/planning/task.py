@@ -15,12 +15,13 @@ from graphsplit.deferred.construction import is_deferred, materialize
 from graphsplit.errors import ConfigurationError
 from graphsplit.marks.annotations import Annotation, annotations_of
 from graphsplit.optimizers.clip import Clip
-from graphsplit.optimizers.update import GradientOrder, UpdateRules
+from graphsplit.optimizers.update import AccumulateBy, GradientOrder, UpdateRules
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.program.lower import (
     Policy,
 )
 from graphsplit.runtime.segments.compiled import Compiler
+from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.torch_ext.attributes import named_tensors
 
 
@@ -48,6 +49,7 @@ class Task:
             everything, or of the modules with these paths.
         keep_outputs: Whether training steps hand out what the network returned.
         gradient_order: In which order gradients of microbatches are added.
+        accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
     """
 
     network: nn.Module
@@ -67,6 +69,21 @@ class Task:
     recompute: bool | tuple[str, ...] = False
     keep_outputs: bool = False
     gradient_order: GradientOrder = "left"
+    accumulate_by: AccumulateBy = "batch"
+
+    @property
+    def num_kept(self) -> int:
+        """How many parts of a gradient are kept apart until a step of several batches ends."""
+        most = self.divider.num_microbatches
+        is_kept = self.accumulate_by == "microbatch" and self.accumulate > 1 and most > 1
+        return most if is_kept else 0
+
+    @property
+    def part_sums(self) -> PartSums | None:
+        """The sums of the gradients of microbatches; None: one after the other, in ``.grad``."""
+        if self.gradient_order == "left" and not self.num_kept:
+            return None
+        return PartSums(self.gradient_order, by_microbatch=self.num_kept > 0)
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -85,6 +102,7 @@ class Task:
             self.set_to_none,
             self.accumulate,
             self.gradient_order,
+            self.accumulate_by,
         )
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphsplit.partition.buffer_chains import kept_values
 from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan
+from graphsplit.partition.replicas.buffer_chains import kept_values
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.lower import WorkerProgram
 

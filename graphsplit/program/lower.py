@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphsplit.capture.graph import Mode
-from graphsplit.partition.plan import Edge, EdgeKind, PartitionPlan, SumTerm
+from graphsplit.partition.plan import Edge, EdgeKind, Exchange, PartitionPlan, SumTerm
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.program.traffic import PlanTraffic
 
@@ -34,6 +34,7 @@ class StepPart:
         adds_up: Whether they end a batch whose parts of gradients were kept apart.
         start: The number of the first of them in the batch, where replicas share it.
         num_parts: How many microbatches the batch has, where replicas share it; 0: these alone.
+        exchange: When they exchange parts of gradients.
     """
 
     num_microbatches: int = 1
@@ -43,6 +44,7 @@ class StepPart:
     adds_up: bool = False
     start: int = 0
     num_parts: int = 0
+    exchange: Exchange = Exchange.BESIDE
 
     @property
     def parts(self) -> range:
@@ -183,7 +185,8 @@ class _Lowering:
     def _move_block(self, instruction: Instruction, opcode: Opcode) -> None:
         """A block of parts of a gradient goes to the parameter's owner once its last part is in."""
         block = self.plan.blocks_of(instruction.operand)
-        if block is None or instruction.microbatch not in block.ends:
+        is_later = self.plan.exchange is Exchange.LATER
+        if block is None or is_later or instruction.microbatch not in block.ends:
             return
         edge = block.edges[self.plan.lane_of(instruction.operand)]
         if edge is not None:

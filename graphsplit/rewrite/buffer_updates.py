@@ -133,7 +133,8 @@ class _Finder:
                 return None
             others = self._read_by(node)
             for operand in others:
-                if operand in held or operand in operations:
+                is_made = operand in operations and operand.target is not _BATCH_NORM
+                if operand in held or is_made:
                     continue
                 if not self._can_be_kept(operand, node):
                     return None

@@ -13,7 +13,7 @@ from graphsplit.optimizers.update import Updater
 from graphsplit.partition.plan import PartitionPlan
 from graphsplit.program.lower import WorkerProgram
 from graphsplit.runtime.segments.compiled import Compiler
-from graphsplit.runtime.segments.pairwise import PairwiseSums
+from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.transport.base import Transport
 
 
@@ -32,7 +32,7 @@ class RunnerParts:
         position: Told of every instruction, for heartbeats.
         compiler: Compiles segments, or None.
         hook_state: Python state that hooks on parameters of several workers share.
-        pairs: Adds the gradients of microbatches in pairs; None: one after the other, in ``.grad``.
+        sums: Adds the gradients of microbatches; None: one after the other, in ``.grad``.
     """
 
     plan: PartitionPlan
@@ -45,4 +45,4 @@ class RunnerParts:
     position: ReportedPosition = field(default_factory=ReportedPosition)
     compiler: Compiler | None = None
     hook_state: tuple[HookState, ...] = ()
-    pairs: PairwiseSums | None = None
+    sums: PartSums | None = None

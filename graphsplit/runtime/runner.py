@@ -103,9 +103,9 @@ class ProgramRunner:
             depths=parts.depths,
         )
         self._senders, self._receivers = ends.senders, ends.receivers
-        pairs = parts.pairs if self._is_microbatched else None
+        sums = parts.sums if self._is_microbatched else None
         self._backward = BackwardBinder(
-            *(parts.plan, parts.state, parts.updater, parts.hook_state, pairs),
+            *(parts.plan, parts.state, parts.updater, parts.hook_state, sums),
             overtaken=overtaken(parts.plan, instructions),
         )
         self._backward.pending = {segment: [] for segment, _ in self._apart}
@@ -244,8 +244,8 @@ class ProgramRunner:
     ) -> StepState:
         self._parts.position.text_source, self._parts.position.location_source = self._told
         self.step, self.position = step, 0
-        if self._parts.pairs is not None and microbatches is not None and not microbatches.start:
-            self._parts.pairs.begin_batch()
+        if self._parts.sums is not None and microbatches is not None and not microbatches.start:
+            self._parts.sums.begin_batch()
         return StepState(
             step,
             inputs,
@@ -308,10 +308,16 @@ class ProgramRunner:
         if opcode is Opcode.RECEIVE:
             return self._bind_receive(self._plan.edges[operand], instruction.microbatch)
         updater = self._parts.updater
-        if opcode in (Opcode.ZERO_GRADIENTS, Opcode.OPTIMIZER):
-            call = updater.step if opcode is Opcode.OPTIMIZER else updater.zero_gradients
-            return lambda state: call()
+        if opcode is Opcode.ZERO_GRADIENTS:
+            return lambda state: self._zero_gradients()
+        if opcode is Opcode.OPTIMIZER:
+            return lambda state: updater.step()
         return bind_reduce(opcode, updater, self._parts.program.worker)
+
+    def _zero_gradients(self) -> None:
+        self._parts.updater.zero_gradients()
+        if self._parts.sums is not None:
+            self._parts.sums.begin_step()
 
     def _code_key(self, instruction: Instruction) -> tuple[int, bool]:
         """A segment, and whether its weight gradients are computed apart."""
@@ -390,8 +396,8 @@ class ProgramRunner:
         value = edge.value
         if edge.kind is EdgeKind.REDUCTION:
             return bind_send_reduction(self._plan, edge, send)
-        if edge.kind is EdgeKind.BLOCK and self._parts.pairs is not None:
-            return bind_send_block(self._plan, edge, microbatch, self._parts.pairs, send)
+        if edge.kind is EdgeKind.BLOCK and self._parts.sums is not None:
+            return bind_send_block(self._plan, edge, microbatch, self._parts.sums, send)
         if edge.kind is EdgeKind.BUFFERS:
             return bind_send_buffers(self._plan, edge, self._parts.state, send)
         if edge.kind in GENERATORS:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from graphsplit.partition.blocks import distances
-from graphsplit.partition.buffer_chains import sources_of
-from graphsplit.partition.plan import PartitionPlan
+from graphsplit.partition.plan import Exchange, PartitionPlan
+from graphsplit.partition.replicas.blocks import distances
+from graphsplit.partition.replicas.buffer_chains import sources_of
 from graphsplit.program.instruction import Instruction, Opcode
 from graphsplit.schedule.dependencies import Dependencies
 
@@ -71,7 +71,8 @@ class Tasks:
 
     def _collect_blocks(self) -> None:
         """A parameter's owner adds the blocks of all lanes in the order of their parts."""
-        for first, block in self.plan.blocks.items():
+        blocks = self.plan.blocks if self.plan.exchange is not Exchange.LATER else {}
+        for first, block in blocks.items():
             apart = sorted(distances(list(block.ends)))
             for lane in range(len(block.workers)):
                 value = first + lane * self.plan.num_values

@@ -19,7 +19,7 @@ from torch import nn
 
 from graphsplit.batches.microbatches import Divider, LossWeight, Split
 from graphsplit.optimizers.clip import Clip, GlobalNorm, Value
-from graphsplit.optimizers.update import GradientOrder
+from graphsplit.optimizers.update import AccumulateBy, GradientOrder
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.task import Task
 from graphsplit.program.lower import Policy
@@ -67,6 +67,7 @@ class Training:
         on_gradients: ``on_gradients(network)``: called before clipping, on every worker.
         accumulate: Over how many batches gradients are added up before the optimizer steps.
         gradient_order: In which order gradients of microbatches are added.
+        accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
         schedule: In which order workers compute.
         recompute: What backward runs again: everything, or the modules with these paths.
         before_step: ``before_step(step, network, loss_fn)``: what the script changes before a step,
@@ -95,6 +96,7 @@ class Training:
     on_gradients: Callable[[nn.Module], None] | None = None
     accumulate: int = 1
     gradient_order: GradientOrder = "left"
+    accumulate_by: AccumulateBy = "batch"
     schedule: str | Policy = "1f1b"
     recompute: bool | tuple[str, ...] = False
     before_step: Callable[[int, nn.Module, Any], None] | None = None
@@ -114,6 +116,7 @@ class Training:
                 self.on_gradients,
                 self.accumulate,
                 self.gradient_order == "pairs",
+                self.accumulate_by == "microbatch" and self.accumulate > 1,
             ),
         )
 
@@ -130,6 +133,7 @@ class Training:
             autocast=self.autocast,
             accumulate=self.accumulate,
             gradient_order=self.gradient_order,
+            accumulate_by=self.accumulate_by,
             schedule=self.schedule,
             recompute=self.recompute,
         )

@@ -35,6 +35,7 @@ class Extras:
         on_gradients: ``on_gradients(network)``: called between backward and clipping.
         accumulate: How many batches make one step.
         in_pairs: Whether gradients of microbatches are added in pairs.
+        by_microbatch: Whether each microbatch is added over the batches of a step first.
     """
 
     clip: Callable[[list[torch.Tensor]], Any] | None = None
@@ -44,6 +45,7 @@ class Extras:
     on_gradients: Callable[[nn.Module], None] | None = None
     accumulate: int = 1
     in_pairs: bool = False
+    by_microbatch: bool = False
 
 
 class EagerLoop:
@@ -81,6 +83,7 @@ class EagerLoop:
         self.extras = extras or Extras()
         self.scaler = self.extras.make_scaler() if self.extras.make_scaler else None
         self.gradient_norm: torch.Tensor | None = None
+        self.parts: dict[torch.Tensor, dict[int, Any]] = {}
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """One step of training; returns the loss."""
@@ -130,9 +133,11 @@ class EagerLoop:
         if self.seed is None:
             self.seed = torch.initial_seed()
         before, losses = torch.default_generator.get_state(), []
-        trained = self._trained() if self.extras.in_pairs else []
+        extras = self.extras
+        trained = self._trained() if extras.in_pairs or extras.by_microbatch else []
         earlier = [p.grad for p in trained]
-        blocks: list[list[Any]] = [[] for _ in trained]
+        if self.num_batches % extras.accumulate == 0 or not extras.by_microbatch:
+            self.parts = {}
         for m, (microbatch, weight) in enumerate(self._microbatches(batch)):
             torch.default_generator.set_state(microbatch_rng_state(self.seed, self.num_steps, m))
             with self._casting():
@@ -140,18 +145,29 @@ class EagerLoop:
             for p in trained:
                 p.grad = None
             self._scaled(loss * weight).backward()
-            for p, sums in zip(trained, blocks, strict=True):
-                _add_pairs(sums, p.grad, m)
+            for p in trained:
+                own = self.parts.setdefault(p, {})
+                own[m] = _added(own.get(m), p.grad)
             losses.append(loss.detach() * weight)
-        for p, gradient, sums in zip(trained, earlier, blocks, strict=True):
-            while len(sums) > 1:
-                sums[-2:] = [_added(sums[-2], sums[-1])]
-            p.grad = _added(gradient, sums[0])
+        ends = (self.num_batches + 1) % extras.accumulate == 0 or not extras.by_microbatch
+        for p, gradient in zip(trained, earlier, strict=True):
+            p.grad = _added(gradient, self._sum(self.parts[p])) if ends else gradient
         torch.default_generator.set_state(before)
         self.num_steps += 1
         total = sum(losses)
         assert isinstance(total, torch.Tensor)
         return total
+
+    def _sum(self, parts: dict[int, Any]) -> Any:
+        sums: list[Any] = []
+        for m in range(max(parts) + 1):
+            if self.extras.in_pairs:
+                _add_pairs(sums, parts.get(m), m)
+            else:
+                sums = [_added(sums[0], parts.get(m)) if sums else parts.get(m)]
+        while len(sums) > 1:
+            sums[-2:] = [_added(sums[-2], sums[-1])]
+        return sums[0]
 
     def _trained(self) -> list[torch.Tensor]:
         of_loss = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()

@@ -184,6 +184,7 @@ class ModelArguments:
     recompute: Any
     keep_outputs: Any
     gradient_order: Any
+    accumulate_by: Any
 
     def check(self) -> None:
         """Refuse arguments that are not as ``Model`` says; all of them are listed together.
@@ -223,6 +224,7 @@ class ModelArguments:
             recompute=recomputed_paths(self.net, self.recompute),
             keep_outputs=self.keep_outputs,
             gradient_order=self.gradient_order,
+            accumulate_by=self.accumulate_by,
         )
 
     def _problems_of_what_runs(self) -> list[str]:
@@ -250,13 +252,23 @@ class ModelArguments:
         if not isinstance(self.keep_outputs, bool):
             problems.append(f"keep_outputs={self.keep_outputs!r}; expected True or False")
         job = joined.current()
-        if self.keep_outputs is True and job is not None and job.recovery_policy != FAIL_FAST:
+        recovers = job is not None and job.recovery_policy != FAIL_FAST
+        if self.keep_outputs is True and job is not None and recovers:
             problems.append(
                 f"keep_outputs=True in a job that runs with {job.recovery_policy}: a worker that "
                 f"comes back would not know the outputs of the steps before"
             )
         if self.gradient_order not in ("left", "pairs"):
             problems.append(f"gradient_order={self.gradient_order!r}; expected 'left' or 'pairs'")
+        if self.accumulate_by not in ("batch", "microbatch"):
+            problems.append(
+                f"accumulate_by={self.accumulate_by!r}; expected 'batch' or 'microbatch'"
+            )
+        elif self.accumulate_by == "microbatch" and job is not None and recovers:
+            problems.append(
+                f"accumulate_by='microbatch' in a job that runs with {job.recovery_policy}: a "
+                f"worker that comes back would not have the sums of the step's earlier batches"
+            )
         if self.capture != "auto":
             problems.append(f"capture={self.capture!r}; expected 'auto'")
         if self.unplaced not in ("affinity", "worker0"):

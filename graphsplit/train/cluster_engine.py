@@ -115,6 +115,8 @@ class ClusterEngine(ClusterState):
     def zero_gradients(self) -> None:
         """Reset the gradients that are here."""
         self.planner.updater.zero_gradients()
+        if self.planner.sums is not None:
+            self.planner.sums.begin_step()
         self.progress.adds_up = False
 
     def step(self) -> None:
@@ -272,6 +274,9 @@ class ClusterEngine(ClusterState):
                 if share_sizes(self._job.control, plan.plan, tensors):
                     self.planner.recordings.forget_sizes()
             yield phase, state.values
+        if planned.exchange is not None:
+            nothing = [()] * planned.exchange.part.num_microbatches
+            planned.exchange.runner.run(step, nothing)
         self.planner.writes.after_step()
 
     def _use_measurements(self, planned: PlannedStep) -> None:

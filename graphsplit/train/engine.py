@@ -21,7 +21,7 @@ from graphsplit.planning.modes import ensure_training, evaluating
 from graphsplit.planning.step_plan import TrainingProgress, total_loss
 from graphsplit.planning.task import Task, materialize_all, trainable_of
 from graphsplit.planning.trainable import check_value
-from graphsplit.runtime.segments.pairwise import PairwiseSums
+from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.train.metrics import Metric, need_batches
 from graphsplit.train.outputs import NOTHING, Beside
 from graphsplit.witness import Witness
@@ -130,6 +130,7 @@ class EagerEngine(Engine):
         self._last_norm: torch.Tensor | None = None
         self._on_gradients: Callable[[], None] | None = None
         materialize_all(task)
+        self._sums = task.part_sums or PartSums()
         self._network = task.network if task.compiler is None else task.compiler(task.network)
 
     def train_epoch(
@@ -173,6 +174,7 @@ class EagerEngine(Engine):
     def zero_gradients(self) -> None:
         """Reset the gradients, as the Model was told to."""
         self.progress.adds_up = False
+        self._sums.begin_step()
         for optimizer in self._task.optimizers:
             optimizer.zero_grad(set_to_none=self._task.set_to_none)
 
@@ -195,7 +197,8 @@ class EagerEngine(Engine):
         """The gradients of all microbatches, one after the other; the generator is put back."""
         before, losses = torch.default_generator.get_state(), []
         pairs = zip(division.microbatches, division.weights, strict=True)
-        sums, kept_apart = PairwiseSums(), self._kept_apart()
+        sums, kept_apart = self._sums, self._kept_apart()
+        sums.begin_batch()
         try:
             for index, (microbatch, weight) in enumerate(pairs):
                 torch.default_generator.set_state(self.progress.rng_state(index))
@@ -203,15 +206,16 @@ class EagerEngine(Engine):
                 with sums.apart(kept_apart, index):
                     torch.autograd.backward(self._scaled(loss * weight, scale))
                 losses.append(loss.detach())
-            sums.end_batch()
+            if self.progress.closes or not self._task.num_kept:
+                sums.end_batch()
         finally:
             torch.default_generator.set_state(before)
         return total_loss(losses, division.weights)
 
     def _kept_apart(self) -> tuple[torch.Tensor, ...]:
-        """The parameters whose gradients are added in pairs, each once."""
-        is_in_pairs = self._task.gradient_order == "pairs"
-        return tuple(dict.fromkeys(trainable_of(self._task))) if is_in_pairs else ()
+        """The parameters whose gradients are not added in ``.grad``, each once."""
+        is_apart = self._task.part_sums is not None
+        return tuple(dict.fromkeys(trainable_of(self._task))) if is_apart else ()
 
     def _scaled(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
         task = self._task

@@ -17,7 +17,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job import joined
 from graphsplit.job.script import Script
 from graphsplit.optimizers.clip import Clip
-from graphsplit.optimizers.update import GradientOrder
+from graphsplit.optimizers.update import AccumulateBy, GradientOrder
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.profiling.profile import Profiling
@@ -88,6 +88,10 @@ class Model(Shown, Steps):
         gradient_order: In which order gradients of microbatches are added: ``"left"``, as a loop of
             ``backward()`` does, or ``"pairs"``, two by two: ``docs/how-to/microbatches.md`` prints
             both loops.
+        accumulate_by: What ``accumulate`` adds up first: ``"batch"``, the microbatches of each
+            batch, or ``"microbatch"``, each microbatch over the batches. Replicas then exchange
+            gradients once per step instead of once per batch; one gradient is held for each
+            microbatch of a worker's own. ``docs/how-to/microbatches.md`` prints the loop.
 
     Raises:
         ConfigurationError: An argument is not as above; or this is one process of several
@@ -117,13 +121,14 @@ class Model(Shown, Steps):
         recompute: bool | Sequence[str | nn.Module] = False,
         keep_outputs: bool = False,
         gradient_order: GradientOrder = "left",
+        accumulate_by: AccumulateBy = "batch",
     ) -> None:
         given = ModelArguments(
             net, loss_fn, optimizer, metrics, microbatches=microbatches, split=split,
             loss_weight=loss_weight, schedule=schedule, capture=capture, unplaced=unplaced,
             dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
             set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
-            keep_outputs=keep_outputs, gradient_order=gradient_order,
+            keep_outputs=keep_outputs, gradient_order=gradient_order, accumulate_by=accumulate_by,
         )  # fmt: skip
         given.check()
         self._given = given

@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,17 +50,22 @@ def test_a_program_runs_as_it_stands(block: Block, monkeypatch: pytest.MonkeyPat
     run(block.name, monkeypatch)
 
 
-def test_the_loop_that_adds_in_pairs_has_the_bits_of_a_model() -> None:
-    (block,) = (block for block in ALONE if block.name == "pairs.py")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("pairs.py", {"gradient_order": "pairs"}),
+        ("by_microbatch.py", {"accumulate_by": "microbatch", "accumulate": 3}),
+    ],
+)
+def test_a_loop_without_graphsplit_has_the_bits_of_a_model(name: str, options: Any) -> None:
+    (block,) = (block for block in ALONE if block.name == name)
     save(block)
     assert "graphsplit" not in block.text
     plain = runpy.run_path(block.name)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = gs.Model(
-        net, nn.CrossEntropyLoss(), optimizer, microbatches=plain["M"], gradient_order="pairs"
-    )
+    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, microbatches=plain["M"], **options)
     model.train(1, plain["loader"])
     for one, other in zip(net.parameters(), plain["net"].parameters(), strict=True):
         assert torch.equal(one, other)

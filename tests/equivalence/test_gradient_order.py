@@ -18,7 +18,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.errors import ConfigurationError
 from graphsplit.partition import splitting
 from graphsplit.program.instruction import Opcode
-from graphsplit.runtime.segments.pairwise import PairwiseSum
+from graphsplit.runtime.segments.part_sums import PartSum
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
 
@@ -44,7 +44,7 @@ def test_parts_are_added_as_a_binary_tree_and_few_are_held(
     for number in missing:
         parts[number : number + 1] = [None] if number < num_parts else []
     expected = tree(parts, 0, 2 ** math.ceil(math.log2(num_parts)))
-    one = PairwiseSum(torch.zeros(7))
+    one = PartSum(torch.zeros(7))
     for number, part in enumerate(parts):
         if part is not None:  # a parameter may be in no plan of some microbatches
             one.add(number, part.clone())

@@ -70,6 +70,28 @@ def mixed(net: Any) -> None:
 _images, _everything = Captures(), Captures()
 
 
+class Again(nn.Module):
+    """A batch norm of its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.norm(x))
+
+
+def test_a_norm_of_its_own_output() -> None:
+    assert_same_bits(
+        Again,
+        images(8, 8),
+        num_workers=2,
+        loss_fn=rows_against_target,
+        place=whole(0, 1),
+        microbatches=4,
+    )
+
+
 @pytest.mark.parametrize("order", ["left", "pairs"])
 @pytest.mark.parametrize(
     ("place", "num_workers", "microbatches"),

@@ -12,10 +12,10 @@ from torch import nn
 
 from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import StepFailedError
-from graphsplit.partition.blocks import sent_per_step
 from graphsplit.partition.explain.plan import explain_plan
+from graphsplit.partition.replicas.blocks import sent_per_step
 from graphsplit.program.instruction import Opcode
-from graphsplit.runtime.segments.pairwise import PairwiseSum
+from graphsplit.runtime.segments.part_sums import PartSum
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
 
@@ -55,13 +55,13 @@ def test_pairs_send_a_rings_bytes(num_workers: int, microbatches: int) -> None:
 
 def test_a_replica_holds_one_gradient_for_each_digit(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    add = PairwiseSum.add
+    add = PartSum.add
 
-    def noted(one: PairwiseSum, number: int, part: Any, size: int = 1) -> None:
+    def noted(one: PartSum, number: int, part: Any, size: int = 1) -> None:
         add(one, number, part, size)
         held.append(len(one.blocks))
 
-    monkeypatch.setattr(PairwiseSum, "add", noted)
+    monkeypatch.setattr(PartSum, "add", noted)
     planned(whole(0, 1), make=Wide, microbatches=16, order="pairs")
     assert max(held) == 3  # while 8 parts come in: sums of 4, of 2, and one
 

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from graphsplit.partition.blocks import sent_per_step
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain.folding import align
 from graphsplit.partition.explain.operations import ROOT, values_read, what_crosses
-from graphsplit.partition.plan import EdgeKind, PartitionPlan
+from graphsplit.partition.plan import EdgeKind, Exchange, PartitionPlan
+from graphsplit.partition.replicas.blocks import sent_per_step
 
 _MAX_VALUES = 12
 _MAX_PAIRS = 16
@@ -173,6 +173,8 @@ def borrowed_lines(plan: PartitionPlan) -> list[str]:
 
 def gradient_lines(plan: PartitionPlan) -> list[str]:
     """The bytes of gradients that each replica sends, by both orders of sums."""
+    if plan.exchange is Exchange.LATER and plan.blocks:
+        return ["nothing with this batch: they are kept, and sent once after the step's last one"]
     rows = [("worker", 'gradient_order="left"', '"pairs"')]
     for worker, (left, pairs) in sorted(sent_per_step(plan).items()):
         rows.append((str(worker), human_bytes(left), human_bytes(pairs)))

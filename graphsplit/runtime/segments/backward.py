@@ -24,7 +24,7 @@ from graphsplit.runtime.segments.autograd import (
     run_tensor_hooks,
 )
 from graphsplit.runtime.segments.blocks import bind_add_block, bind_part
-from graphsplit.runtime.segments.pairwise import PairwiseSums
+from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.runtime.segments.weights_apart import ANCHOR, Pending
 from graphsplit.runtime.step_state import Gradient, StepState
 from graphsplit.torch_ext.private import run_backward as run_torchs_backward
@@ -41,7 +41,7 @@ class BackwardBinder:
         state: Parameters and buffers of this worker, by node.
         updater: Knows the gradient with which the backward of a loss begins.
         hook_state: Python state that hooks on parameters of several workers share.
-        pairs: Adds the gradients of microbatches in pairs; None: one after the other, in ``.grad``.
+        sums: Adds the gradients of microbatches; None: one after the other, in ``.grad``.
         overtaken: The instructions before which later microbatches have computed their values.
     """
 
@@ -51,7 +51,7 @@ class BackwardBinder:
         state: Mapping[int, torch.Tensor],
         updater: Updater,
         hook_state: Sequence[HookState] = (),
-        pairs: PairwiseSums | None = None,
+        sums: PartSums | None = None,
         overtaken: Container[Instruction] = (),
     ) -> None:
         self._overtaken = overtaken
@@ -61,24 +61,24 @@ class BackwardBinder:
         self._state = state
         self._updater = updater
         self._hook_state = hook_state
-        self._pairs = pairs
+        self._sums = sums
         # For each segment whose backward runs in two parts: what the first part leaves.
         self.pending: dict[int, list[Pending]] = {}
 
     def bind(self, instruction: Instruction) -> Action:
         """Bind an instruction: a function of the step's state."""
-        pairs, held = self._pairs, self._hook_state
+        sums, held = self._sums, self._hook_state
         if instruction.opcode is Opcode.ADD_UP:
-            return lambda state: None if pairs is None else pairs.end_batch()
-        if pairs is not None and instruction.opcode is Opcode.ADD_BLOCK:
-            return bind_add_block(self._plan, instruction, pairs, self._state[instruction.operand])
+            return lambda state: None if sums is None else sums.end_batch()
+        if sums is not None and instruction.opcode is Opcode.ADD_BLOCK:
+            return bind_add_block(self._plan, instruction, sums, self._state[instruction.operand])
         is_sum = instruction.opcode is Opcode.ACCUMULATE
-        if pairs is not None and is_sum and self._plan.blocks_of(instruction.operand) is not None:
-            return bind_part(self._plan, instruction, pairs, _terms)
+        if sums is not None and is_sum and self._plan.blocks_of(instruction.operand) is not None:
+            return bind_part(self._plan, instruction, sums, self._state, _terms)
         run = self._bind(instruction)
-        given_to = self._given_to(instruction) if pairs is not None else ()
-        if pairs is not None and given_to:
-            run = _apart(run, pairs, given_to, instruction.microbatch)
+        given_to = self._given_to(instruction) if sums is not None else ()
+        if sums is not None and given_to:
+            run = _apart(run, sums, given_to, instruction.microbatch)
         hooked = self._given_to(instruction) if instruction in self._overtaken else []
         if not held and not hooked:
             return run
@@ -259,13 +259,13 @@ def overtaken(plan: PartitionPlan, instructions: Sequence[Instruction]) -> froze
 
 
 def _apart(
-    run: Action, pairs: PairwiseSums, parameters: Sequence[torch.Tensor], microbatch: int
+    run: Action, sums: PartSums, parameters: Sequence[torch.Tensor], microbatch: int
 ) -> Action:
-    """Keep what an instruction gives to parameters for the sum in pairs."""
+    """Keep what an instruction gives to parameters for the sum of its parts."""
 
     def run_apart(state: StepState) -> None:
         start = state.microbatches.start if state.microbatches is not None else 0
-        with pairs.apart(parameters, start + microbatch):
+        with sums.apart(parameters, start + microbatch):
             run(state)
 
     return run_apart

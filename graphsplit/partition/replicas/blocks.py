@@ -1,13 +1,14 @@
-"""Blocks of parts of a gradient that a replica adds before it sends them: ``"pairs"`` over lanes.
+"""Blocks of parts of a gradient, which a replica adds before it sends them.
 
-The tree by which pairs are added is that of the parts' numbers. A block of 2 ** k parts that begins
-at a multiple of its size is one node of it, so whoever has its parts may add them::
+The tree by which ``"pairs"`` are added is that of the parts' numbers. A block of 2 ** k parts that
+begins at a multiple of its size is one node of it, so whoever has its parts may add them::
 
     lane 0, worker 0   parts 0 1 2     blocks (0 1) 2
     lane 1, worker 1   parts 3 4 5     blocks 3 (4 5)
     owner              ((0 1) + (2 + 3)) + (4 5)
 
-A worker holds one gradient for each digit of a block, and sends one for each block.
+A worker holds one gradient for each digit of a block, and sends one for each block. Parts that are
+added to the left are blocks of one.
 """
 
 from __future__ import annotations
@@ -20,22 +21,34 @@ from graphsplit.capture.graph import NodeKind
 from graphsplit.partition.plan import BlockSums, EdgeKind, PartitionPlan, SumTerm
 
 
-def with_blocks(plan: PartitionPlan, *, start: int, hooked: Collection[str] = ()) -> PartitionPlan:
+def with_blocks(
+    plan: PartitionPlan,
+    parts: range,
+    *,
+    in_pairs: bool = True,
+    by_microbatch: bool = False,
+    hooked: Collection[str] = (),
+) -> PartitionPlan:
     """Let parts of gradients be added where they are made, in blocks.
 
     Args:
         plan: The plan, all lanes together.
-        start: The number of its first microbatch in the batch.
+        parts: Its microbatches, by their numbers in the batch.
+        in_pairs: Whether parts are added in pairs.
+        by_microbatch: Whether a step's batches are added part by part, by who makes the parts: then
+            blocks are made where all microbatches have the same workers, too.
         hooked: Names of parameters whose hooks are to see each part: their owner adds them.
     """
     sums, edges, blocks = dict(plan.gradient_sums), list(plan.edges), {}
+    lanes = plan.lanes or ((range(len(parts)),) if by_microbatch else ())
+    largest = len(parts) if in_pairs else 1
     for value in plan.gradient_sums:
         node = plan.placed.graph.nodes[value]
         names = plan.placed.graph.state_names.get(value, (node.target,))
         is_ours = node.kind is NodeKind.PARAMETER and not {*names} & {*hooked}
-        if not plan.lanes or not is_ours or plan.lane_of(value):
+        if not lanes or not is_ours or plan.lane_of(value):
             continue
-        in_lanes = [value + lane * plan.num_values for lane in range(len(plan.lanes))]
+        in_lanes = [value + lane * plan.num_values for lane in range(len(lanes))]
         makers = [_maker(plan, one) for one in in_lanes]
         if None in makers:
             continue
@@ -49,7 +62,8 @@ def with_blocks(plan: PartitionPlan, *, start: int, hooked: Collection[str] = ()
                     edges[first], kind=EdgeKind.BLOCK, contributions=()
                 )
                 sums[one] = tuple(SumTerm(contribution=c) for c in made)
-        ends = {end: size for lane in plan.lanes for end, size in _blocks(lane, start)}
+        found = (_blocks(lane, parts.start, largest) for lane in lanes)
+        ends = {end: size for of_lane in found for end, size in of_lane}
         blocks[value] = BlockSums(tuple(m for m in makers if m is not None), tuple(carriers), ends)
     return dataclasses.replace(plan, gradient_sums=sums, edges=tuple(edges), blocks=blocks)
 
@@ -67,12 +81,12 @@ def _maker(plan: PartitionPlan, value: int) -> int | None:
     return workers.pop() if is_one else None
 
 
-def _blocks(lane: range, start: int) -> Iterator[tuple[int, int]]:
+def _blocks(lane: range, start: int, largest: int) -> Iterator[tuple[int, int]]:
     """The last microbatch and the size of each block of a lane, in order."""
     at = lane.start
     while at < lane.stop:
         number, size = start + at, 1
-        while number % (2 * size) == 0 and at + 2 * size <= lane.stop:
+        while number % (2 * size) == 0 and at + 2 * size <= lane.stop and size < largest:
             size *= 2
         at += size
         yield at - 1, size
@@ -97,6 +111,6 @@ def sent_per_step(plan: PartitionPlan) -> dict[int, tuple[int, int]]:
             lane, size = plan.lanes[plan.lane_of(edge.value)], edge.meta.size_bytes
             can_add = is_block or _maker(plan, edge.value) is not None
             left, pairs = found.get(edge.source, (0, 0))
-            num_sent = sum(1 for _ in _blocks(lane, 0)) if can_add else len(lane)
+            num_sent = sum(1 for _ in _blocks(lane, 0, len(lane))) if can_add else len(lane)
             found[edge.source] = left + size * len(lane), pairs + size * num_sent
     return found

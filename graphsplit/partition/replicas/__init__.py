@@ -1,0 +1,1 @@
+"""Replicas in a plan: lanes, blocks of gradients, chains of buffers, one exchange."""

@@ -1,0 +1,226 @@
+"""The parts of gradients, added in the order that a Model asks for.
+
+Each microbatch gives a parameter one *part* of its gradient. ``gradient_order="left"`` adds part
+after part. ``"pairs"`` adds them like the digits of a binary number: a sum of 2 ** k parts is added
+to its neighbour on the left of the same size::
+
+    parts     0   1   2   3   4   5   6
+    pairs     (0 + 1) (2 + 3) (4 + 5) 6
+              ((0 + 1) + (2 + 3))     6       kept: sums of 4, 2 and 1
+    total     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
+
+So the bits depend on the number of the parts alone, not on who adds which, and for m parts pairs
+hold at most ``ceil(log2(m)) + 1`` gradients. A part that is None, as of a parameter that a
+microbatch does not use, has its place and adds nothing.
+
+Between a batch's first backward and its end ``.grad`` holds what was there before the batch: zeros,
+or the sum of the batches before, which the total is then added to.
+
+``accumulate_by="microbatch"`` adds each part over the batches of a step first. Until the step's
+last batch is done the parts are *kept*, each by who makes it, and ``.grad`` holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from graphsplit.errors import InvariantError, StepFailedError
+from graphsplit.optimizers.update import GradientOrder
+from graphsplit.runtime.step_state import Gradient
+
+Block = tuple[int, int]
+_NOBODYS = torch.empty(0)  # where sums of parts go elsewhere
+
+
+@dataclass
+class PartSum:
+    """The gradient of one parameter, while its parts are added.
+
+    Attributes:
+        parameter: The parameter.
+        order: In which order.
+        blocks: Sums of parts, the largest block of parts first; one where they are added to the
+            left.
+        num_parts: How many parts have been added; those that are None included.
+    """
+
+    parameter: torch.Tensor
+    order: GradientOrder = "pairs"
+    blocks: list[Gradient] = field(default_factory=list)
+    num_parts: int = 0
+
+    def add(self, number: int, part: Gradient, size: int = 1) -> None:
+        """Add a part, or a block of them; those between the last one and this one are None.
+
+        Args:
+            number: Its number in the batch; that of a block's first part.
+            part: A tensor that nobody else holds; it may be changed.
+            size: How many parts a block has: a power of two that divides its number.
+        """
+        if number < self.num_parts:
+            raise InvariantError(f"part {number} of a gradient comes after {self.num_parts}")
+        if number % size:
+            raise InvariantError(f"part {number} of a gradient begins no block of {size}")
+        while self.num_parts < number:
+            self._carry(None, 1)
+        self._carry(part, size)
+
+    def _carry(self, part: Gradient, size: int) -> None:
+        digits = self.num_parts // size if self.order == "pairs" else len(self.blocks)
+        while digits % 2:
+            part = _add(self.blocks.pop(), part)
+            digits //= 2
+        self.blocks.append(part)
+        self.num_parts += size
+
+    def total(self) -> Gradient:
+        """The sum of all parts."""
+        total: Gradient = None
+        for block in reversed(self.blocks):
+            total = _add(block, total)
+        return total
+
+
+class PartSums:
+    """The gradients of a batch, or of a step, on one worker or in one process.
+
+    Args:
+        order: In which order parts are added.
+        by_microbatch: Whether the parts of a step's batches are kept, and added when it ends.
+    """
+
+    def __init__(self, order: GradientOrder = "pairs", *, by_microbatch: bool = False) -> None:
+        self._order: GradientOrder = order
+        self._by_microbatch = by_microbatch
+        self._sums: dict[int, PartSum] = {}  # by the parameter's id
+        # Of parameters that may live elsewhere: by the parameter's node and the last part.
+        self._blocks: dict[Block, PartSum] = {}
+        # By the parameter's id, or by its name where it lives elsewhere, and the part's number.
+        self._kept: dict[tuple[int | str, int], Gradient] = {}
+        self._parameters: dict[int, torch.Tensor] = {}  # of which parts are kept
+
+    def begin_step(self) -> None:
+        """Forget the parts of a step that did not come to its end."""
+        self._kept.clear()
+        self._parameters.clear()
+
+    def begin_batch(self) -> None:
+        """Forget what a batch has left that did not come to its end."""
+        self._sums.clear()
+        self._blocks.clear()
+
+    def keep(
+        self, owner: torch.Tensor | str, number: int, part: Gradient, *, is_shared: bool = False
+    ) -> None:
+        """Add a part to those of the same number that earlier batches of the step have given.
+
+        Args:
+            owner: The parameter; its name where it lives elsewhere.
+            number: The number of the microbatch in its batch.
+            part: The part.
+            is_shared: Whether others hold it, too: it is then copied where it would be changed.
+        """
+        before = self._kept.get((_key(owner), number))
+        if before is None and is_shared and part is not None:
+            part = part.clone()
+        self._kept[_key(owner), number] = _add(before, part)
+        if isinstance(owner, torch.Tensor):
+            self._parameters[id(owner)] = owner
+
+    def take_kept(self, owner: torch.Tensor | str, number: int) -> Gradient:
+        """The sum of the parts of a number over the step's batches; None where there was none."""
+        return self._kept.pop((_key(owner), number), None)
+
+    def add_to_block(self, key: Block, part: Gradient, *, is_shared: bool = False) -> None:
+        """Add the next part of a block of parts that are made here.
+
+        Args:
+            key: The parameter's node, and the block's last microbatch.
+            part: The part.
+            is_shared: Whether others hold it, too: it is then copied where it would be changed.
+        """
+        block = self._blocks.setdefault(key, PartSum(_NOBODYS))
+        is_kept = block.num_parts % 2 == 0 or block.blocks[-1] is None
+        if is_shared and is_kept and part is not None:
+            part = part.clone()
+        block.add(block.num_parts, part)
+
+    def take_block(self, key: Block) -> Gradient:
+        """The sum of a block that is whole."""
+        return self._blocks.pop(key).total()
+
+    @contextmanager
+    def apart(
+        self, parameters: Sequence[torch.Tensor], number: int, size: int | None = None
+    ) -> Iterator[None]:
+        """Take what a backward inside gives to parameters as their parts.
+
+        Args:
+            parameters: The parameters, each once.
+            number: The number of the microbatch in the batch; of a block, that of the first one.
+            size: How many parts of the whole sum it gives, added already; None: one of a batch.
+        """
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+            for parameter in parameters:
+                if self._by_microbatch and size is None:
+                    self.keep(parameter, number, parameter.grad)
+                else:
+                    self._sum_of(parameter).add(number, parameter.grad, size or 1)
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+
+    def _sum_of(self, parameter: torch.Tensor) -> PartSum:
+        return self._sums.setdefault(id(parameter), PartSum(parameter, self._order))
+
+    def end_batch(self) -> None:
+        """Add the totals to ``.grad``; of a step, where its parts were kept.
+
+        Raises:
+            StepFailedError: Parts are kept here that were to be sent to the parameter's owner.
+        """
+        in_blocks = frozenset(self._sums)
+        for key, number in sorted(self._kept, key=lambda kept: kept[1]):
+            part = self._kept[key, number]
+            if part is None:
+                continue
+            if key in in_blocks or isinstance(key, str):
+                self._refuse(key, number)
+            self._sum_of(self._parameters[key]).add(number, part)
+        for one in self._sums.values():
+            one.parameter.grad = _add(one.parameter.grad, one.total())
+        self._sums.clear()
+        self.begin_step()
+
+    @staticmethod
+    def _refuse(key: int | str, number: int) -> NoReturn:
+        what = key if isinstance(key, str) else "a parameter of this worker"
+        raise StepFailedError(
+            f"an earlier batch of the step has given {what} a gradient in microbatch {number}, and "
+            f"the last batch trains it no more, or on another worker\n"
+            f'  Fix: with accumulate_by="microbatch", freeze parameters and choose between '
+            f"branches where a step begins; or leave accumulate_by out."
+        )
+
+
+def _key(owner: torch.Tensor | str) -> int | str:
+    return owner if isinstance(owner, str) else id(owner)
+
+
+def _add(left: Gradient, right: Gradient) -> Gradient:
+    """``left + right``, in the memory of ``left`` where that holds it; None adds nothing."""
+    if left is None or right is None:
+        return right if left is None else left
+    if left.is_sparse and not right.is_sparse:
+        return right + left
+    left += right
+    return left

@@ -1,0 +1,187 @@
+"""``accumulate_by="microbatch"``: the bits of the printed loop, with one exchange per step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from equivalence_helpers import batches_of, rows_against_target
+from replica_helpers import Net, whole
+from test_microbatches import Tied, num_tokens, placed, tokens
+from torch import nn
+
+import graphsplit as gs
+from graphsplit.capture.graph import Mode
+from graphsplit.errors import ConfigurationError, StepFailedError
+from graphsplit.partition.plan import EdgeKind
+from graphsplit.program.instruction import Opcode
+from graphsplit.testing.equivalence import assert_same_bits
+from graphsplit.testing.simulate import Captures
+
+_net, _tied = Captures(), Captures()
+same = functools.partial(
+    assert_same_bits,
+    Net,
+    loss_fn=rows_against_target,
+    accumulate_by="microbatch",
+    captures=_net,
+)
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_any_number_of_replicas_and_batches_of_any_number_of_rows(
+    num_workers: int, order: Any
+) -> None:
+    rows = (8, 8, 3, 6, 8, 1)  # a step may end with a batch of few microbatches
+    same(
+        [batches_of(number, 6, 6, num=1)[0] for number in rows],
+        num_workers=num_workers,
+        place=whole(*range(num_workers)),
+        microbatches=4,
+        accumulate=3,
+        gradient_order=order,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip": gs.clip.GlobalNorm(0.05), "make_scaler": lambda: torch.amp.GradScaler("cpu")},
+        {"clip": gs.clip.Value(0.01), "set_to_none": False},
+        {"schedule": "zero_bubble"},
+        {"schedule": "auto"},
+        {"make_optimizer": lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)},
+    ],
+    ids=["clip and scale", "values and zeros", "zero bubble", "auto", "AdamW"],
+)
+def test_all_that_comes_between_backward_and_step(options: Any) -> None:
+    def place(net: Any) -> None:
+        net.body.place("MS_WORKER", [0, 1, 2], rows=(2, 1, 1))
+        net.head.place("MS_WORKER", [1, 0])
+
+    same(
+        batches_of(10, 6, 6, num=5),
+        num_workers=3,
+        place=place,
+        microbatches=5,
+        accumulate=2,
+        gradient_order="pairs",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+def test_tied_parameters_on_several_workers_of_one_microbatch(order: Any) -> None:
+    assert_same_bits(
+        Tied,
+        tokens(8, 8, 5, 3, 8, 8),
+        num_workers=3,
+        place=placed(embedding=0, body=[1, 2], drop=2, head=2),
+        microbatches=4,
+        loss_weight=num_tokens,
+        accumulate=2,
+        accumulate_by="microbatch",
+        gradient_order=order,
+        captures=_tied,
+    )
+
+
+def test_hooks_see_the_part_of_one_microbatch() -> None:
+    def make() -> nn.Module:
+        net = Net()
+        net.body[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return net
+
+    assert_same_bits(
+        make,
+        batches_of(8, 6, 6, num=4),
+        loss_fn=rows_against_target,
+        num_workers=2,
+        place=whole(0, 1),
+        microbatches=4,
+        accumulate=2,
+        accumulate_by="microbatch",
+    )
+
+
+def test_gradients_are_sent_once_in_a_step() -> None:
+    cluster = same(
+        batches_of(8, 6, 6, num=4),
+        num_workers=2,
+        place=whole(0, 1),
+        microbatches=8,
+        accumulate=4,
+        gradient_order="pairs",
+    )
+    plans = [p for p in cluster.workers[0].planner._plans.values()]
+    of_batches = [p for p in plans if p.plan.placed.graph.mode is Mode.TRAIN and p.plan.segments]
+    (exchange,) = (p for p in plans if not p.plan.segments)
+    assert len(of_batches) == 2  # the one that opens a step, and the others
+    for planned in of_batches:
+        sent = {planned.plan.edges[e].kind for e in _sent(planned)}
+        assert not sent & {EdgeKind.BLOCK, EdgeKind.GRADIENT}
+    num_parameters = len(list(Net().parameters()))
+    assert len(_sent(exchange)) == num_parameters  # each from the one who does not own it
+
+
+def _sent(planned: Any) -> list[int]:
+    found: Sequence[Any] = [i for program in planned.programs for i in program.instructions]
+    return [i.operand for i in found if i.opcode is Opcode.SEND]
+
+
+def test_one_batch_a_step_or_one_microbatch_is_as_ever() -> None:
+    for options in ({"microbatches": 4}, {"microbatches": 1, "accumulate": 2}):
+        same(batches_of(8, 6, 6, num=2), num_workers=1, place=whole(0), **options)
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Any) -> None:
+    def model(by: str = "microbatch", **options: Any) -> gs.Model:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"microbatches": 2, "accumulate": 2, **options}
+        return gs.Model(net, rows_against_target, optimizer, accumulate_by=by, **options)
+
+    with pytest.raises(ConfigurationError, match="accumulate_by='part'; expected 'batch' or 'mic"):
+        model("part")
+    one = model()
+    (batch,) = batches_of(8, 6, 6, num=1)
+    one.train_step(*batch)
+    with pytest.raises(gs.errors.StateError, match=r"1 of the 2 batches of a step are done"):
+        one.save(tmp_path / "save")
+    one.train_step(*batch)
+    one.save(tmp_path / "save")
+
+
+def test_a_parameter_that_is_frozen_within_a_step_is_named() -> None:
+    def freeze(step: int, network: Any, loss_fn: Any) -> None:
+        network.head.requires_grad_(step != 1)
+
+    with pytest.raises(StepFailedError, match=r"batch of the step has given head.weight a gradi"):
+        same(
+            batches_of(8, 6, 6, num=2),
+            num_workers=2,
+            place=whole(0, 1),
+            microbatches=4,
+            accumulate=2,
+            before_step=freeze,
+        )
+
+
+def test_a_split_that_makes_more_microbatches_is_refused() -> None:
+    def split(batch: Any, number: int) -> list[Any]:
+        return list(zip(*(tensor.split(1) for tensor in batch), strict=True))
+
+    with pytest.raises(ConfigurationError, match="split made 8 microbatches of a batch, and the M"):
+        same(
+            batches_of(8, 6, 6, num=2),
+            num_workers=2,
+            place=whole(0, 1),
+            microbatches=4,
+            accumulate=2,
+            split=split,
+        )
