@@ -18,6 +18,7 @@ from graphsplit.capture.reach.reach import Walk, is_iterator
 
 _MOST = 1 << 12  # holders on one walk: a trainer, or samples in a list, may lead to any number
 _MOST_ITEMS = 1000
+_OPAQUE = (torch.Tensor, np.ndarray)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
@@ -31,11 +32,17 @@ class _PlainWalk(Walk):
             self._visit(*self._waiting.popleft())
         return self._found, []
 
+    def _push(self, value: Any, name: str) -> None:
+        # A loader may be a list of thousands of tuples of tensors.
+        of_tensors = type(value) is tuple and all(isinstance(one, _OPAQUE) for one in value)
+        if not of_tensors and not isinstance(value, _OPAQUE):
+            super()._push(value, name)
+
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, types.GeneratorType):  # a loader may be one
             for inner in (value.gi_frame.f_locals if value.gi_frame is not None else {}).values():
                 self._push(inner, name)
-        elif not isinstance(value, (torch.Tensor, np.ndarray)) and not is_iterator(value):
+        elif not is_iterator(value):
             super()._visit(value, name)
 
 
