@@ -30,7 +30,7 @@ def main() -> None:
     request = records.from_text(CallRequest, sys.argv[1], what="the request")
     _end_with(request.caller)
     try:
-        answer = CallAnswer(_cause(_supervised(request)))
+        answer = CallAnswer(cause_of(_supervised(request)))
     except click.ClickException as error:
         answer = CallAnswer(mistake=error.message)
     with os.fdopen(request.answer, "w") as file:
@@ -63,7 +63,8 @@ def _supervised(request: CallRequest) -> JobVerdict:
     return supervise_job(options, os.environ, limit_s=limit_s)
 
 
-def _cause(ended: JobVerdict) -> FailureCause | None:
+def cause_of(ended: JobVerdict) -> FailureCause | None:
+    """The cause of a job's end, for its caller; None if all is well."""
     if ended.status == 0:
         return None
     kind = "exception"

@@ -11,6 +11,7 @@ from graphsplit.cli.check import check
 from graphsplit.cli.doctor import doctor
 from graphsplit.cli.job import SCRIPT_SETTINGS, JobOptions, run_job
 from graphsplit.cli.manifest import manifest
+from graphsplit.cli.ray.run import run_on_ray
 from graphsplit.cli.ssh.options import RemoteJob, run_options
 from graphsplit.cli.ssh.run import run_on_hosts
 from graphsplit.cli.status import status
@@ -35,7 +36,7 @@ main.add_command(trace)
 @run_options
 @click.pass_context
 def run(context: click.Context, options: JobOptions, *, remote: RemoteJob | None) -> None:
-    """Start a scheduler and N workers of SCRIPT, on this machine or with -H on others.
+    """Start a scheduler and N workers of SCRIPT: here, with -H on others, or with --ray on Ray.
 
     Every output line is prefixed by its process. Ctrl-C ends all. When a process fails, the
     others get 5 seconds to name the cause, then they are ended; the exit status is that of the
@@ -44,7 +45,11 @@ def run(context: click.Context, options: JobOptions, *, remote: RemoteJob | None
     Examples: graphsplit run -n 5 train.py --epochs 3
 
               graphsplit run -H a:2,b:3 train.py --epochs 3
+
+              graphsplit run --ray -n 5 train.py --epochs 3
     """
+    if remote is not None and remote.ray is not None:
+        context.exit(run_on_ray(options, remote, os.environ))
     if remote is not None:
         context.exit(run_on_hosts(options, remote, os.environ))
     context.exit(run_job(options, os.environ))

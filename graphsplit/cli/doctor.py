@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 from graphsplit.cli.ssh import frames
-from graphsplit.cli.ssh.connection import HostConnection, HostError
+from graphsplit.cli.ssh.client import HostError, SshClient
+from graphsplit.cli.ssh.connection import HostConnection
 from graphsplit.cli.ssh.facts import own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import Facts
 from graphsplit.cli.ssh.meeting import answers, connected
@@ -49,8 +50,9 @@ def doctor(
     names = [name for name, _ in named_hosts(hosts, hostfile)]
     if names:
         try:
+            client, there = ssh_command(ssh), python or sys.executable
             with connected(
-                names, ssh_command(ssh), python or sys.executable, NODE_TIMEOUT_S
+                names, lambda name: SshClient(client, name, there), NODE_TIMEOUT_S
             ) as found:
                 of_hosts = _look_at(found)
         except HostError as error:

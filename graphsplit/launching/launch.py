@@ -18,7 +18,7 @@ from graphsplit.launching import call, outcome, process
 from graphsplit.launching.outcome import Raised, Returned
 from graphsplit.root_cause import FailureCause
 
-_WORKER = "graphsplit.launching.worker"
+WORKER = "graphsplit.launching.worker"
 _FEWEST = 2  # fewer cut nothing
 _Fn = Callable[..., Any]
 _Launched = Callable[..., list[Any]]
@@ -65,7 +65,7 @@ def launch(
             process does not know.
     """
     workers = _number_of(workers)
-    _check(fn, workers, timeout_s, restarts)
+    check_call(fn, workers, timeout_s, restarts)
     wanted = call.LaunchedCall(fn, tuple(args), dict(kwargs or {}))
     body = bytearray(call.pickled(wanted))
     with files.memory_files(2 + workers) as (first, answer_file, *results):
@@ -74,7 +74,7 @@ def launch(
             num_workers=workers,
             caller=os.getpid(),
             script=(sys.argv[0] if sys.argv else "") or "-c",
-            worker=_WORKER,
+            worker=WORKER,
             call=first,
             results=tuple(results),
             answer=answer_file,
@@ -83,7 +83,7 @@ def launch(
             log_dir=None if log_dir is None else os.path.abspath(log_dir),
         )
         answer = process.run(request)
-        return _results(answer, [outcome.read(files.read(file)) for file in results], wanted)
+        return results_of(answer, [outcome.read(files.read(file)) for file in results], wanted)
 
 
 @overload
@@ -137,14 +137,21 @@ def _number_of(workers: int | None) -> int:
     return max(_FEWEST, torch.cuda.device_count())
 
 
-def _check(fn: Any, workers: Any, timeout_s: Any, restarts: Any) -> None:
+def check_call(
+    fn: Any, workers: Any, timeout_s: Any, restarts: Any, *, called: str = "gs.launch"
+) -> None:
+    """Refuse what cannot be called on workers; ``called`` names the user's call.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or this process is part of a job.
+    """
     if not callable(fn):
         raise _not_callable(fn)
     for name, value, least in (("workers", workers, 1), ("restarts", restarts, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(
-                f"gs.launch(..., {name}={value!r}): expected a whole number, at least {least}\n"
-                f"  Fix: gs.launch(fn, {name}={max(least, _FEWEST)})"
+                f"{called}(..., {name}={value!r}): expected a whole number, at least {least}\n"
+                f"  Fix: {called}(fn, {name}={max(least, _FEWEST)})"
             )
     if timeout_s is not None and not timeout_s > 0:
         raise ConfigurationError(
@@ -152,7 +159,7 @@ def _check(fn: Any, workers: Any, timeout_s: Any, restarts: Any) -> None:
         )
     if os.environ.get("MS_ROLE", "").strip():
         raise ConfigurationError(
-            f"gs.launch({call.name_of(fn)}) was called in a process of a job (MS_ROLE is "
+            f"{called}({call.name_of(fn)}) was called in a process of a job (MS_ROLE is "
             f"{os.environ['MS_ROLE']}), which cannot start another\n"
             f"  Fix: call the function itself here, or start the script by `python` instead of "
             f"`graphsplit run`."
@@ -166,7 +173,7 @@ def _not_callable(fn: Any) -> ConfigurationError:
     )
 
 
-def _results(
+def results_of(
     answer: CallAnswer, found: Sequence[Returned | Raised | None], wanted: call.LaunchedCall
 ) -> list[Any]:
     """The values that all have returned, in the order of ranks.

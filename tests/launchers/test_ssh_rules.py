@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from graphsplit.cli.commands import main
 from graphsplit.cli.ssh import frames
+from graphsplit.cli.ssh.client import HostError
 from graphsplit.cli.ssh.command import agent_command, why_not
-from graphsplit.cli.ssh.connection import HostError
 from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts

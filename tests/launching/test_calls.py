@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import graphsplit as gs
-from graphsplit.cli.call import _cause as cause_of
+from graphsplit.cli.call import cause_of
 from graphsplit.cli.launch.request import CallAnswer
 from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.encoding import memory_files as files

@@ -11,6 +11,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import forget, has_begun
 
 LOOK_S = 0.1  # how often it looks who has called gs.init(), until all have
+FIRST_KEPT = 200
 BEATS = 6  # in the time in which silence means that the other side is lost
 _MOST_REPORT_BYTES = 64 << 10
 _NOT_MINE = (*OF_A_JOB, "GS_JOB_TOKEN_FILE")
@@ -55,10 +57,15 @@ class Agent:
     Args:
         orders: The file descriptor from which orders come.
         answers: That to which answers go.
+        address: This host's address; empty: where SSH has reached it.
+        kept: Open files that every worker gets.
     """
 
-    def __init__(self, orders: int, answers: int) -> None:
+    def __init__(
+        self, orders: int, answers: int, address: str = "", kept: tuple[int, ...] = ()
+    ) -> None:
         self._orders, self._answers = orders, answers
+        self._own_address, self._kept = address, kept
         self._cutter = frames.Cutter()
         self._waiting: deque[frames.Frame] = deque()
         self._beginning = ""
@@ -82,7 +89,7 @@ class Agent:
             self._selector.register(wakeup, selectors.EVENT_READ, partial(wakeup.recv, READ_BYTES))
             self._selector.register(self._orders, selectors.EVENT_READ, self._hear)
             try:
-                self._tell(own_facts(os.environ))
+                self._tell(own_facts(os.environ, self._own_address))
                 while not (self._is_over or self._interrupts):
                     self._turn()
             finally:
@@ -187,10 +194,12 @@ class Agent:
             host=setup.host,
             log_dir=None,
             certificates=None,
-            script=Path(setup.script),
+            script=Path("-c" if self._kept else setup.script),
             arguments=setup.arguments,
             as_module=setup.as_module,
             fresh=setup.fresh,
+            called=setup.script if self._kept else "",
+            kept=self._kept,
         )
         self._command = script_command(options)
         self._start = self._stack.enter_context(
@@ -330,11 +339,19 @@ def _enter(folder: Path) -> None:
 
 
 def main() -> None:
-    """Serve the launcher at the other end of standard input and output."""
+    """Serve the launcher at the other end of standard input and output.
+
+    Arguments, where it was not SSH that started this: this host's address, and the numbers of
+    open files for workers, which have them as ``FIRST_KEPT`` and on.
+    """
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints here must not look like an answer
+    address, *files = sys.argv[1:] or [""]
+    kept = tuple(range(FIRST_KEPT, FIRST_KEPT + len(files)))
+    for file, number in zip(files, kept, strict=True):
+        os.dup2(int(file), number)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        Agent(0, answers).serve()
+        Agent(0, answers, address, kept).serve()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The launcher's end of a connection to one host: its SSH client, and the processes over there.
+"""The launcher's end of a connection to one host: the way to its agent, and the processes there.
 
 A thread for each host reads what comes. What it learns it puts where the supervisor looks in any
 case: output into pipes, reports into files, the scheduler's notes into its line.
@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
-from graphsplit.cli.launch.children import make_setup
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.agent import BEATS
-from graphsplit.cli.ssh.command import agent_command, why_not
+from graphsplit.cli.ssh.client import AgentClient, HostError
 from graphsplit.encoding.fields import MessageError
 from graphsplit.launcher_line import VARIABLE as LINE
 from graphsplit.reports import VARIABLE as REPORT_FILE
@@ -37,10 +36,6 @@ _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
 _LINES_KEPT = 50
 _F = TypeVar("_F", bound=frames.Frame)
-
-
-class HostError(Exception):
-    """A host cannot take part; the text has the fix."""
 
 
 @dataclass
@@ -86,21 +81,20 @@ class RemoteChild:
 
 
 class HostConnection:
-    """One host, reached by SSH. Close it when nothing runs there any more.
+    """One host, with an agent. Close it when nothing runs there any more.
 
     Args:
-        ssh: The client, with options.
-        host: The host's name, as the client is given it.
-        python: The interpreter there.
+        host: The host's name.
+        client: The way to its agent.
         silence_s: Without a word from the host in this time, it is lost.
 
     Attributes:
         late_s: How far its clock is behind this machine's, and the time that its word took.
     """
 
-    def __init__(self, ssh: Sequence[str], host: str, python: str, silence_s: float) -> None:
+    def __init__(self, host: str, client: AgentClient, silence_s: float) -> None:
         self.host = host
-        self._python, self._silence_s = python, silence_s
+        self._client, self._silence_s = client, silence_s
         self._writing = threading.Lock()
         self._said: deque[str] = deque(maxlen=_LINES_KEPT)
         self._answers: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
@@ -112,25 +106,8 @@ class HostConnection:
         self._lost = ""
         self.late_s = 0.0
         self._heard_s = self._told_s = time.monotonic()
-        try:
-            self._ssh = subprocess.Popen(
-                agent_command(ssh, host, python),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                preexec_fn=make_setup(),
-            )
-        except OSError as error:
-            raise HostError(
-                f"no SSH client can be started: {ssh[0]} ({error.strerror})\n"
-                f"  Fix: install it (Debian: openssh-client), or name it: --ssh COMMAND"
-            ) from None
-        assert self._ssh.stdin and self._ssh.stdout and self._ssh.stderr
-        self._stdin, self._stdout, self._stderr = (
-            self._ssh.stdin,
-            self._ssh.stdout,
-            self._ssh.stderr,
-        )
+        assert client.stdin and client.stdout and client.stderr
+        self._stdin, self._stdout, self._stderr = client.stdin, client.stdout, client.stderr
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stdout, selectors.EVENT_READ, self._hear)
         self._selector.register(self._stderr, selectors.EVENT_READ, self._hear_ssh)
@@ -160,7 +137,7 @@ class HostConnection:
             return found
         if isinstance(found, frames.Problem):
             raise HostError(f"host {self.host}: {found.text}")
-        raise HostError(why_not(self.host, self._ssh.wait(), self._said, self._python))
+        raise HostError(self._client.why_not(self._client.wait(), self._said))
 
     def serve(self) -> None:
         """From now on a thread hears what comes. No process can be started by fork after that."""
@@ -197,15 +174,15 @@ class HostConnection:
         with self._writing:
             self._stdin.close()
         if self._lost:
-            self._ssh.kill()
+            self._client.kill()
 
     def close(self) -> None:
         """Wait until it has left."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._ssh.wait(_CLOSE_S)
-        self._ssh.kill()
-        self._ssh.wait()
+            self._client.wait(_CLOSE_S)
+        self._client.kill()
+        self._client.wait()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
         self._close_line()
@@ -228,7 +205,7 @@ class HostConnection:
                 self.tell(frames.Alive())
             if self._is_watched and now_s - self._heard_s > self._silence_s:
                 self._lose(f"nothing was heard from it for {self._silence_s:g} s")
-                self._ssh.kill()
+                self._client.kill()
 
     def _look(self, timeout_s: float | None) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -255,13 +232,13 @@ class HostConnection:
         self._said.extend(filter(None, chunk.decode(errors="replace").splitlines()))
 
     def _last_words(self) -> str:
-        """The end of the connection, with the last line of the SSH client."""
+        """The end of the connection, with the client's last line."""
         end_s = time.monotonic() + _LAST_WORDS_S
         # What holds it open longer is a connection that SSH shares with others.
         while self._stderr in self._selector.get_map() and time.monotonic() < end_s:
             self._look(max(0.0, end_s - time.monotonic()))
         last = f" ({self._said[-1].strip()})" if self._said else ""
-        return f"its SSH connection has ended{last}"
+        return f"its {self._client.what} has ended{last}"
 
     def _take(self, frame: frames.Frame | None) -> None:
         match frame:

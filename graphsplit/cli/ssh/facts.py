@@ -25,8 +25,8 @@ _CPU_FLAGS = {
 }
 
 
-def own_facts(environ: Mapping[str, str]) -> Facts:
-    """The facts of this host."""
+def own_facts(environ: Mapping[str, str], address: str = "") -> Facts:
+    """The facts of this host; ``address`` where SSH has not reached it."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def own_facts(environ: Mapping[str, str]) -> Facts:
         graphsplit=__version__,
         torch=torch,
         python=platform.python_version(),
-        address=reached_address(environ),
+        address=address or reached_address(environ),
         cpu=cpu_capability(environ),
         num_cores=_num_cores(),
         shared_bytes=_left_in(_SHARED_MEMORY),

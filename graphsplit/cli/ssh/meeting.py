@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import TypeVar
 
 from graphsplit.cli.ssh import frames
-from graphsplit.cli.ssh.connection import HostConnection, HostError
+from graphsplit.cli.ssh.client import AgentClient, HostError
+from graphsplit.cli.ssh.connection import HostConnection
 
 _F = TypeVar("_F", bound=frames.Frame)
 
 
 @contextmanager
 def connected(
-    names: Iterable[str], ssh: Sequence[str], python: str, silence_s: float
+    names: Iterable[str], open_client: Callable[[str], AgentClient], silence_s: float
 ) -> Iterator[dict[str, HostConnection]]:
-    """Connections to these hosts, which are closed at the end.
+    """Connections to these hosts, by clients of their names, which are closed at the end.
 
     Raises:
-        HostError: There is no SSH client.
+        HostError: A client cannot be had.
     """
     with ExitStack() as stack:
         found = {
-            name: stack.enter_context(closing(HostConnection(ssh, name, python, silence_s)))
+            name: stack.enter_context(closing(HostConnection(name, open_client(name), silence_s)))
             for name in names
         }
         for connection in found.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
 _STAYS = frozenset(
     ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_WORKER_IP", "MS_SCHED_HOST", "MS_SCHED_PORT")
 ) | {"GS_LAUNCHER", "GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_REPORT_FILE", "GS_LAUNCHER_LINE"}
+_CLUSTER = re.compile(r"auto|local|(ray://)?[\w.\[\]:-]+:[0-9]{1,5}")
 _TRAVELS = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
 _HOSTS = (
     click.option(
@@ -33,6 +35,23 @@ _HOSTS = (
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
         help="The same, a host in each line: NAME:SLOTS, or NAME slots=SLOTS.",
+    ),
+)
+_RAY = (
+    click.option(
+        "--ray",
+        is_flag=False,
+        flag_value="",
+        default=None,
+        metavar="[ADDRESS]",
+        help="Start the workers on a Ray cluster: at HOST:PORT, or the one that Ray finds. Write "
+        "it before another option.",
+    ),
+    click.option(
+        "--resources",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="What each worker takes of the Ray cluster, in YAML: `all: {CPU: 1}`, `0: {GPU: 1}`.",
     ),
 )
 _REACH = (
@@ -82,6 +101,8 @@ class RemoteJob:
         names: Further variables that travel: ``NAME``, or ``NAME=VALUE``.
         dry_run: Whether only to say what would run.
         address: Where the scheduler listens; empty: where SSH has reached the first host.
+        ray: The Ray cluster in place of hosts, empty for the one that Ray finds; None: no Ray.
+        resources: The file that says what each worker takes of it.
     """
 
     hosts: tuple[JobHost, ...]
@@ -91,6 +112,8 @@ class RemoteJob:
     names: tuple[str, ...] = ()
     dry_run: bool = False
     address: str = ""
+    ray: str | None = None
+    resources: Path | None = None
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -103,7 +126,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
         local(**given, **changed)
 
     found: Callable[..., None] = call
-    for option in reversed((*_HOSTS, *_REACH, *_JOB)):
+    for option in reversed((*_HOSTS, *_RAY, *_REACH, *_JOB)):
         found = option(found)
     return found
 
@@ -147,7 +170,12 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
     """The hosts of the job, and the options that change with them; what is here alone is taken."""
     parts = {name: given.pop(name) for name in ("hosts", "hostfile", "python", "ssh", "workdir")}
     names, dry_run = given.pop("names"), given.pop("dry_run")
+    ray, resources = given.pop("ray"), given.pop("resources")
     hosts = named_hosts(parts["hosts"], parts["hostfile"])
+    if ray is not None:
+        hosts = _of_ray(ray, hosts, parts, given["num_workers"])
+    elif resources is not None:
+        raise click.UsageError("--resources is for a Ray cluster: --ray")
     if not hosts:
         for option, value in (("--python", parts["python"]), ("--workdir", parts["workdir"]),
                               ("--env", names), ("--dry-run", dry_run)):  # fmt: skip
@@ -155,7 +183,9 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
                 raise click.UsageError(f"{option} is for other hosts; name them: -H a:2,b:3")
         return {"remote": None}
     if given.get("workers") is not None or given.get("scheduler"):
-        raise click.UsageError("--workers and --scheduler are for a launcher on each host, not -H")
+        raise click.UsageError(
+            "--workers and --scheduler are for a launcher on each host, not -H or --ray"
+        )
     ranked = give_ranks(hosts, given["num_workers"])
     given["num_workers"] = ranked[-1].ranks.stop
     is_named = _is_given("host")
@@ -168,8 +198,30 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
             names,
             dry_run,
             given["host"] if is_named else "",
+            ray,
+            resources,
         )
     }
+
+
+def _of_ray(
+    address: str, hosts: list[tuple[str, int]], parts: Mapping[str, Any], num_workers: int | None
+) -> list[tuple[str, int]]:
+    """A place for each worker of a job on a Ray cluster, which has names once it is there.
+
+    Raises:
+        click.UsageError: The options name something else, too.
+    """
+    if hosts or parts["python"] or parts["ssh"] != "ssh":
+        raise click.UsageError("--ray has nodes of its own: leave out -H, --python and --ssh")
+    if address and not _CLUSTER.fullmatch(address):
+        raise click.UsageError(
+            f"--ray {address}: no address of a cluster (HOST:PORT); without one, write --ray "
+            f"before another option"
+        )
+    if num_workers is None:
+        raise click.UsageError("Missing option '-n' / '--num-workers': how many workers --ray has")
+    return [(f"actor-{rank}", 1) for rank in range(num_workers)]
 
 
 def _is_given(name: str) -> bool:

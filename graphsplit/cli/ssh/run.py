@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
 from graphsplit.cli.job import JobOptions, read_restarts, terminal
+from graphsplit.cli.launch.console import Console
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.environment import ChildSpec, job_children
-from graphsplit.cli.launch.supervise import say, supervise
+from graphsplit.cli.launch.supervise import Restarts, say, supervise
+from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.ssh import frames
+from graphsplit.cli.ssh.client import HostError, SshClient
 from graphsplit.cli.ssh.command import agent_command
-from graphsplit.cli.ssh.connection import HostConnection, HostError, RemoteChild
+from graphsplit.cli.ssh.connection import HostConnection, RemoteChild
 from graphsplit.cli.ssh.facts import problems_of, remarks_on
 from graphsplit.cli.ssh.hosts import JobHost
 from graphsplit.cli.ssh.meeting import answers, connected
@@ -28,46 +33,97 @@ from graphsplit.settings import NODE_TIMEOUT_S
 _LEAST_SILENCE_S = 10.0
 
 
+@dataclass(frozen=True)
+class JobStart:
+    """All that processes on other hosts get from the environment here.
+
+    Attributes:
+        variables: Their variables, the job's secret among them if the user has made one.
+        restarts: How often to start again what was lost.
+        silence_s: How long a host, or the launcher, may be silent.
+    """
+
+    variables: Mapping[str, str] = field(repr=False)
+    restarts: Restarts
+    silence_s: float
+
+    @classmethod
+    def of(cls, options: JobOptions, remote: RemoteJob, environ: Mapping[str, str]) -> JobStart:
+        """Read it.
+
+        Raises:
+            click.ClickException: A variable or an option makes no sense.
+        """
+        variables = {**travelling(environ, remote.names), **_token(environ)}
+        return cls(variables, read_restarts(options.restarts, environ), _silence_s(environ))
+
+
 def run_on_hosts(options: JobOptions, remote: RemoteJob, environ: Mapping[str, str]) -> int:
     """Run a job on other hosts, and say how it ended; its exit status.
 
     Raises:
         click.ClickException: It could not be started; names each host at fault, and the fix.
     """
-    base = {**travelling(environ, remote.names), **_token(environ)}
-    restarts = read_restarts(options.restarts, environ)
+    start = JobStart.of(options, remote, environ)
     if remote.dry_run:
-        click.echo(_dry_run(options, remote, base))
+        click.echo(_dry_run(options, remote, start.variables))
         return 0
-    console = terminal()
-    names, silence_s = [host.name for host in remote.hosts], _silence_s(environ)
+    names = [host.name for host in remote.hosts]
+
+    def client(name: str) -> SshClient:
+        return SshClient(remote.ssh, name, remote.python)
+
+    with told_to_the_user(), connected(names, client, start.silence_s) as hosts:
+        console = terminal()
+        return say(console, supervise_hosts(options, remote, start, hosts, console))
+
+
+@contextmanager
+def told_to_the_user() -> Iterator[None]:
+    """Have hosts that cannot take part end the command.
+
+    Raises:
+        click.ClickException: Some cannot.
+    """
     try:
-        with connected(names, remote.ssh, remote.python, silence_s) as hosts:
-            address, remarks = _meet(hosts, remote)
-            for line in remarks:
-                console.say(f"graphsplit: {line}")
-            port = _set_up(options, remote, hosts, address, silence_s)
-            specs = _specs(options, base, address, port)
-            console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
-            place = {rank: hosts[host.name] for host in remote.hosts for rank in host.ranks}
-
-            def start(spec: ChildSpec, _: Sequence[str], kept: Sequence[int]) -> RemoteChild:
-                is_scheduler = spec.name == SCHEDULER
-                where = hosts[names[0]] if is_scheduler else place[int(spec.name.split()[-1])]
-                return where.start(spec, kept)
-
-            with kept_token(specs[0].variables, address, port):
-                ended = supervise(
-                    specs,
-                    (),
-                    console=console,
-                    log_dir=options.log_dir,
-                    restarts=restarts,
-                    start=start,
-                )
+        yield
     except HostError as error:
         raise click.ClickException(str(error)) from None
-    return say(console, ended)
+
+
+def supervise_hosts(
+    options: JobOptions,
+    remote: RemoteJob,
+    beginning: JobStart,
+    hosts: Mapping[str, HostConnection],
+    console: Console,
+) -> JobVerdict:
+    """Run a job on hosts that are connected, and return how it ended.
+
+    Raises:
+        HostError: Some cannot take part; names each, and the fix.
+    """
+    address, remarks = _meet(hosts, remote)
+    for line in remarks:
+        console.say(f"graphsplit: {line}")
+    port = _set_up(options, remote, hosts, address, beginning.silence_s)
+    specs = _specs(options, beginning.variables, address, port)
+    console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
+    place = {rank: hosts[host.name] for host in remote.hosts for rank in host.ranks}
+
+    def start(spec: ChildSpec, _: Sequence[str], kept: Sequence[int]) -> RemoteChild:
+        rank = 0 if spec.name == SCHEDULER else int(spec.name.split()[-1])
+        return place[rank].start(spec, kept)
+
+    with kept_token(specs[0].variables, address, port):
+        return supervise(
+            specs,
+            (),
+            console=console,
+            log_dir=options.log_dir,
+            restarts=beginning.restarts,
+            start=start,
+        )
 
 
 def _token(environ: Mapping[str, str]) -> dict[str, str]:
