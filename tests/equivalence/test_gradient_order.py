@@ -191,3 +191,19 @@ def test_forward_backward_adds_the_sum_of_a_batch_to_what_is_there() -> None:
 def test_another_order_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="gradient_order='right'; expected 'left' or 'pa"):
         _model(Everything(), gradient_order="right")
+
+
+@pytest.mark.parametrize("order", ["left", "pairs"])
+@pytest.mark.parametrize("shared", [(), (0,), (1, 2), (0, 1, 2, 3, 4)])
+def test_parts_that_others_hold_are_left_as_they_are(order: Any, shared: tuple[int, ...]) -> None:
+    parts = [torch.full((3,), 10.0**n) for n in range(5)]
+    before = [part.clone() for part in parts]
+    one = PartSum(torch.zeros(3), order)
+    for number, part in enumerate(parts):
+        one.add(number, part, is_shared=number in shared)
+    assert torch.equal(one.total(), torch.full((3,), 11111.0))  # type: ignore[arg-type]
+    assert all(torch.equal(parts[n], before[n]) for n in shared)
+    alone = PartSum(torch.zeros(3), order)
+    alone.add(0, parts[0], is_shared=True)
+    assert alone.total(is_read=True) is parts[0]
+    assert alone.total() is not parts[0]

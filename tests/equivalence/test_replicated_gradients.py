@@ -57,8 +57,8 @@ def test_a_replica_holds_one_gradient_for_each_digit(monkeypatch: pytest.MonkeyP
     held: list[int] = []
     add = PartSum.add
 
-    def noted(one: PartSum, number: int, part: Any, size: int = 1) -> None:
-        add(one, number, part, size)
+    def noted(one: PartSum, number: int, part: Any, size: int = 1, **options: Any) -> None:
+        add(one, number, part, size, **options)
         held.append(len(one.blocks))
 
     monkeypatch.setattr(PartSum, "add", noted)

@@ -60,7 +60,7 @@ def bind_send_block(
     first = plan.in_first_lane(edge.value)
 
     def send_block(state: StepState) -> None:
-        block = sums.take_block((first, microbatch))
+        block = sums.take_block((first, microbatch), is_read=True)
         if block is not None and block.layout is not torch.strided:
             raise sparse_gradient(plan.placed.graph.nodes[edge.value], edge)
         send(block, step=state.step, microbatch=microbatch)

@@ -34,6 +34,8 @@ from graphsplit.optimizers.update import GradientOrder
 from graphsplit.runtime.step_state import Gradient
 
 Block = tuple[int, int]
+# A sum, and whether others may hold it, too: nothing is added to it in place then.
+_Sum = tuple[Gradient, bool]
 _NOBODYS = torch.empty(0)  # where sums of parts go elsewhere
 
 
@@ -45,45 +47,51 @@ class PartSum:
         parameter: The parameter.
         order: In which order.
         blocks: Sums of parts, the largest block of parts first; one where they are added to the
-            left.
+            left. Each with whether others may hold it, too.
         num_parts: How many parts have been added; those that are None included.
     """
 
     parameter: torch.Tensor
     order: GradientOrder = "pairs"
-    blocks: list[Gradient] = field(default_factory=list)
+    blocks: list[_Sum] = field(default_factory=list)
     num_parts: int = 0
 
-    def add(self, number: int, part: Gradient, size: int = 1) -> None:
+    def add(self, number: int, part: Gradient, size: int = 1, *, is_shared: bool = False) -> None:
         """Add a part, or a block of them; those between the last one and this one are None.
 
         Args:
             number: Its number in the batch; that of a block's first part.
-            part: A tensor that nobody else holds; it may be changed.
+            part: A tensor. It may be changed, unless it is shared.
             size: How many parts a block has: a power of two that divides its number.
+            is_shared: Whether others may hold it, too.
         """
         if number < self.num_parts:
             raise InvariantError(f"part {number} of a gradient comes after {self.num_parts}")
         if number % size:
             raise InvariantError(f"part {number} of a gradient begins no block of {size}")
         while self.num_parts < number:
-            self._carry(None, 1)
-        self._carry(part, size)
+            self._carry((None, False), 1)
+        self._carry((part, is_shared), size)
 
-    def _carry(self, part: Gradient, size: int) -> None:
+    def _carry(self, part: _Sum, size: int) -> None:
         digits = self.num_parts // size if self.order == "pairs" else len(self.blocks)
         while digits % 2:
-            part = _add(self.blocks.pop(), part)
+            part = _sum(self.blocks.pop(), part)
             digits //= 2
         self.blocks.append(part)
         self.num_parts += size
 
-    def total(self) -> Gradient:
-        """The sum of all parts."""
-        total: Gradient = None
+    def total(self, *, is_read: bool = False) -> Gradient:
+        """The sum of all parts.
+
+        Args:
+            is_read: Whether it is only read: it may then be a part that others hold, too.
+        """
+        total: _Sum = None, False
         for block in reversed(self.blocks):
-            total = _add(block, total)
-        return total
+            total = _sum(block, total)
+        found, is_shared = total
+        return found.clone() if found is not None and is_shared and not is_read else found
 
 
 class PartSums:
@@ -142,17 +150,19 @@ class PartSums:
         Args:
             key: The parameter's node, and the block's last microbatch.
             part: The part.
-            is_shared: Whether others hold it, too: it is then copied where it would be changed.
+            is_shared: Whether others may hold it, too: it is left as it is then.
         """
         block = self._blocks.setdefault(key, PartSum(_NOBODYS))
-        is_kept = block.num_parts % 2 == 0 or block.blocks[-1] is None
-        if is_shared and is_kept and part is not None:
-            part = part.clone()
-        block.add(block.num_parts, part)
+        block.add(block.num_parts, part, is_shared=is_shared)
 
-    def take_block(self, key: Block) -> Gradient:
-        """The sum of a block that is whole."""
-        return self._blocks.pop(key).total()
+    def take_block(self, key: Block, *, is_read: bool = False) -> Gradient:
+        """The sum of a block that is whole.
+
+        Args:
+            key: As for ``add_to_block``.
+            is_read: Whether it is only read.
+        """
+        return self._blocks.pop(key).total(is_read=is_read)
 
     @contextmanager
     def apart(
@@ -214,6 +224,19 @@ class PartSums:
 
 def _key(owner: torch.Tensor | str) -> int | str:
     return owner if isinstance(owner, str) else id(owner)
+
+
+def _sum(left: _Sum, right: _Sum) -> _Sum:
+    """``left + right``, in the memory of one that nobody else holds; None adds nothing."""
+    (one, one_shared), (other, other_shared) = left, right
+    if one is None or other is None:
+        return right if one is None else left
+    if not one_shared:
+        return _add(one, other), False
+    is_strided = one.layout is other.layout is torch.strided
+    if other_shared or not is_strided or one.dtype is not other.dtype:
+        return one + other, False
+    return torch.add(one, other, out=other), False
 
 
 def _add(left: Gradient, right: Gradient) -> Gradient:
