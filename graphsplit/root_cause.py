@@ -8,6 +8,9 @@ from dataclasses import dataclass
 RETRYABLE_KINDS = frozenset({"lost", "scheduler_lost", "timeout"})
 """Kinds of failure that say nothing against the script: another attempt may well succeed."""
 
+JOINED = "joined"
+"""The kind that says that nothing failed: a generation is left, for a worker has come."""
+
 _LOST = "lost: "
 _SHORT_LINES = 8
 
@@ -50,7 +53,7 @@ class FailureCause:
     Attributes:
         kind: ``"exception"`` (a worker raised), ``"lost"`` (a process vanished or froze),
             ``"refused"``, ``"disagreement"`` (workers made different plans), ``"interrupted"``,
-            ``"scheduler_lost"`` or ``"timeout"``.
+            ``"scheduler_lost"`` or ``"timeout"``; ``"joined"`` where a worker has come.
         message: What happened. The first line says it; further lines are for whom it concerns.
         rank: The worker it happened on; -1 for the scheduler or when no worker is to blame.
         host: Host name or address of that process; empty when unknown.

@@ -18,7 +18,12 @@ SCHEDULER_ROLE = "MS_SCHED"
 WORKER_ROLE = "MS_WORKER"
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "grpc")
 PLAIN, JSON = LOG_FORMATS = ("plain", "json")
-FAIL_FAST, WAIT_REJOIN, RESTART = RECOVERY_POLICIES = ("fail_fast", "wait_rejoin", "restart")
+FAIL_FAST, WAIT_REJOIN, RESTART, GO_ON = RECOVERY_POLICIES = (
+    "fail_fast",
+    "wait_rejoin",
+    "restart",
+    "go_on",
+)
 MAX_WORKERS = 1024
 MAX_NODE_ID_CHARS = 128
 NODE_TIMEOUT_S = 30.0

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +31,14 @@ from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.job import joined
 from graphsplit.job.control import ControlChannels
 from graphsplit.job.job import Job
+from graphsplit.optimizers.ownership import TensorOwners
 from graphsplit.planning import passes, planner
 from graphsplit.recovery.loops.anew import Parts, Successor
 from graphsplit.recovery.script import RecoveringScript
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.replicator import HeldCopies, Replicator
 from graphsplit.recovery.snapshot.shard import SnapshotShard
-from graphsplit.settings import FAIL_FAST, WAIT_REJOIN
+from graphsplit.settings import FAIL_FAST, GO_ON, WAIT_REJOIN
 from graphsplit.testing.simulate import moved_to
 from graphsplit.transport.base import ChannelSpec
 from graphsplit.transport.memory import MemoryFabric, MemoryTransport
@@ -117,6 +119,7 @@ class CountedPosition:
     def __init__(self, kill_at: int | None, wait_to_die: Callable[[], None]) -> None:
         self._progress = 0
         self.kill_at = kill_at
+        self.lets_join: list[Any] = []
         self._wait_to_die = wait_to_die
         self.calls = CallHistory()
         self.text_source: Callable[[], str] = lambda: ""
@@ -133,6 +136,11 @@ class CountedPosition:
     @progress.setter
     def progress(self, value: int) -> None:
         self._progress = value
+        if self.lets_join and threading.current_thread() is _here.job.thread:
+            self.lets_join[0] -= 1
+            if self.lets_join[0] < 0:
+                self.lets_join.pop()()
+                self.lets_join.clear()
         if self.kill_at is not None and threading.current_thread() is _here.job.thread:
             self.kill_at -= 1
             if self.kill_at < 0:
@@ -143,17 +151,24 @@ class CountedPosition:
 class ThreadMember:
     """Membership, as a job sees it."""
 
-    recovery = WAIT_REJOIN
-
-    def __init__(self, cluster: ThreadCluster, rank: int, kill_at: int | None) -> None:
+    def __init__(self, cluster: ThreadCluster, seat: int, kill_at: int | None) -> None:
         self._cluster = cluster
-        self.rank = rank
-        self.num_workers = cluster.num_workers
+        self.recovery = cluster.policy
+        self.seat, self.num_seats = seat, cluster.num_workers
+        self.seats = cluster.seats
         self.generation = cluster.generation
         self.position: Any = CountedPosition(kill_at, cluster.wait_to_die)
         self.job = "threads"
         self.state = SimpleNamespace(stops_soon=False)
         self.abort = AbortSignal()
+
+    @property
+    def rank(self) -> int:
+        return self.seats.index(self.seat)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.seats)
 
     def agree(self, topic: str, text: str) -> None:
         texts = self._cluster.texts.setdefault((self.generation, topic), {})
@@ -185,21 +200,23 @@ class ThreadJob(Job):
 
     thread: threading.Thread
 
-    def __init__(self, cluster: ThreadCluster, rank: int, kill_at: int | None) -> None:
+    def __init__(self, cluster: ThreadCluster, seat: int, kill_at: int | None) -> None:
         self._cluster = cluster
-        member: Any = ThreadMember(cluster, rank, kill_at)
+        member: Any = ThreadMember(cluster, seat, kill_at)
         super().__init__(member, None, member.abort)  # type: ignore[arg-type]
         self._connect()
 
     @property
     def recovery_policy(self) -> str:
-        return WAIT_REJOIN if self._cluster.is_recoverable else FAIL_FAST
+        return self._cluster.policy if self._cluster.is_recoverable else FAIL_FAST
 
     def _connect(self) -> None:
         member: Any = self.member
         cluster = self._cluster
-        member.generation = cluster.generation
-        self.abort = member.abort = cluster.aborts[self.rank]
+        member.generation, member.seats = cluster.generation, cluster.seats
+        self._take_place()
+        self.owners = TensorOwners() if self.goes_on else self.owners
+        self.abort = member.abort = cluster.aborts[self.seat]
         policy = WaitPolicy(self.abort, DEADLINE_S)
         fabric = cluster.fabric
         self.transport = MemoryTransport(fabric, generation=cluster.generation, policy=policy)
@@ -208,13 +225,13 @@ class ThreadJob(Job):
         self.is_ending = False
 
     def die_if_doomed(self) -> None:
-        if self.rank in self._cluster.doomed:
-            self._cluster.doomed.discard(self.rank)
+        if self.seat in self._cluster.doomed:
+            self._cluster.doomed.discard(self.seat)
             raise Killed
 
     def recover(self) -> None:
         self.die_if_doomed()
-        self._cluster.gather(self.rank)
+        self._cluster.gather(self.seat)
         self._connect()
 
 
@@ -232,6 +249,9 @@ class ThreadCluster:
         together: Workers that die with the first of them, once.
         dies_when: What must be true before anybody dies, besides: a worker whose time has come
             does nothing until then.
+        policy: What the job does about a lost worker.
+        joins: Under ``go_on``, who comes back: for each worker, at which instruction of another
+            worker's first life, and which worker that is.
         is_recoverable: Whether calls are remembered, so that the job could go on without a worker.
     """
 
@@ -243,13 +263,15 @@ class ThreadCluster:
     together: tuple[int, ...] = ()
     dies_when: Callable[[], bool] | None = None
     is_recoverable: bool = True
+    policy: str = WAIT_REJOIN
+    joins: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.turns = Turns()
         self.generation = 0
         self.texts: dict[Any, dict[int, str]] = {}
         self.results: dict[int, Any] = {}
-        self.num_killed = 0
+        self.num_killed = self.num_joined = 0
         self.doomed: set[int] = set()
         self.lengths: dict[int, int] = {}
         self.handed_over: dict[int, Parts] = {}
@@ -258,10 +280,13 @@ class ThreadCluster:
         self._finished: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._failure: FailureCause | None = None
+        self.seats: tuple[int, ...] = ()
+        self._next_seats = tuple(range(self.num_workers))
         self._form()
 
     def _form(self) -> None:
         self.generation += 1
+        self.seats = self._next_seats
         self._waiting.clear()
         self._finished.clear()
         self.fabric = TurnsFabric(self.turns)
@@ -271,13 +296,30 @@ class ThreadCluster:
         """Wait until all have left the generation that is over."""
         before = self.generation
         self._waiting.add(rank)
-        if len(self._waiting) == self.num_workers:
-            self._form()
-            self.turns.changed.notify_all()
+        self._form_if_all_wait()
         self.turns.wait_for(lambda: self.generation > before or self._failure is not None)
         if self._failure is not None:
             self.aborts[rank].set(self._failure)
             self.aborts[rank].raise_if_set()
+
+    def _form_if_all_wait(self) -> None:
+        if self._waiting == set(self._next_seats):
+            self._form()
+            self.turns.changed.notify_all()
+
+    def join(self, seat: int) -> None:
+        """A worker comes that the job went on without."""
+        if seat in self._next_seats:
+            return
+        self._next_seats = tuple(sorted((*self._next_seats, seat)))
+        self._end_generation(FailureCause("lost", "others come", rank=seat), but=seat)
+        self.num_joined += 1
+        self._start(seat)
+
+    def _end_generation(self, cause: FailureCause, *, but: int) -> None:
+        for seat, abort in enumerate(self.aborts):
+            if seat != but:
+                abort.set(cause, recovers=True)
 
     def fail(self, cause: FailureCause) -> None:
         self._failure = self._failure or cause
@@ -297,10 +339,13 @@ class ThreadCluster:
         if not self.comes_back:
             self.fail(cause)
             return
-        for peer, abort in enumerate(self.aborts):
-            if peer != rank:
-                abort.set(cause, recovers=True)
-        self._start(rank)
+        self._end_generation(cause, but=rank)
+        if self.policy == GO_ON:
+            self._waiting.discard(rank)
+            self._next_seats = tuple(seat for seat in self._next_seats if seat != rank)
+            self._form_if_all_wait()
+        else:
+            self._start(rank)
 
     def _start(self, rank: int) -> None:
         thread = threading.Thread(target=self._live, args=(rank,), daemon=True)
@@ -332,6 +377,10 @@ class ThreadCluster:
             kill_at = lives.pop(0) if lives else None
             _here.job = job = ThreadJob(self, rank, kill_at)
             job.thread = threading.current_thread()
+            for seat, (at, other) in list(self.joins.items()):
+                if other == rank:
+                    del self.joins[seat]
+                    job.member.position.lets_join = [at, partial(self.join, seat)]
             if self.is_recoverable:
                 job.script = RecoveringScript(job, self.settings)
             result = self.script(rank)
@@ -395,7 +444,7 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "current", lambda: getattr(_here, "job", None))
 
     def get_rank() -> int:
-        return _here.job.rank if hasattr(_here, "job") else 0
+        return _here.job.seat if hasattr(_here, "job") else 0
 
     # graphsplit keeps the names that were asked for: a patch of their home alone may stay there.
     for place in (gs, joined):

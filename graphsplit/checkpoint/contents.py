@@ -6,7 +6,7 @@ has everything, and worker 0 saves it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -285,7 +285,7 @@ class CheckpointContents:
         self.sections[name] = self.encoder(value, self.tensors, path=name)
 
 
-def merge(fragments: list[Mapping[str, Any]]) -> dict[str, Any]:
+def merge(fragments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All workers' sections, put together."""
     whole: dict[str, Any] = {}
     for fragment in fragments:

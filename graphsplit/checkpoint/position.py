@@ -318,3 +318,54 @@ def generator_state(value: Any, name: str) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.numel() != size:
         raise CheckpointError(f"the save's {name} is no state of a generator")
     return value
+
+
+@dataclass
+class Resumption:
+    """The first things that the next ``train`` does after a state was loaded.
+
+    Attributes:
+        position: Where it goes on.
+        start: How its first epoch begins.
+        loss: Loss of the last step; None before.
+        callbacks: Class and state of every callback that has one.
+        is_rollback: Whether this process has been beyond it before: callbacks know already that
+            training has begun.
+    """
+
+    position: Position
+    start: EpochStart
+    loss: torch.Tensor | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    is_rollback: bool = False
+
+    def to_values(self) -> dict[str, Any]:
+        """The values from which it can be made again."""
+        start = {k: v for k, v in vars(self.start).items() if k != "step"}
+        return {
+            "position": vars(self.position),
+            "start": start,
+            "loss": self.loss,
+            "callbacks": self.callbacks,
+        }
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Resumption:
+        """Make it again.
+
+        Raises:
+            CheckpointError: The values are not what ``to_values`` gives.
+        """
+        position = Position.read(values.get("position"))
+        start = values["start"]
+        return cls(
+            position,
+            EpochStart(
+                step=position.step,
+                generator=generator_state(start.get("generator"), "epoch_generator"),
+                now=generator_state(start.get("now"), "generator"),
+                loader=start.get("loader"),
+            ),
+            values.get("loss"),
+            list(values.get("callbacks") or []),
+        )

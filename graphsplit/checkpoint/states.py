@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +26,14 @@ from graphsplit.checkpoint.forms import forms_put, kept_forms
 from graphsplit.checkpoint.holder import StateHolder
 from graphsplit.checkpoint.other_loaders import OtherLoaders
 from graphsplit.checkpoint.own_state_code import own_saving, refuse_own_code
-from graphsplit.checkpoint.position import EpochStart, NoRun, Position, TrainingRun, generator_state
+from graphsplit.checkpoint.position import (
+    EpochStart,
+    NoRun,
+    Position,
+    Resumption,
+    TrainingRun,
+    generator_state,
+)
 from graphsplit.checkpoint.restore import (
     NetworkLoader,
     OptimizerLoader,
@@ -67,57 +74,6 @@ class Loaded:
 
     position: Position
     extra: Mapping[str, Any]
-
-
-@dataclass
-class Resumption:
-    """The first things that the next ``train`` does after a state was loaded.
-
-    Attributes:
-        position: Where it goes on.
-        start: How its first epoch begins.
-        loss: Loss of the last step; None before.
-        callbacks: Class and state of every callback that has one.
-        is_rollback: Whether this process has been beyond it before: callbacks know already that
-            training has begun.
-    """
-
-    position: Position
-    start: EpochStart
-    loss: torch.Tensor | None = None
-    callbacks: list[Any] = field(default_factory=list)
-    is_rollback: bool = False
-
-    def to_values(self) -> dict[str, Any]:
-        """The values from which it can be made again."""
-        start = {k: v for k, v in vars(self.start).items() if k != "step"}
-        return {
-            "position": vars(self.position),
-            "start": start,
-            "loss": self.loss,
-            "callbacks": self.callbacks,
-        }
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Resumption:
-        """Make it again.
-
-        Raises:
-            CheckpointError: The values are not what ``to_values`` gives.
-        """
-        position = Position.read(values.get("position"))
-        start = values["start"]
-        return cls(
-            position,
-            EpochStart(
-                step=position.step,
-                generator=generator_state(start.get("generator"), "epoch_generator"),
-                now=generator_state(start.get("now"), "generator"),
-                loader=start.get("loader"),
-            ),
-            values.get("loss"),
-            list(values.get("callbacks") or []),
-        )
 
 
 class States:
@@ -300,8 +256,14 @@ class States:
 
     def load_all(self, folder: PathLike, *, extra: Mapping[str, Any]) -> Mapping[str, Any]:
         """As ``load``; returns every section that was saved for all, and for this worker."""
+        source = Source.open_folder(Path(folder), self._holder.group())
+        return self.load_from(source, folder, extra=extra)
+
+    def load_from(
+        self, source: Source, folder: PathLike, *, extra: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """As ``load_all``, from what was opened."""
         group = self._holder.group()
-        source = Source.open_folder(Path(folder), group)
         with forms_put(self._task, source.values.get("forms", []), self._holder):
             network = NetworkLoader(self._task, source, self._holder, with_others=True)
             problems = list(network.problems)
@@ -397,9 +359,13 @@ class States:
         found = _Training.read(values)
         for name, value in self.more.items():
             value.load_state_dict(values["more"][name])
+        self._take_over(found, values)
+        self.end_run(values, inside=inside)
+
+    def end_run(self, values: Mapping[str, Any], *, inside: bool) -> None:
+        """Forget the run that was broken off: ``values`` were put back; as ``go_back``."""
         if self._task.scaler is not None:
             scaler_findings(self._task.scaler).clear()  # of a step that was broken off
-        self._take_over(found, values)
         self.run = NoRun(values.get("loss"))
         if not inside:
             kept = values.get(RESUMPTION)

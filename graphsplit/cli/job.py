@@ -24,7 +24,7 @@ from graphsplit.cli.launch.verdict import JobVerdict
 from graphsplit.cli.launch.warm import WarmStart, can_fork, may_fork, start_worker
 from graphsplit.cli.tokens import kept_token
 from graphsplit.launchers.ports import find_free_port
-from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, recovery_policy
+from graphsplit.settings import FAIL_FAST, GO_ON, RESTART, WAIT_REJOIN, recovery_policy
 
 # What follows the script belongs to the script, options included.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
@@ -66,7 +66,7 @@ _RESTARTS = click.option(
     default=0,
     show_default=True,
     help="How often to start again what was lost: a killed process under "
-    "GS_RECOVERY=wait_rejoin, the whole job under GS_RECOVERY=restart.",
+    "GS_RECOVERY=wait_rejoin or go_on, the whole job under GS_RECOVERY=restart.",
 )
 _MODULE = click.option(
     "-m",
@@ -310,11 +310,12 @@ def read_restarts(count: int, environ: Mapping[str, str]) -> Restarts:
     if count and policy == FAIL_FAST:
         raise click.BadParameter(
             "a job that fails fast starts nothing again\n  Fix: set GS_RECOVERY=wait_rejoin (or "
-            "MS_ENABLE_RECOVERY=1), or GS_RECOVERY=restart",
+            "MS_ENABLE_RECOVERY=1), GS_RECOVERY=go_on or GS_RECOVERY=restart",
             param_hint="--restarts",
         )
     return Restarts(
-        processes=count if policy == WAIT_REJOIN else 0,
+        processes=count if policy in (WAIT_REJOIN, GO_ON) else 0,
         jobs=count if policy == RESTART else 0,
+        goes_on=policy == GO_ON,
         with_scheduler=bool(environ.get("MS_RECOVERY_PATH", "").strip()),
     )

@@ -83,6 +83,11 @@ class Making:
         job = self.job
         if job is None:
             return argument
+        if job.goes_on:
+            raise ConfigurationError(
+                f"{self.name} in a job with GS_RECOVERY=go_on: some of the workers that it names "
+                f"may be away\n  Fix: GS_RECOVERY=wait_rejoin, where all are waited for."
+            )
         is_of_all = self.num_members == job.num_workers
         call = CallOfMany(
             self.name, alike if is_of_all else f"{alike}, ranks={list(self.members)}", self.line

@@ -61,6 +61,7 @@ class DataPlane:
                 peers=[peer.endpoints for peer in member.peers],
                 policy=policy,
                 traffic=None if self.meter is None else self.meter.traffic,
+                seats=member.seats,
             )
         except BaseException as error:
             cause = member.failure_of(error)

@@ -26,7 +26,7 @@ from graphsplit.job.readers import LoaderReaders
 from graphsplit.job.script import Script
 from graphsplit.job.stream import ASKED, SENT
 from graphsplit.optimizers.ownership import ComparedWrites, TensorOwners
-from graphsplit.settings import FAIL_FAST
+from graphsplit.settings import FAIL_FAST, GO_ON
 from graphsplit.transport.base import Transport
 
 # Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
@@ -41,6 +41,8 @@ class Job:
         rank: This worker's rank.
         num_workers: How many workers the job has.
         ranks: The ranks of all of them.
+        seats: The ranks that scripts know, of those who are there: all of them, unless the job goes
+            on without some. Each worker's own is its ``seat``.
         transport: Moves tensors between workers.
         control: Small and chunked messages outside any plan.
         abort: Set when the job fails, anywhere.
@@ -76,8 +78,7 @@ class Job:
         recapture_every: int = 0,
     ) -> None:
         self.member = member
-        self.rank, self.num_workers = member.rank, member.num_workers  # for the job's whole life
-        self.ranks = range(self.num_workers)
+        self._take_place()
         self.transport = transport
         self.abort = abort
         self.control = self._channels()
@@ -102,6 +103,27 @@ class Job:
         self.at_close: list[Callable[[], None]] = []
         self._trace_folder = trace_folder
         self.recapture_every = recapture_every
+
+    def _take_place(self) -> None:
+        """Be who this worker is in the present generation."""
+        member = self.member
+        self.rank, self.num_workers = member.rank, member.num_workers
+        self.ranks, self.seats = range(self.num_workers), member.seats
+
+    @property
+    def seat(self) -> int:
+        """The rank by which the script knows this worker, for the job's whole life."""
+        return self.seats[self.rank]
+
+    @property
+    def seats_left(self) -> tuple[int, ...] | None:
+        """The seats, where some workers are away; None where all are there."""
+        return None if len(self.seats) == self.member.num_seats else self.seats
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job goes on without those that are lost."""
+        return self.recovery_policy == GO_ON
 
     def take_trace_folder(self) -> str:
         """Where the one who asks first writes a trace; empty for all others."""
@@ -131,7 +153,7 @@ class Job:
 
     @property
     def recovery_policy(self) -> str:
-        """The job's answer to a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        """The answer to a lost worker: ``fail_fast``, ``wait_rejoin``, ``restart``, ``go_on``."""
         return self.member.recovery
 
     def recover(self) -> None:
@@ -140,7 +162,8 @@ class Job:
         Call it after a ``MembershipChangedError``. When it returns, ``transport``, ``control``
         and ``abort`` are new ones, ``generation`` has grown, plan numbers begin again, and
         nothing of the former generation can arrive any more. A worker that is lost meanwhile is
-        waited for as well.
+        waited for as well. Where the job goes on without the lost ones, ``rank``, ``num_workers``
+        and ``seats`` are those of who is left.
 
         Raises:
             JobFailedError: The job failed for good, or the lost worker did not come back within
@@ -159,6 +182,9 @@ class Job:
         except BaseException:
             hub.close()
             raise
+        self._take_place()
+        if self.goes_on:
+            self.owners = TensorOwners()  # they are fixed anew, among those who are there
         self.control = self._channels()
         self._num_plans = 0
         self.abort.add_waker(self.interrupt_main_thread)

@@ -31,7 +31,7 @@ from graphsplit.metrics_port import serve_metrics
 from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
 from graphsplit.security.protection import load_protection
-from graphsplit.settings import WAIT_REJOIN, ClusterSettings
+from graphsplit.settings import GO_ON, WAIT_REJOIN, ClusterSettings
 from graphsplit.transport.wait import FINISHED
 from graphsplit.version import __version__
 
@@ -99,7 +99,7 @@ def _join_beside(launched: Joined | None, settings: ClusterSettings) -> Job:
         launched.close()
         raise
     job.at_close.append(launched.close)
-    if settings.recovery != WAIT_REJOIN:
+    if settings.recovery not in (WAIT_REJOIN, GO_ON):
         launched.forget_place()  # all are here
     return job
 
@@ -283,13 +283,13 @@ def is_initialized() -> bool:
 
 
 def get_rank() -> int:
-    """This worker's rank; 0 in one process."""
-    return 0 if _job is None else _job.rank
+    """This worker's rank, for the job's whole life; 0 in one process."""
+    return 0 if _job is None else _job.seat
 
 
 def get_world_size() -> int:
-    """How many workers the job has; 1 in one process."""
-    return 1 if _job is None else _job.num_workers
+    """How many workers the job has, those included that it goes on without; 1 in one process."""
+    return 1 if _job is None else _job.member.num_seats
 
 
 def get_role() -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from graphsplit.errors import ConfigurationError
 from graphsplit.settings import (
     FAIL_FAST,
+    GO_ON,
     MAX_WORKERS,
     RESTART,
     WAIT_REJOIN,
@@ -304,6 +305,9 @@ _CANNOT = {
     (TORCHRUN, WAIT_REJOIN): "torchrun ends all processes when one is lost",
     (MPI, WAIT_REJOIN): "mpirun ends all processes when one is lost",
     (MPI, RESTART): "mpirun starts nothing again",
+    (TORCHRUN, GO_ON): "torchrun ends all processes when one is lost",
+    (MPI, GO_ON): "mpirun ends all processes when one is lost",
+    (SLURM, GO_ON): "srun may end all processes when one is lost",
     (SLURM, WAIT_REJOIN): "srun starts no process again",
     (SLURM, RESTART): "srun starts no process again",
 }

@@ -97,6 +97,24 @@ class Annotation:
             return self
         return replace(self, rank=self.replicas[self.block_of(part, num_parts)])
 
+    def among(self, seats: Sequence[int]) -> Annotation | None:
+        """The placement on the workers that are left; None if it names none of them.
+
+        Args:
+            seats: The ranks that the script knows, of the workers that are there: what it names by
+                these is worker 0, 1, ... of the present generation.
+        """
+        if not self.replicas:
+            return replace(self, rank=seats.index(self.rank)) if self.rank in seats else None
+        rows = self.rows or (1,) * len(self.replicas)
+        left = [(seats.index(r), n) for r, n in zip(self.replicas, rows, strict=True) if r in seats]
+        if not left:
+            return None
+        ranks, shares = zip(*left, strict=True)
+        return annotation_of(
+            ranks, shares if self.rows else None, self.source, by_rule=self.by_rule
+        )
+
     def is_like(self, other: Annotation) -> bool:
         """Whether it places as another one does."""
         return (self.where, self.rows) == (other.where, other.rows)

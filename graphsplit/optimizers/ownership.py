@@ -241,6 +241,16 @@ def free(
     tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else Elsewhere
 
 
+def bring_back(tensor: Elsewhere) -> None:
+    """Make a stand-in an ordinary tensor again, in its true form and without a value (NaN)."""
+    memory = in_form(tensor)
+    missing = without_value(memory)
+    take_back(tensor)
+    vars(tensor).pop(LEFT_OUT, None)
+    with torch.no_grad():
+        tensor.data = memory.copy_(missing)
+
+
 def resize(tensor: torch.Tensor, shape: Sequence[int]) -> None:
     """Give a stand-in the shape that what it stands for has got on its owner."""
     name, owner, _ = getattr(tensor, _WHOSE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from graphsplit.partition.replicas.buffer_chains import with_chains
 from graphsplit.partition.replicas.exchange import exchange_alone, without_exchange
 from graphsplit.partition.replicas.lanes import merge_lanes
 from graphsplit.partition.splitting import with_splits
+from graphsplit.placement.present import graph_among, modules_among, rules_among
 from graphsplit.placement.replicas import (
     in_lane,
     lanes_of,
@@ -99,12 +100,25 @@ def capture_graph(
         )
 
 
-def placement_rules(task: Task, *, num_workers: int, owners: Mapping[str, int]) -> PlacementRules:
-    """All that decides where the parts of a network go, apart from its graph."""
+def placement_rules(
+    task: Task,
+    *,
+    num_workers: int,
+    owners: Mapping[str, int],
+    seats: Sequence[int] | None = None,
+) -> PlacementRules:
+    """All that decides where the parts of a network go, apart from its graph.
+
+    Args:
+        task: The network.
+        num_workers: How many workers there are.
+        owners: Owners that are fixed.
+        seats: The workers that are there, as the script knows them; None: all are.
+    """
     check_blocks()
     kept = kept_rules(task.network)
-    modules = module_annotations(task.network, task.loss_fn)
-    return PlacementRules(
+    modules = modules_among(module_annotations(task.network, task.loss_fn), seats)
+    rules = PlacementRules(
         num_workers,
         modules,
         task.unplaced,
@@ -113,6 +127,7 @@ def placement_rules(task: Task, *, num_workers: int, owners: Mapping[str, int]) 
         kept.parameters,
         shared_out(modules, named_state(task.network, task.loss_fn)),
     )
+    return rules if seats is None else rules_among(rules, seats)
 
 
 def is_placed(graph: CapturedGraph, task: Task) -> bool:
@@ -127,12 +142,16 @@ def make_plan(
     num_workers: int,
     owners: Mapping[str, int],
     part: StepPart,
+    seats: Sequence[int] | None = None,
+    goes_on: bool = False,
 ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
     """All pure passes in a row: resolve, partition, lower; each result is verified.
 
     Where replicas share the microbatches, each lane is placed and partitioned by itself.
     """
-    rules = placement_rules(task, num_workers=num_workers, owners=owners)
+    rules = placement_rules(task, num_workers=num_workers, owners=owners, seats=seats)
+    if goes_on:
+        graph = graph_among(graph, placement_rules(task, num_workers=num_workers, owners={}), seats)
     replicas = replicated(graph, rules)
     is_evaluated, together = graph.mode in (Mode.EVAL, Mode.PREDICT), 1
     if replicas and is_evaluated:
@@ -257,8 +276,13 @@ def _owner_of_unused(name: str, modules: Mapping[str, Annotation]) -> int:
     return placed[1].rank if placed is not None else 0
 
 
-def consumers_of(plan: PartitionPlan) -> tuple[int, ...]:
-    """Workers that read the loader: those whose segments read an input, and the metrics' one."""
+def consumers_of(plan: PartitionPlan, *, are_all: bool = False) -> tuple[int, ...]:
+    """Workers that read the loader: those whose segments read an input, and the metrics' one.
+
+    Args:
+        plan: The plan.
+        are_all: Whether the others do, too: so that any of them can go on with the loader.
+    """
     nodes = plan.placed.graph.nodes
     found: dict[int, None] = {}
     for segment, io in zip(plan.segments, plan.io, strict=True):
@@ -266,4 +290,6 @@ def consumers_of(plan: PartitionPlan) -> tuple[int, ...]:
             found[segment.worker] = None
     if plan.placed.graph.mode is Mode.EVAL or not found:
         found[plan.home] = None
+    if are_all:
+        found.update(dict.fromkeys(range(plan.num_workers)))
     return tuple(found)

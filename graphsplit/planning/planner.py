@@ -13,24 +13,24 @@ import torch
 from graphsplit.batches.batch import Signature
 from graphsplit.capture.graph import CapturedGraph, Mode
 from graphsplit.capture.reach.plain import SharedValues
-from graphsplit.deferred.construction import is_deferred, materialize
-from graphsplit.errors import InvariantError
 from graphsplit.guards.places import Place
 from graphsplit.job.job import Job
 from graphsplit.marks.annotations import Annotation, mark_planned
 from graphsplit.marks.rules import has_replicas
 from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.optimizers.optimizer import are_same
-from graphsplit.optimizers.ownership import Residence, free, is_elsewhere
+from graphsplit.optimizers.ownership import Residence
 from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
 from graphsplit.partition.plan import Exchange, PartitionPlan
+from graphsplit.placement.present import modules_among
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.compared.announced import Note, PythonStep, compare
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.compared.writes import Writes, written_apart
+from graphsplit.planning.homes import check_homes, free_others, own_all, state_here
 from graphsplit.planning.many_sizes import SizesSeen
 from graphsplit.planning.modes import as_in, refuse_around
 from graphsplit.planning.overlap import check_overlapping, check_used, modified_state, overlapping
@@ -56,8 +56,6 @@ from graphsplit.planning.task import (
     describe_optimizers,
     module_annotations,
     named_state,
-    state_names,
-    stateful_modules,
     trainable_of,
 )
 from graphsplit.program.depths import channel_depths
@@ -116,6 +114,14 @@ class Planner:
         self.python_values.note()
         self.recordings.start_over()
         self._found = None
+
+    def let_go(self) -> None:
+        """Have memory for everything again, without values: all workers fix owners anew."""
+        own_all(self._tensors())
+        self.owners.clear()
+        self.expected_owners = {}
+        self._progress = PlanningLines(self._job.rank, self._task)
+        self._renew(force=True)
 
     def adopt(self, owners: Mapping[str, int]) -> None:
         """Take the owners that other workers have fixed, as if a plan had told them."""
@@ -414,7 +420,7 @@ class Planner:
                 plan_number=number,
                 program=programs[self._job.rank],
                 depths=channel_depths(programs),
-                state=self._state_of(plan),
+                state=state_here(plan, self._tensors(), self._job.rank),
                 transport=self._job.transport,
                 updater=self.updater,
                 position=self._job.member.position,
@@ -425,7 +431,8 @@ class Planner:
         )
         waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
         writes, left = written_inputs(plan), left_by_calls(plan)
-        return ReadyPlan(plan, programs, runner, consumers_of(plan), waiting, numbers, writes, left)
+        consumers = consumers_of(plan, are_all=self._job.goes_on)
+        return ReadyPlan(plan, programs, runner, consumers, waiting, numbers, writes, left)
 
     def _runner(self, parts: RunnerParts) -> ProgramRunner:
         return ProgramRunner(parts)
@@ -435,7 +442,14 @@ class Planner:
     ) -> tuple[PartitionPlan, tuple[WorkerProgram, ...]]:
         """The results that every worker computes alike; a simulation of many does it once."""
         owners, num_workers = self.known_owners(), self._job.num_workers
-        return make_plan(graph, self._task, num_workers=num_workers, owners=owners, part=part)
+        return make_plan(
+            *(graph, self._task),
+            num_workers=num_workers,
+            owners=owners,
+            part=part,
+            seats=self._job.seats_left,
+            goes_on=self._job.goes_on,
+        )
 
     def graph_of(self, mode: Mode, signature: Signature) -> CapturedGraph:
         """The graph of a mode, captured now unless it is known."""
@@ -455,10 +469,7 @@ class Planner:
         owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
-        for position in plan.placed.graph.state_names:
-            name = plan.placed.graph.nodes[position].target
-            if self.owners[name] != plan.placed.workers[position]:
-                raise InvariantError(f"{name} would move to another worker")
+        check_homes(plan, self.owners)
         self._free_others()
 
     def _check_memory(
@@ -473,28 +484,15 @@ class Planner:
         """Give what is owned here its memory, and free what others own."""
         tensors = self._tensors()
         self._job.owners.fix(tensors, self.owners)
-        strides = {name: tensor.stride() for name, tensor in tensors.items()}
-        owned = [name for name, owner in self.owners.items() if owner == self._job.rank]
-        for module in stateful_modules(self._task):
-            if is_deferred(module):
-                materialize(module, state_names(self._task, module, owned))
-        for name, tensor in tensors.items():
-            if self.owners[name] != self._job.rank and not is_elsewhere(tensor):
-                free(tensor, name=name, owner=self.owners[name], strides=strides[name])
-        self.updater.settle(
-            Residence(tensors, dict(self.owners), self._job.rank, self._job.num_workers)
-        )
+        residence = Residence(tensors, {**self.owners}, self._job.rank, self._job.num_workers)
+        free_others(self._task, residence)
+        self.updater.settle(residence)
         self._is_settled = True
         self.on_settled()
         self.writes.look()
         return_now()
 
     def modules(self) -> dict[str, Annotation]:
-        """The placement written on each module of network and loss, by path."""
-        return module_annotations(self._task.network, self._task.loss_fn)
-
-    def _state_of(self, plan: PartitionPlan) -> dict[int, torch.Tensor]:
-        tensors = self._tensors()
-        return {
-            p: tensors[plan.placed.graph.nodes[p].target] for p in plan.owned_state(self._job.rank)
-        }
+        """The placement of each module of network and loss on the workers there are, by path."""
+        written = module_annotations(self._task.network, self._task.loss_fn)
+        return modules_among(written, self._job.seats_left)

@@ -51,6 +51,45 @@ def exchange_parts(
     return given
 
 
+def gather_parts(
+    group: WorkerGroup, target: Target, mine: Sequence[SnapshotShard]
+) -> list[SnapshotShard]:
+    """Give every worker all parts of the snapshot that was agreed on.
+
+    Args:
+        group: All workers.
+        target: Where all go on.
+        mine: The parts that this worker is to bring.
+
+    Returns:
+        All parts, by the ranks of those who took them.
+    """
+    parts = list(mine)
+    givers = sorted(set(target.givers))
+    counts = group.exchange(str(len(mine)))
+    for giver in givers:
+        if group.rank == giver:
+            for part in mine:
+                group.send(*part.pieces(), to=group.others(giver))
+            continue
+        for _ in range(int(counts[giver])):
+            pieces = list(group.receive(_MAX_PART_BYTES, source=giver, is_exact=False))
+            parts.append(SnapshotShard.read(pieces, what=f"a part that worker {giver} has"))
+    if any(part.number != target.number for part in parts):
+        raise FrameError(f"a part of another snapshot than {target.number} was brought")
+    return sorted(parts, key=lambda part: part.rank)
+
+
+def give_lines(group: WorkerGroup, target: Target, lines: Sequence[str]) -> list[str]:
+    """The lines of a worker that was there before, for those who have just started."""
+    giver = next(rank for rank in range(group.num_workers) if rank not in target.fresh)
+    if group.rank == giver and target.fresh:
+        group.send(*pieces_of(lines), to=target.fresh)
+    elif group.rank in target.fresh:
+        return _lines(group.receive(2 * MAX_RESULTS_BYTES, source=giver, is_exact=False))
+    return list(lines)
+
+
 def pieces_of(lines: Sequence[str]) -> list[torch.Tensor]:
     """Lines as bytes."""
     content = bytearray("".join(f"{line}\n" for line in lines).encode())

@@ -11,8 +11,8 @@ import torch
 
 from graphsplit.checkpoint.generators import all_generators, set_all_generators
 from graphsplit.checkpoint.other_loaders import put_loader
-from graphsplit.checkpoint.position import LoaderWatch
-from graphsplit.checkpoint.states import Resumption, Stateful
+from graphsplit.checkpoint.position import LoaderWatch, Resumption
+from graphsplit.checkpoint.states import Stateful
 from graphsplit.job.script import ModelCall
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.snapshot.share import (
@@ -76,6 +76,7 @@ class ModelBefore:
         python_values: Of every place that network and loss read.
         changed: Tensors that the script has written to since the call before.
         resumption: What the next ``train`` is to do first.
+        was_written_to: Whether the script has written to anything, here or elsewhere.
     """
 
     share: ModelSnapshot
@@ -87,6 +88,7 @@ class ModelBefore:
     python_values: Mapping[Any, Any]
     changed: dict[int, torch.Tensor]
     resumption: Resumption | None
+    was_written_to: bool = False
 
     @classmethod
     def of(cls, share: ModelSnapshot) -> ModelBefore:
@@ -103,7 +105,13 @@ class ModelBefore:
             share.engine.planner.python_values.now(),
             share.changed_by_script(),
             share.states.resumption,
+            share.was_written_to(),
         )
+
+    @property
+    def needs_owners(self) -> bool:
+        """Whether it can be put back only where the same workers own the same tensors."""
+        return self.was_written_to or any(self.states or ())
 
     def put_back(self) -> None:
         """Let it be like that again."""

@@ -81,10 +81,16 @@ class RecoveringScript(Script):
         """A network is distributed: from here on ``LoopScript`` runs the script.
 
         Raises:
-            ConfigurationError: It has a Model as well.
+            ConfigurationError: It has a Model as well; or the job goes on without lost workers.
         """
         if self._shares:
             raise ConfigurationError(BOTH)
+        if self._job.goes_on:
+            raise ConfigurationError(
+                "distribute was called in a job with GS_RECOVERY=go_on: a network in a loop of the "
+                "script's own has no replicas, so nobody could go on without a worker\n"
+                "  Fix: GS_RECOVERY=wait_rejoin and gs.loop, or train with Model.train."
+            )
         self.close()
         self._job.after_recovery = None
         self._job.script = LoopScript(self._job, self._successor, self.settings)
@@ -93,7 +99,7 @@ class RecoveringScript(Script):
         """A Model was built, of a task, an engine and states."""
         if not isinstance(engine, ClusterEngine):
             return
-        share = ModelSnapshot(len(self._shares), task, engine, states, self._job.rank)
+        share = ModelSnapshot(len(self._shares), task, engine, states)
         engine.planner.recordings.keep_graphs()
         engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
         self._shares.append(share)
@@ -193,6 +199,10 @@ class RecoveringScript(Script):
 
     def _enter(self, ordinal: int, call: ModelCall) -> Entry:
         entry = Entry.of(ordinal, call, self._shares)
+        if self._job.goes_on:
+            with self._job.reporting():
+                for share in self._shares:
+                    share.keep_whole_start()
         self._note_draws(entry)
         self._entries[ordinal] = entry
         return entry
@@ -295,6 +305,8 @@ class RecoveringScript(Script):
                 self._start_over()
 
     def _expect_owners(self) -> None:
+        if self._job.goes_on:
+            return  # they are fixed anew
         for share in self._shares:
             share.engine.planner.expected_owners = dict(self._snapshots.owners_of(share.index))
 
@@ -393,6 +405,7 @@ class RecoveringScript(Script):
             if ordinal < first:
                 continue
             if place is None or not place.inside or ordinal != place.ordinal:
+                self._check_written(earlier)
                 earlier.put_back()
                 self._note_draws(earlier)
             if earlier is entry:
@@ -401,6 +414,16 @@ class RecoveringScript(Script):
                 self._attempt(earlier)
             except (CheckpointError, StateError):
                 continue  # the script has seen it
+
+    def _check_written(self, entry: Entry) -> None:
+        if self._job.goes_on and any(before.needs_owners for before in entry.models):
+            with self._job.reporting():
+                _refuse(
+                    f"the script wrote to parameters, buffers or an optimizer's state before "
+                    f"{entry.call.name}(), and a worker was lost before that was in a snapshot: "
+                    f"what the lost one wrote is lost\n"
+                    f"  Fix: write in a callback of train(), or set GS_RECOVERY=wait_rejoin."
+                )
 
 
 class _Recorded:

@@ -18,7 +18,13 @@ from graphsplit.job.group import read_record
 from graphsplit.job.job import Job
 from graphsplit.planning.task import named_state
 from graphsplit.recovery.agreement import START, Offer, Target, choose
-from graphsplit.recovery.exchange import exchange_parts, pieces_of, share_script
+from graphsplit.recovery.exchange import (
+    exchange_parts,
+    gather_parts,
+    give_lines,
+    pieces_of,
+    share_script,
+)
 from graphsplit.recovery.results import Results, pack, unpack
 from graphsplit.recovery.settings import SnapshotSettings
 from graphsplit.recovery.snapshot.disk import (
@@ -95,6 +101,8 @@ class Snapshots:
         self._owners: Mapping[str, Mapping[str, int]] = {}
         self._script_on_disk: Mapping[str, Any] = {}
         self._is_established = False
+        self._seats: tuple[int, ...] = ()  # of those among whom parts were taken last
+        self._whole: list[SnapshotShard] = []  # the parts of all, since others have come or gone
 
     def owners_of(self, index: int) -> Mapping[str, int]:
         """The owners that other workers have fixed for a Model; empty if none."""
@@ -125,7 +133,7 @@ class Snapshots:
             MembershipChangedError, JobFailedError: The generation is over.
             CheckpointError: An earlier one could not be written.
         """
-        self._is_established = True
+        self._is_established, self._seats = True, self._job.seats
         replicator = self._replicator or self._new_replicator(HeldCopies())
         replicator.wait_committed(replicator.offered)  # [Note: at most two]
         self._forget_old(replicator.committed)
@@ -174,7 +182,8 @@ class Snapshots:
         flat.copy(tensors)
         self._used[place.number] = flat
         values = {"place": records.to_node(place), "models": nodes, _GENERATORS: encoded}
-        return SnapshotShard({"number": place.number, **values}, flat.memory, flat.slots)
+        numbers = {"number": place.number, "rank": self._job.rank}
+        return SnapshotShard({**numbers, **values}, flat.memory, flat.slots)
 
     def _release(self, part: SnapshotShard) -> None:
         flat = self._used.pop(part.number, None)
@@ -196,6 +205,8 @@ class Snapshots:
         place = self._places.get(committed)
         if place is None:
             return
+        if self._whole and self._whole[0].number < committed:
+            self._whole = []
         for number, earlier in list(self._places.items()):
             is_kept = number >= committed or number in self._on_disk
             if earlier.first_needed < place.first_needed or not is_kept:
@@ -251,7 +262,8 @@ class Snapshots:
         offer = self._make_offer(own, held, can_start)
         told = group.exchange(records.to_text(offer))
         what = "an offer of snapshots"
-        target = choose([read_record(Offer, text, what=what) for text in told])
+        seats = self._job.seats if self._job.goes_on else None
+        target = choose([read_record(Offer, text, what=what) for text in told], seats)
         self._target, self._part, self._owners = target, None, target.owners
         number = target.number
         if number == START:
@@ -265,6 +277,8 @@ class Snapshots:
             self._results.replace(_lines_of(self._script_on_disk))
             self._begin_again(number, HeldCopies(), own, place)
             return place, list(self._results.lines)
+        if self._job.goes_on:
+            return self._agree_whole(target, held, own)
         kept = held.only(number)
         given = exchange_parts(group, target, kept.parts.get(number, ()), kept.lines())
         if given is not None:
@@ -277,6 +291,28 @@ class Snapshots:
         place = self._places[number]
         self._begin_again(number, kept, own, place)
         self._offer(self._part)
+        return place, list(self._results.lines)
+
+    def _agree_whole(
+        self, target: Target, held: HeldCopies, own: Mapping[int, SnapshotShard]
+    ) -> tuple[ScriptPoint, list[str]]:
+        """Others are there than took the snapshot: let all have all of it, until the next one."""
+        number, rank = target.number, self._job.rank
+        mine: list[SnapshotShard] = []
+        if rank in target.givers:
+            has_all = bool(self._whole) and self._whole[0].number == number
+            mine = self._whole if has_all else [own[number]]
+            if target.givers.count(rank) > 1:
+                mine.append(SnapshotShard.read(held.parts[number], what="the part held here"))
+        self._whole = gather_parts(self._job.control, target, mine)
+        place = _read_place(self._whole[0].values.get("place"))
+        if rank not in target.fresh:
+            self._results.cut(place.num_lines)
+        self._results.replace(give_lines(self._job.control, target, self._results.lines))
+        self._used.pop(number, None)  # its memory is part of what is whole
+        others = {n: part for n, part in own.items() if n != number}
+        self._begin_again(number, HeldCopies(), others, place)
+        self._seats = self._job.seats
         return place, list(self._results.lines)
 
     def _make_offer(
@@ -293,8 +329,10 @@ class Snapshots:
             held=tuple(held.parts),
             disk=tuple(self._folder.numbers()) if self._folder is not None else (),
             reaches=tuple(self._places),
-            can_start=can_start,
+            can_start=can_start and all(share.can_start for share in self._shares),
             owners=owners,
+            seats=self._seats,
+            whole=tuple({part.number for part in self._whole}),
         )
 
     def _begin_again(
@@ -331,12 +369,24 @@ class Snapshots:
         """
         assert self._target is not None
         place = self._places.get(self._target.number)
+        if self._job.goes_on:
+            for share in self._shares:
+                share.let_go()
         self._put_back_starts(() if place is None else place.models)
-        if place is None:
-            return
+        if place is not None:
+            self._put_back_all(place, is_rollback=is_rollback)
+        if self._job.goes_on:
+            for share in self._shares:  # no more was written so far than where one has just started
+                share.engine.planner.writes.start_over()
+
+    def _put_back_all(self, place: ScriptPoint, *, is_rollback: bool) -> None:
+        assert self._target is not None
         for share in (self._shares[index] for index in place.models):
             if self._target.from_disk:
                 self._load(share, place)
+            elif self._job.goes_on:
+                share.go_on_with(share.given_at.get(place.number, share.given()))
+                share.load_parts(self._whole, inside=self._is_inside(share, place))
             else:
                 self._put_back(share, place)
             resumption = share.states.resumption
@@ -346,7 +396,7 @@ class Snapshots:
             packed = self._script_on_disk.get(_GENERATORS)
             set_all_generators(unpack(packed, what=_GENERATORS))
         else:
-            part = self._part
+            part = self._whole[0] if self._job.goes_on else self._part
             assert part is not None
             encoded = part.values[_GENERATORS]
             set_all_generators(decode(encoded, lambda name: part.tensor(name).clone()))
@@ -366,12 +416,15 @@ class Snapshots:
         if not share.is_settled and (owners := self.owners_of(share.index)):
             share.engine.planner.adopt(owners)
         share.go_on_with(share.given_at.get(place.number, share.given()))
-        share.put_back(self._part, inside=place.inside and share.index == place.model)
+        share.put_back(self._part, inside=self._is_inside(share, place))
+
+    def _is_inside(self, share: ModelSnapshot, place: ScriptPoint) -> bool:
+        return place.inside and share.index == place.model
 
     def _load(self, share: ModelSnapshot, place: ScriptPoint) -> None:
         assert self._folder is not None
         folder = model_folder(self._folder.path(place.number), share.index)
-        share.load(folder, inside=place.inside and share.index == place.model)
+        share.load(folder, inside=self._is_inside(share, place))
 
     def wait_offered(self) -> None:
         """Wait until what was brought away last counts: a further loss does no harm then."""

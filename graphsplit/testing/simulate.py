@@ -215,7 +215,8 @@ class _Member:
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank
-        self.num_workers = shared.num_workers
+        self.num_workers = self.num_seats = shared.num_workers
+        self.seats = tuple(range(shared.num_workers))
         self.position = ReportedPosition()
         self.state = MemberState("simulated")
         self._texts = shared.texts

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
-from graphsplit.checkpoint.position import FROM_THE_START, EpochStart, LoaderWatch, NoRun
-from graphsplit.checkpoint.states import Resumption, States
+from graphsplit.checkpoint.position import (
+    FROM_THE_START,
+    EpochStart,
+    LoaderWatch,
+    NoRun,
+    Resumption,
+)
+from graphsplit.checkpoint.states import States
 from graphsplit.errors import ConfigurationError
 from graphsplit.feeding.epoch_numbers import EpochNumbers
 from graphsplit.logs import say

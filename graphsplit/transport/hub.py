@@ -214,6 +214,7 @@ class Hub:
         peers: Sequence[Mapping[str, str]],
         policy: WaitPolicy,
         traffic: MeteredTraffic | None = None,
+        seats: Sequence[int] | None = None,
     ) -> Transport:
         """Become the transport of one worker. What is not needed is closed; call it once.
 
@@ -224,6 +225,7 @@ class Hub:
             peers: What each worker registered, by rank, this one included.
             policy: The rule for every wait.
             traffic: Counts what goes through; None: nobody counts.
+            seats: The rank that each worker's certificate is for; None: its rank here.
 
         Raises:
             ConfigurationError: The transport that was asked for cannot reach some peer.
@@ -244,7 +246,8 @@ class Hub:
             self._shm = None
         torch_names = names.intersection(TORCH_MODES)
         if ("grpc" in names or torch_names) and self._grpc is not None:
-            streams = self._over_grpc(self._grpc, session, peers, policy)
+            names_of = self._certified_names(peers, seats or range(len(peers)))
+            streams = self._over_grpc(self._grpc, session, peers, policy, names_of)
             transports["grpc"] = streams
             self._grpc = None
         for name in torch_names:
@@ -259,6 +262,7 @@ class Hub:
         session: Session,
         peers: Sequence[Mapping[str, str]],
         policy: WaitPolicy,
+        names: tuple[str, ...],
     ) -> GrpcTransport:
         from graphsplit.transport.grpc.transport import GrpcTransport
 
@@ -267,7 +271,7 @@ class Hub:
             session=session,
             targets=tuple(peer.get("grpc") for peer in peers),
             policy=policy,
-            names=self._certified_names(peers),
+            names=names,
         )
 
     def _over_torch(
@@ -287,7 +291,9 @@ class Hub:
         streams.on_silence.append(found.abandon)
         return found
 
-    def _certified_names(self, peers: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    def _certified_names(
+        self, peers: Sequence[Mapping[str, str]], seats: Sequence[int]
+    ) -> tuple[str, ...]:
         """The name that each worker's certificate must have; empty without TLS.
 
         A worker says it itself, but only a name that allows its rank is believed.
@@ -295,7 +301,7 @@ class Hub:
         if self._protection.tls is None:
             return ()
         names = tuple(peer.get("certificate", "") for peer in peers)
-        for rank, name in enumerate(names):
+        for rank, name in zip(seats, names, strict=True):
             reason = why_not_worker(read_name(name), rank)
             if reason is not None:
                 raise ConfigurationError(f"worker {rank} cannot be reached under TLS: {reason}")

@@ -101,7 +101,7 @@ def _kill(slot: Slot, lost: str) -> None:
     if slot.stream is not None:
         slot.stream.cut(loses=_LOSSES[lost])
     slot.process = None
-    if not slot.rules.waits_for_rejoin:
+    if not slot.rules.lets_rejoin:
         slot.outcome = "failed"
 
 

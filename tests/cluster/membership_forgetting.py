@@ -47,7 +47,7 @@ def forget(job: JobState) -> None:
             job.recovery.cause = _FORMER
     if not job.is_healthy:
         job.liveness.suspicion = Suspicion()
-        job.gathering.meeting = Meetings(job.rules.num_workers)
+        job.gathering.meeting = Meetings(range(job.rules.num_workers))
     job.candidates.spares = {
         node: _first_attempt(one) for node, one in job.candidates.spares.items()
     }

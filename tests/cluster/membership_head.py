@@ -32,6 +32,7 @@ TOPO_S, NODE_S = 100.0, 1e6
 RULES = {
     "wait_rejoin": JobRules(3, TOPO_S, NODE_S, NODE_S, "wait_rejoin"),
     "wait_rejoin, journal": JobRules(3, TOPO_S, NODE_S, NODE_S, "wait_rejoin", True),
+    "go_on": JobRules(3, TOPO_S, NODE_S, NODE_S, "go_on"),
     "fail_fast": JobRules(3, TOPO_S, NODE_S, NODE_S),
     "fail_fast, journal": JobRules(3, TOPO_S, NODE_S, NODE_S, keeps_journal=True),
 }
@@ -113,7 +114,7 @@ class Head:
     def may_finish(self) -> bool:
         """Whether the job goes on, and goes on whoever is lost."""
         is_healthy = self.state is not None and self.state._job.is_healthy
-        return is_healthy and self.rules.waits_for_rejoin
+        return is_healthy and self.rules.lets_rejoin
 
     def after(self, event: AnyEvent, *, forgets: bool) -> tuple[Head, list[ToSlot]]:
         """The scheduler after an event, and what the slots notice of it, in order."""

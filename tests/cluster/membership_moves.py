@@ -60,7 +60,7 @@ def steps(slot: Slot, view: View) -> Iterator[Move]:
     """What the worker does by itself."""
     worker, number = slot.process, slot.number
     if worker is None:
-        if not slot.outcome and slot.rules.waits_for_rejoin:
+        if not slot.outcome and slot.rules.lets_rejoin:
             yield Move(f"{number} starts again", lambda s: s.start())
         return
     state = worker.state

@@ -140,3 +140,24 @@ def test_the_time_limit_does_not_change_what_an_interrupt_has_begun() -> None:
     ending.interrupted(signal.SIGINT, now_s=59.0)
     ending.expired(60.0, now_s=60.0)
     assert ending.status == 128 + signal.SIGINT
+
+
+def test_a_job_goes_on_without_a_killed_worker_but_not_without_the_last_one() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True)
+    assert not ending.exited("worker 1", returncode=-9, now_s=1.0)
+    assert (ending.status, ending.next_s, ending.running) == (0, None, {"scheduler", "worker 0"})
+    ending.exited("worker 0", returncode=-9, now_s=2.0)
+    assert (ending.status, ending.reason) == (137, "worker 0 was killed by SIGKILL")
+
+
+def test_a_job_that_goes_on_ends_with_a_worker_that_raised() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True)
+    ending.exited("worker 1", returncode=1, now_s=1.0)
+    assert ending.status == 1
+
+
+def test_a_frozen_worker_that_the_job_went_on_without_is_ended() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True)
+    assert ending.give_up("worker 1", "nothing was heard from it", is_final=False)
+    assert not ending.exited("worker 1", returncode=-9, now_s=1.0)
+    assert ending.status == 0

@@ -143,3 +143,19 @@ def test_worker_0_tells_of_modules_that_no_model_was_given(
     joined._name_unused(SimpleNamespace(rank=rank, has_stepped=has_stepped))  # type: ignore[arg-type]
     told = "never given to a gs.Model or gs.distribute that ran: Linear at train.py:12\n  Fix: "
     assert caplog.text.count(told) == times
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "seats", "found"),
+    [
+        ([1, 2, 3], None, (0, 1, 3), ([1, 2], ())),
+        ([1, 2, 3], (2, 1, 4), (0, 1, 3), ([1, 2], (2, 4))),
+        ([3, 0], None, (1, 3), (1, ())),
+        (2, None, (0, 2), (1, ())),
+        (1, None, (0, 2), None),
+        ([1, 2], None, (0, 3), None),
+    ],
+)
+def test_a_placement_is_on_those_who_are_there(ranks, rows, seats, found):
+    placed = annotations.annotation_of(ranks, rows, "here").among(seats)
+    assert (None if placed is None else (placed.where, placed.rows)) == found

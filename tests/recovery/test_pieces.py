@@ -196,6 +196,33 @@ def test_the_newest_snapshot_of_which_all_parts_are_there_is_chosen(
     assert (target.number, target.from_disk) == (number, from_disk)
 
 
+def among(*seats: int, **more: Any) -> Offer:
+    return offer((5, 6), (5,), seats=seats, **more)
+
+
+@pytest.mark.parametrize(
+    ("offers", "seats", "number", "givers"),
+    [
+        ([among(0, 1, 2), among(0, 1, 2)], (0, 2), 5, (0, 1, 1)),  # 1 is lost; 2 holds its part
+        ([among(0, 1, 2), among(0, 1, 2)], (1, 2), 5, (0, 0, 1)),  # 0 is lost; 1 holds its part
+        ([among(0, 2), FRESH, among(0, 2)], (0, 1, 2), 6, (0, 2)),  # 1 comes
+        ([among(0, 1), FRESH], (0, 2), 5, (0, 0)),  # 1 is lost, and 2 comes
+        ([offer(whole=(7,)), FRESH, among(0, 2)], (0, 1, 2), 7, (0,)),  # it was among others
+        ([Offer(False, owners={"0": {"w": 1}}), FRESH], (0, 2), START, ()),
+    ],
+)
+def test_where_others_are_there_each_part_is_brought_by_who_has_it(
+    offers: list[Offer], seats: tuple[int, ...], number: int, givers: tuple[int, ...]
+):
+    target = choose(offers, seats)
+    assert (target.number, target.givers, target.owners) == (number, givers, {})
+
+
+def test_two_lost_neighbours_are_named_where_the_others_would_go_on():
+    with pytest.raises(ClusterError, match="cannot go on without workers 1, 2: one of them held"):
+        choose([among(0, 1, 2, 3), among(0, 1, 2, 3)], (0, 3))
+
+
 def test_nothing_left_to_go_on_from_names_the_neighbours():
     with pytest.raises(ClusterError, match=r"workers 1, 2: worker 1 was lost together with"):
         choose([offer((5,), (5,)), FRESH, FRESH])

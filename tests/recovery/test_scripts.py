@@ -142,6 +142,14 @@ def test_a_worker_lost_with_the_holder_of_its_state_ends_the_job_where_nothing_i
         cluster.run()
 
 
+def test_nor_does_it_begin_again_within_a_call_whose_beginning_is_forgotten():
+    cluster = ThreadCluster(
+        lambda rank: epochs(), NUM_WORKERS, SnapshotSettings(every=3), {1: [150]}, together=(1, 2)
+    )
+    with pytest.raises(ClusterError, match="worker 1 was lost together with worker 2"):
+        cluster.run()
+
+
 def test_what_is_kept_for_recovery_does_not_grow_with_training(tmp_path: Path):
     found: list[Any] = []
 

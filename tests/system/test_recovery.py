@@ -86,3 +86,21 @@ def test_a_job_that_is_asked_to_end_stops_in_order_and_goes_on_another_time(
     assert again.status == 0, again.output[-6000:]
     for rank in range(3):
         assert again.said_by(f"worker {rank}")[-len(plain) :] == plain
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_the_others_go_on_in_the_same_bits_and_take_in_who_comes(restarts: int, tmp_path: Path):
+    """Worker 0 dies in training, worker 2 in evaluation; with restarts both come back."""
+    command = [sys.executable, str(JOBS / "recovering.py"), "--replicated"]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    job = recovering(
+        "0:BACKWARD:5,2:EVAL:9", tmp_path, workers=3, restarts=restarts,
+        options=("--replicated",), GS_RECOVERY="go_on",
+    )  # fmt: skip
+    assert job.status == 0, job.output[-6000:]
+    assert len(list(tmp_path.iterdir())) == 2
+    for rank in range(3) if restarts else (1,):
+        assert job.said_by(f"worker {rank}")[-len(plain) :] == plain
+    if not restarts:  # one that is started again may be there before the others have left
+        assert "going on with 2 of 3 workers, without workers 0" in job.logs["scheduler"]
+        assert "going on with 1 of 3 workers, without workers 0, 2" in job.logs["scheduler"]

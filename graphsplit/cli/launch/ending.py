@@ -43,6 +43,7 @@ class JobEnding:
         reason: One line that says who failed first; empty while all is well.
         restarts: How many processes may still be started again, one by one.
         restarts_scheduler: Whether the scheduler may be, too: it keeps a journal.
+        goes_on: Whether the job goes on without workers that were lost.
         asks_for_another_try: Whether some process ended so that all should be started again.
         first_failed: Who failed first; empty while all is well.
         told: The names of the processes that were told to end.
@@ -55,6 +56,7 @@ class JobEnding:
     running: set[str]
     restarts: int = 0
     restarts_scheduler: bool = False
+    goes_on: bool = False
     asks_for_another_try: bool = False
     status: int = 0
     reason: str = ""
@@ -96,6 +98,8 @@ class JobEnding:
         if name not in self.told and not given_up:
             self.returncodes[name] = returncode
             self.hows[name] = how or describe(returncode)
+        if self._goes_on_without(name, returncode):
+            return False
         if returncode != 0 and self.status == 0:
             self.first_failed = name
             if given_up or not how:
@@ -113,6 +117,13 @@ class JobEnding:
         is_healthy = self.status == 0 and not self.is_over
         return was_lost and may_be and self.restarts > 0 and is_healthy
 
+    def _goes_on_without(self, name: str, returncode: int) -> bool:
+        """Killed, and neither the scheduler nor the last worker."""
+        others = self.running - {name}
+        is_healthy = self.status == 0 and not self._is_interrupted
+        is_left = SCHEDULER in others and len(others) > 1
+        return self.goes_on and returncode < 0 and is_healthy and is_left
+
     def give_up(self, name: str, why: str, *, is_final: bool) -> bool:
         """The job does not count on a process any more, though it may still be there.
 
@@ -122,7 +133,8 @@ class JobEnding:
         """
         if name not in self.running or name in self.given_up:
             return False
-        if not is_final and not self._may_start_again(name, -signal.SIGKILL):
+        is_needless = self._goes_on_without(name, -signal.SIGKILL)
+        if not (is_final or is_needless or self._may_start_again(name, -signal.SIGKILL)):
             return False
         self.given_up[name] = why
         return True

@@ -61,11 +61,13 @@ class Restarts:
         processes: How many processes may be started again while the others wait for them.
         jobs: How often all of them are started again, when the job asks for another try.
         with_scheduler: Whether the scheduler is one of those processes: it keeps a journal.
+        goes_on: Whether the job goes on without processes that were lost.
     """
 
     processes: int = 0
     jobs: int = 0
     with_scheduler: bool = False
+    goes_on: bool = False
 
 
 NO_RESTARTS = Restarts()
@@ -94,6 +96,7 @@ def supervise(
             job = _Job(specs, command, console=console, log_dir=log_dir, stack=stack, start=start)
             job.ending.restarts = restarts.processes
             job.ending.restarts_scheduler = restarts.with_scheduler
+            job.ending.goes_on = restarts.goes_on
             stack.callback(job.kill_all)
             job.start()
             job.run(wakeup, received, limit_s)

@@ -27,7 +27,7 @@ class FailureReports:
         membership = self._membership
         return failure_of(
             error,
-            rank=membership.job.rank,
+            rank=membership.job.peers[membership.job.rank].rank,
             host=membership.host,
             pid=membership.pid,
             position=membership.position.text(),

@@ -99,6 +99,16 @@ class Member:
         return len(self._membership.job.peers)
 
     @property
+    def num_seats(self) -> int:
+        """How many there are when nobody is away."""
+        return self._membership.settings.num_workers
+
+    @property
+    def seats(self) -> tuple[int, ...]:
+        """The ranks by which scripts know the workers that there are, in the order of ranks."""
+        return tuple(peer.rank for peer in self._membership.job.peers)
+
+    @property
     def job(self) -> str:
         """The job's random id, 128 bits in hexadecimal."""
         return self._membership.job.job
@@ -110,7 +120,7 @@ class Member:
 
     @property
     def recovery(self) -> str:
-        """The policy for lost workers: ``fail_fast``, ``wait_rejoin``, ``restart``."""
+        """The policy for lost workers: ``fail_fast``, ``wait_rejoin``, ``restart``, ``go_on``."""
         return self._membership.state.recovery
 
     @property

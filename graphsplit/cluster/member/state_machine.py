@@ -43,7 +43,7 @@ from graphsplit.cluster.wire.messages import (
 )
 from graphsplit.errors import InvariantError
 from graphsplit.failure import FailureCause
-from graphsplit.settings import FAIL_FAST, WAIT_REJOIN
+from graphsplit.settings import FAIL_FAST, GO_ON, WAIT_REJOIN
 
 
 class MemberPhase(Enum):
@@ -159,7 +159,7 @@ class MemberState:
     @property
     def reconnects(self) -> bool:
         """Whether a lost stream is to be opened again."""
-        return self.keeps_journal or self.recovery == WAIT_REJOIN
+        return self.keeps_journal or self.recovery in (WAIT_REJOIN, GO_ON)
 
     def registration(self, new: Register) -> Register:
         """The first message on a stream: ``new``, or where this worker stands already."""

@@ -158,6 +158,7 @@ def _receive(job: JobState, node: int, message: WorkerMessage, generation: int) 
             worker.is_leaving = True
         case Ready():
             generations.note_ready(job, worker, message)
+            recovery.take_in(job)
         case Rejoin():
             recovery.note_offer(job, worker, message)
         case Arrive():

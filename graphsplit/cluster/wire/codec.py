@@ -14,6 +14,7 @@ So a message to many is encoded once, and followed by the fence of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Generic, TypeVar, get_args
 
 from graphsplit.cluster.wire.messages import (
@@ -45,7 +46,7 @@ def _check_arrival(arrival: Arrive) -> None:
 def _check_plan(formed: Formed) -> None:
     if formed.rank >= len(formed.peers):
         raise MessageError(f"rank {formed.rank} of {len(formed.peers)} workers")
-    if any(peer.rank != rank for rank, peer in enumerate(formed.peers)):
+    if any(one.rank >= next_one.rank for one, next_one in pairwise(formed.peers)):
         raise MessageError("the peers are not in the order of their ranks")
 
 

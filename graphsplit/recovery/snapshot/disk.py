@@ -252,22 +252,10 @@ class ModelsOnDisk(DiskWriter):
             files = write_shard(folder, contents, 0, self._rank, self._num_workers)
             models[str(index)] = {
                 "files": [vars(file) for file in files],
-                "sections": {
-                    name: value
-                    for name, value in contents.sections.items()
-                    if self._tells(name, int(node["loader_rank"]))
-                },
+                "sections": told_sections(contents, self._rank, int(node["loader_rank"])),
             }
         told = script if self._rank == script["source"] else None
         return to_text({"models": models, "script": told})
-
-    def _tells(self, section: str, loader_rank: int) -> bool:
-        """Whether this worker's section counts for all."""
-        if section == "optimizers":
-            return True
-        if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
-            return True  # every worker has its own
-        return self._rank == (loader_rank if section == "loader" else 0)
 
     def _commit(self, number: int, told: list[str]) -> None:
         reports = [read_message(text) for text in told]
@@ -278,6 +266,19 @@ class ModelsOnDisk(DiskWriter):
         folder.mkdir(parents=True, exist_ok=True)  # there may be no Model yet that matters
         (script,) = [report["script"] for report in reports if report["script"] is not None]
         replace_file(folder / SNAPSHOT, text_of(number, script).encode())
+
+
+def told_sections(contents: CheckpointContents, rank: int, loader_rank: int) -> dict[str, Any]:
+    """The sections of one worker's part that count for all."""
+
+    def counts(section: str) -> bool:
+        if section == "optimizers":
+            return True
+        if section.startswith(WHOLE) or by_worker.saver_of(section) is not None:
+            return True  # every worker has its own
+        return rank == (loader_rank if section == "loader" else 0)
+
+    return {name: value for name, value in contents.sections.items() if counts(name)}
 
 
 def contents_of(part: SnapshotShard, node: Mapping[str, Any]) -> CheckpointContents:

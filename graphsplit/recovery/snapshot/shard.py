@@ -21,6 +21,12 @@ class SnapshotShard(Packed):
         number: int = self.values["number"]
         return number
 
+    @property
+    def rank(self) -> int:
+        """The worker whose part it is."""
+        rank: int = self.values["rank"]
+        return rank
+
     @classmethod
     def read(cls, pieces: Sequence[torch.Tensor], *, what: str) -> SnapshotShard:
         """See ``Packed.read``."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from graphsplit.capture.state.kept_names import is_kept_name, register_again
-from graphsplit.checkpoint.by_worker import RESUMPTION
 from graphsplit.checkpoint.contents import (
     GRADIENTS,
     OTHERS,
@@ -22,16 +21,18 @@ from graphsplit.checkpoint.contents import (
     parameters_of,
 )
 from graphsplit.checkpoint.forms import forget_waiting_forms, kept_forms, put_forms
-from graphsplit.checkpoint.states import Resumption, States
+from graphsplit.checkpoint.states import States
+from graphsplit.deferred.construction import is_deferred
 from graphsplit.encoding.packed import FlatTensors
 from graphsplit.encoding.values import Encoder, Fixed, decode
 from graphsplit.errors import CheckpointError, ConfigurationError
 from graphsplit.optimizers.optimizer import order_of
-from graphsplit.optimizers.ownership import is_elsewhere
-from graphsplit.planning.task import Task, named_state
+from graphsplit.optimizers.ownership import Elsewhere, is_elsewhere
+from graphsplit.planning.task import Task, named_state, stateful_modules
 from graphsplit.planning.trainable import put_requires_grad
 from graphsplit.recovery.agreement import START
 from graphsplit.recovery.snapshot.disk import WHOLE, contents_of
+from graphsplit.recovery.snapshot.held import IN_MEMORY, HeldSource
 from graphsplit.recovery.snapshot.opaque_memory import WholeModules
 from graphsplit.recovery.snapshot.shard import SnapshotShard
 from graphsplit.torch_ext.attributes import is_waiting, num_changes, writes_of
@@ -79,6 +80,7 @@ class ModelSnapshot:
         states: Knows how far it is.
 
     Attributes:
+        was_regrouped: Whether owners were fixed anew since, among other workers.
         was_loaded: Whether a state was loaded: by the script, or from a snapshot on disk.
         start: The share as it was when owners were fixed, before the first step; None before.
         began: When that was: Models are counted in the order in which they begin.
@@ -86,19 +88,16 @@ class ModelSnapshot:
         given_before: Those that it had after the last call.
     """
 
-    def __init__(
-        self, index: int, task: Task, engine: ClusterEngine, states: States, rank: int
-    ) -> None:
+    def __init__(self, index: int, task: Task, engine: ClusterEngine, states: States) -> None:
         self.index = index
         self.task = task
         self.engine = engine
         self.states = states
-        self.was_loaded = False
+        self.was_loaded = self.was_regrouped = False
         self.start: SnapshotShard | None = None
         self.began = 0
         self.given_at: dict[int, Given] = {}
         self.given_before = self.given()
-        self._rank = rank
         self._loss_fn = task.loss_fn
         self._optimizers = task.optimizers
         self._taken_away: list[torch.optim.Optimizer] = []
@@ -108,6 +107,7 @@ class ModelSnapshot:
         self._whole = WholeModules(task.network, task.loss_fn)
         self._versions: tuple[int, ...] | None = None
         self._owned: list[torch.Tensor] = []
+        self._num_left_out = Elsewhere.num_left_out
         self._num_known = 0, 0  # owners, and changes of a buffer's form
         self._known: tuple[NetworkState, Ownership] | None = None
         engine.on_first_settled = self._keep_start
@@ -121,6 +121,10 @@ class ModelSnapshot:
         if not self._is_checked and self.engine.progress.num_steps:
             self._is_checked = True
             self.collect({})
+
+    @property
+    def _rank(self) -> int:
+        return self.engine.group().rank
 
     @property
     def is_settled(self) -> bool:
@@ -173,6 +177,22 @@ class ModelSnapshot:
             self._names = {id(t): n for n, t in named_state(task.network, task.loss_fn).items()}
             self._whole = WholeModules(task.network, task.loss_fn)
             self._known, self._owned = None, []
+
+    def keep_whole_start(self) -> None:
+        """Before a call that may fix owners: whoever is lost then, all of the start is here.
+
+        Raises:
+            ConfigurationError: The network is to be built on its owners alone.
+        """
+        self.engine.on_first_settled = None
+        if any(map(is_deferred, stateful_modules(self.task))):
+            raise ConfigurationError(
+                "a deferred network in a job with GS_RECOVERY=go_on, where each worker must be "
+                "able to take any part of it\n  Fix: build it without deferring, or set "
+                "GS_RECOVERY=wait_rejoin."
+            )
+        if not self.is_settled and not self.was_regrouped:
+            self._keep_start()
 
     def _keep_start(self) -> None:
         self.given_at[START] = self.given()
@@ -287,17 +307,36 @@ class ModelSnapshot:
         self.states.go_back(sections, inside=inside)
         self.note_versions()
 
+    def let_go(self) -> None:
+        """Other workers are there: forget owners, and have memory for everything."""
+        self.engine.planner.let_go()
+        self.was_regrouped = True
+        for optimizer in self.task.optimizers:
+            optimizer.state.clear()
+            order_of(optimizer).made.clear()
+        self._known, self._owned, self._versions = None, [], None
+
     def load(self, folder: Path, *, inside: bool) -> None:
         """As ``put_back``, from what all workers wrote to disk. Collective."""
-        values = self.states.load_all(folder, extra={})
+        self._go_on_from(self.states.load_all(folder, extra={}), inside=inside)
+
+    def load_parts(self, parts: Sequence[SnapshotShard], *, inside: bool) -> None:
+        """As ``put_back``, from the parts of all workers, whoever took them. Collective."""
+        source = HeldSource(self.engine.group(), parts, self.index)
+        self._go_on_from(self.states.load_from(source, IN_MEMORY, extra={}), inside=inside)
+
+    def _go_on_from(self, values: Mapping[str, Any], *, inside: bool) -> None:
         forget_waiting_forms(self.task)
         self.was_loaded = True
         self._put_what_is_trained(values)
         self.engine.set_counters(values["engine"])
-        if not inside:
-            kept = values.get(RESUMPTION)
-            self.states.resumption = None if kept is None else Resumption.from_values(kept)
+        self.states.end_run(values, inside=inside)
         self.note_versions()
+
+    @property
+    def can_start(self) -> bool:
+        """Whether it is as it was built, or can be as it was before its first step."""
+        return self.start is not None or not (self.is_settled or self.was_regrouped)
 
     def put_back_start(self) -> None:
         """As it was before the first step; nothing to do if no owner was fixed yet."""
@@ -363,7 +402,8 @@ class ModelSnapshot:
         """Note that all is now as graphsplit left it."""
         self.given_before = self.given()
         self._follow()
-        if not self.is_settled:
+        self._num_left_out = Elsewhere.num_left_out
+        if not (self.is_settled or self.was_regrouped):
             return
         if not self._owned:
             named = named_state(self.task.network, self.task.loss_fn)
@@ -380,6 +420,10 @@ class ModelSnapshot:
             if writes_of(tensor) != version:
                 found[index] = tensor.detach().clone()
         return found
+
+    def was_written_to(self) -> bool:
+        """Whether the script has written to anything since ``note_versions``, wherever it is."""
+        return Elsewhere.num_left_out != self._num_left_out or bool(self.changed_by_script())
 
     def change_again(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Write again what the script has written."""

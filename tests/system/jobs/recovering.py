@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,16 +67,25 @@ def main() -> None:
     parser.add_argument("--die", default="")
     parser.add_argument("--marks", default=".")
     parser.add_argument("--by", default="SIGKILL", help="SIGTERM asks for an end in order")
+    parser.add_argument("--replicated", action="store_true", help="all workers run all of it")
     arguments = parser.parse_args()
     Deaths(arguments.die, arguments.marks, by=signal.Signals[arguments.by])
     gs.init()
     torch.manual_seed(0)
-    net = Fan()
-    place_parts(net)
     make_optimizer, make_scheduler, loader = parts()
+    net: nn.Module = Fan()
+    if arguments.replicated:
+        net = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 10))
+        net.place(list(range(gs.get_world_size())))
+        loader = DataLoader(loader.dataset, batch_size=10, shuffle=True)
+    else:
+        place_parts(net)
     optimizer = make_optimizer(net)
     schedule = gs.callbacks.LearningRateScheduler(make_scheduler(optimizer), "step")
-    model = gs.Model(net, nn.CrossEntropyLoss(), optimizer, {"Loss": gs.metrics.Loss()})
+    model = gs.Model(
+        *(net, nn.CrossEntropyLoss(), optimizer, {"Loss": gs.metrics.Loss()}),
+        microbatches=4 if arguments.replicated else 1,
+    )
     model.train(4, loader, [schedule])
     say("eval", model.eval(loader))
     for inputs, target in loader:

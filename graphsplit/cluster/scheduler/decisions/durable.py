@@ -37,6 +37,7 @@ def restored(rules: JobRules, image: JobImage, now: float) -> JobState:
     for rank, one in sorted(image.members.items()):
         away = Worker(NO_NODE, one, last_seen=now, last_change=now, is_connected=False)
         job.roster.fill(away, rank)
+    job.gather_anew()
     job.recovery.cause = image.cause
     if image.phase == "planned":
         # Nobody has run in it; who knows of it gives it up.

@@ -27,8 +27,20 @@ def fill(job: JobState) -> None:
         job.recovery.former.pop(rank, None)
         _forget_former_life(job, worker)
         job.log(f"{new.who} takes rank {rank}", event="rank")
-    if job.roster.is_full and len(job.generation.offering) == job.rules.num_workers:
+    if _is_complete(job) and len(job.generation.offering) == len(job.roster):
         plan(job)
+
+
+def _is_complete(job: JobState) -> bool:
+    """Whether nobody has to be waited for."""
+    return job.roster.is_full or (job.rules.goes_on and len(job.roster) > 0)
+
+
+def who_fills(job: JobState) -> Register | None:
+    """The process that waits for a rank that is vacant, if any does."""
+    spares = job.candidates.spares
+    nodes = (_spare_for(spares, rank) for rank in job.roster.vacant)
+    return next((spares[node] for node in nodes if node is not None), None)
 
 
 def _forget_former_life(job: JobState, worker: Worker) -> None:
@@ -50,8 +62,10 @@ def plan(job: JobState) -> None:
     job.roster.seal()
     job.phase = JobPhase.PLANNED
     generation.ready.clear()
-    job.recovery.former.clear()
-    job.liveness.absent.clear()
+    job.gather_anew()
+    if job.roster.is_full:
+        job.recovery.former.clear()
+        job.liveness.absent.clear()
     by_rank = job.roster.registrations
     if job.seed is None:
         job.seed = choose_seed(by_rank, job.identity.seed)
@@ -63,7 +77,12 @@ def plan(job: JobState) -> None:
         worker.last_change = job.now
         tell_plan(job, worker)
     took_s = job.now - generation.since
-    job.log(f"all {len(generation.peers)} workers registered after {took_s:.1f} s", event="formed")
+    if job.roster.is_full:
+        told = f"all {len(job.roster)} workers registered after {took_s:.1f} s"
+    else:
+        away = f"without workers {join_numbers(job.roster.vacant)}, after {took_s:.1f} s"
+        told = f"going on with {len(job.roster)} of {job.rules.num_workers} workers, {away}"
+    job.log(told, event="formed")
     for one in job.roster:
         job.log(f"rank {one.rank}: {one.registration.who}", event="rank")
     for warning in generation.warnings:
@@ -71,10 +90,10 @@ def plan(job: JobState) -> None:
 
 
 def tell_plan(job: JobState, worker: Worker) -> None:
-    """Tell a worker its rank, and who the others are."""
+    """Tell a worker its place among those who are there, and who the others are."""
     assert job.seed is not None, "seeds are chosen when ranks are"
     formed = Formed(
-        rank=worker.rank,
+        rank=job.roster.in_order.index(worker),
         job=job.identity.job,
         generation=job.generation.number,
         seed=job.seed,
@@ -90,7 +109,7 @@ def note_ready(job: JobState, worker: Worker, message: Ready) -> None:
     if job.phase is not JobPhase.PLANNED or message.generation != generation.number:
         return
     generation.ready.add(worker.registration.incarnation)
-    if len(generation.ready) == job.rules.num_workers:
+    if len(generation.ready) == len(job.roster):
         job.phase = JobPhase.RUNNING
         durable.persist(job)
         job.broadcast(Started(generation.number))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphsplit.cluster.scheduler.decisions import ending, generations, returning
+from graphsplit.cluster.scheduler.decisions import ending, generations, recovery, returning
 from graphsplit.cluster.scheduler.job.events import Drop
 from graphsplit.cluster.scheduler.job.formation import misfit, refusal
 from graphsplit.cluster.scheduler.job.roster import Worker
@@ -70,6 +70,7 @@ def _offer_place(job: JobState, node: int, new: Register) -> None:
     job.log(f"{new.who} registered, and waits for a rank that is free", event="spare_registered")
     if job.phase is JobPhase.RECOVERING:
         generations.fill(job)
+    recovery.take_in(job)
 
 
 def _forget_former_stream(job: JobState, new: Register) -> None:
@@ -82,7 +83,7 @@ def _forget_former_stream(job: JobState, new: Register) -> None:
 
 def _spare_refusal(job: JobState, new: Register) -> str | None:
     holders, rules = job.roster.holders(new), job.rules
-    may_wait = job.rules.waits_for_rejoin
+    may_wait = job.rules.lets_rejoin
     reason = (
         misfit(new, holders.first, rules=rules) if may_wait else refusal(new, holders, rules=rules)
     )

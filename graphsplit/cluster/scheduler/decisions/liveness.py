@@ -28,8 +28,8 @@ def note_progress(job: JobState, worker: Worker, beat: Heartbeat, *, is_present:
     if beat.wants_stop:
         ending.stop_soon(job, f"worker {worker.rank} was asked to end")
     if beat.watched and job.phase is JobPhase.RUNNING:
-        asked = set(beat.watched)
-        known = {one.rank: one.progress for one in job.workers_of(asked)}
+        places = enumerate(job.roster.in_order)  # workers count those who are there
+        known = {place: one.progress for place, one in places if place in beat.watched}
         job.send(worker, Progress(known))
 
 
@@ -98,6 +98,8 @@ def note_end(job: JobState, event: ToldByLauncher) -> None:
         if worker.is_lost and not worker.is_leaving:
             job.liveness.suspicion.explain_loss(worker.cause("lost", how))
         _lose(job, worker, how)
+    elif job.rules.goes_on:
+        return
     elif job.phase is JobPhase.RECOVERING and note.rank in job.roster.vacant:
         ending.fail(job, cause)
 
@@ -107,7 +109,7 @@ def _lose(job: JobState, worker: Worker, message: str) -> None:
         return
     worker.is_lost = True
     cause = worker.cause("lost", message)
-    if job.phase is JobPhase.FORMING and job.rules.waits_for_rejoin:
+    if job.phase is JobPhase.FORMING and job.rules.lets_rejoin:
         job.log(cause.headline, event="worker_lost")
         job.roster.remove(worker)
         job.liveness.absent[worker.registration.incarnation] = worker

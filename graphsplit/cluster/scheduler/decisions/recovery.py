@@ -6,24 +6,36 @@ from dataclasses import replace
 
 from graphsplit.cluster.scheduler.decisions import durable, generations
 from graphsplit.cluster.scheduler.job.events import Drop
-from graphsplit.cluster.scheduler.job.meetings import Meetings
 from graphsplit.cluster.scheduler.job.roster import Worker
-from graphsplit.cluster.scheduler.job.state import Gathering, Generation, JobPhase, JobState
+from graphsplit.cluster.scheduler.job.state import Generation, JobPhase, JobState
 from graphsplit.cluster.scheduler.job.suspicion import Suspicion
 from graphsplit.cluster.wire.limits import MAX_UNEXPLAINED_RECOVERIES
 from graphsplit.cluster.wire.messages import NO_CALLS, Recovering, Rejoin
 from graphsplit.failure import FailureCause
+from graphsplit.root_cause import JOINED
 
 
 def can_recover(job: JobState, cause: FailureCause) -> bool:
     """Whether the job may go on in another generation after this."""
     return (
-        job.rules.waits_for_rejoin
+        job.rules.lets_rejoin
         and cause.kind == "lost"
         and job.phase is not JobPhase.FORMING
         and job.recovery.num_unexplained < MAX_UNEXPLAINED_RECOVERIES
-        and not any(worker.is_gone for worker in job.roster)
+        and (
+            any(not worker.is_lost for worker in job.roster)
+            if job.rules.goes_on
+            else not any(worker.is_gone for worker in job.roster)
+        )
     )
+
+
+def take_in(job: JobState) -> None:
+    """Where the job has gone on without some: let those who have come since take part."""
+    if job.rules.goes_on and job.phase is JobPhase.RUNNING:
+        new = generations.who_fills(job)
+        if new is not None:
+            recover(job, FailureCause(JOINED, f"{new.who} has come, and is to take part"))
 
 
 def recover(job: JobState, cause: FailureCause) -> None:
@@ -41,7 +53,7 @@ def recover(job: JobState, cause: FailureCause) -> None:
     job.liveness.suspicion = Suspicion()
     is_first = job.phase is not JobPhase.RECOVERING
     if not lost:
-        recovery.num_unexplained += 1
+        recovery.num_unexplained += cause.kind != JOINED
     elif is_first:  # later on, those who begin anew are lost on purpose, and explain nothing
         recovery.num_unexplained = 0
     if is_first:
@@ -50,7 +62,7 @@ def recover(job: JobState, cause: FailureCause) -> None:
     durable.persist(job)
     if is_first:
         job.log(
-            f"recovering to generation {job.generation.number} from " + cause.describe(),
+            f"recovering to generation {job.generation.number} from {cause.describe()}",
             event="recovering",
             level="warning",
         )
@@ -62,7 +74,7 @@ def _leave_generation(job: JobState, cause: FailureCause) -> None:
     job.phase = JobPhase.RECOVERING
     job.generation = Generation.begun(job.generation.number + 1, job.now)
     job.recovery.cause = cause
-    job.gathering = Gathering(Meetings(job.rules.num_workers))
+    job.gather_anew()
     for worker in job.roster:
         worker.is_finished = False
         worker.progress = 0

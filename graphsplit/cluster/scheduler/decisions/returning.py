@@ -51,18 +51,21 @@ def resume(job: JobState, node: int, new: Register, stands: Resume) -> None:
 
 def _revived(job: JobState, new: Register, stands: Resume) -> Worker | None:
     """The worker that was given up and is back before another one took its rank."""
-    former = job.recovery.former
-    if job.phase is not JobPhase.RECOVERING or stands.rank not in job.roster.vacant:
+    former, rank = job.recovery.former, stands.rank
+    if job.rules.goes_on:  # it counted those who were there
+        lives = ((n, one.registration.incarnation) for n, one in former.items())
+        rank = next((n for n, incarnation in lives if incarnation == new.incarnation), -1)
+    if job.phase is not JobPhase.RECOVERING or rank not in job.roster.vacant:
         return None
-    lost = former.get(stands.rank)
+    lost = former.get(rank)
     if lost is None:  # a scheduler that was away does not know who had this rank
         lost = Worker(NO_NODE, replace(new, resume=None), last_seen=job.now, last_change=job.now)
     if lost.registration.incarnation != new.incarnation:
         return None
-    former.pop(stands.rank, None)
+    former.pop(rank, None)
     job.liveness.absent.pop(new.incarnation, None)
     lost.node, lost.is_connected = NO_NODE, False
-    job.roster.fill(lost, stands.rank)
+    job.roster.fill(lost, rank)
     durable.persist(job)
     return lost
 

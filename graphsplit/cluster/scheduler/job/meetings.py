@@ -6,6 +6,8 @@ wait at different meetings wait for ever, and that is known as soon as the secon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graphsplit.cluster.text import cut_end, first_difference
 from graphsplit.cluster.wire.limits import MAX_TEXT_BYTES
 from graphsplit.cluster.wire.messages import Arrive
@@ -16,14 +18,17 @@ _LINE_CHARS = 1_000
 class Meetings:
     """The meetings of one generation: who waits at which. One is open at a time.
 
+    Args:
+        ranks: Its workers.
+
     Attributes:
         num_departed: How many meetings are over: a worker that lost the news of its departure
             arrives again, and is let go at once.
         last_arrival: When somebody arrived last.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
         self._arrived: dict[int, Arrive] = {}
         self.num_departed = 0
         self.last_arrival = 0.0
@@ -36,12 +41,12 @@ class Meetings:
     @property
     def is_complete(self) -> bool:
         """Whether all workers have arrived at the open meeting."""
-        return len(self._arrived) == self._num_workers
+        return len(self._arrived) == len(self._ranks)
 
     @property
     def missing(self) -> list[int]:
         """The ranks that the open meeting waits for."""
-        return [rank for rank in range(self._num_workers) if rank not in self._arrived]
+        return [rank for rank in self._ranks if rank not in self._arrived]
 
     def waits_at(self, rank: int) -> Arrive | None:
         """Where this worker has arrived and was not let go yet."""
@@ -72,11 +77,11 @@ class Meetings:
         )
 
     def differing(self) -> tuple[int, int] | None:
-        """Rank 0 and the first rank whose digest differs from its own; None if all agree."""
-        reference = self._arrived[0].digest
-        for rank in range(1, self._num_workers):
-            if self._arrived[rank].digest != reference:
-                return 0, rank
+        """The first worker, and the next whose digest differs from its own; None if all agree."""
+        first, *others = self._ranks
+        for rank in others:
+            if self._arrived[rank].digest != self._arrived[first].digest:
+                return first, rank
         return None
 
     def dissolve(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphsplit.failure import FailureCause
-from graphsplit.settings import FAIL_FAST, RESTART, WAIT_REJOIN, silence_within
+from graphsplit.settings import FAIL_FAST, GO_ON, RESTART, WAIT_REJOIN, silence_within
 
 EX_TEMPFAIL = 75
 """The exit status that says: start the job again, from its last snapshot."""
@@ -28,9 +28,14 @@ class JobRules:
         return silence_within(self.node_timeout_s)
 
     @property
-    def waits_for_rejoin(self) -> bool:
-        """Whether a lost worker may come back."""
-        return self.recovery == WAIT_REJOIN
+    def lets_rejoin(self) -> bool:
+        """Whether a lost worker may come back, and the others go on."""
+        return self.recovery in (WAIT_REJOIN, GO_ON)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the others go on without a lost worker, until it comes back."""
+        return self.recovery == GO_ON
 
     @property
     def restarts(self) -> bool:
@@ -40,7 +45,7 @@ class JobRules:
     @property
     def workers_reconnect(self) -> bool:
         """Whether a worker whose stream broke opens another one."""
-        return self.waits_for_rejoin or self.keeps_journal
+        return self.lets_rejoin or self.keeps_journal
 
     def failure_status(self, cause: FailureCause) -> int:
         """The scheduler's exit status when the job fails with this cause."""

@@ -177,7 +177,7 @@ class JobState:
         self.candidates = Candidates()
         self.generation = Generation.begun(identity.generation, now)
         self.recovery = Recovery()
-        self.gathering = Gathering(Meetings(rules.num_workers))
+        self.gathering = Gathering(Meetings(range(rules.num_workers)))
         self.liveness = Liveness(Watchdog(rules.receive_timeout_s), now)
         self.ending = Ending()
 
@@ -187,9 +187,12 @@ class JobState:
         return self.phase in _HEALTHY
 
     def workers_of(self, ranks: set[int]) -> list[Worker]:
-        """Some workers by rank, once ranks are final and all are held."""
-        in_order = self.roster.in_order
-        return [in_order[rank] for rank in sorted(ranks) if rank < len(in_order)]
+        """Some workers by rank, once ranks are final."""
+        return [worker for worker in self.roster.in_order if worker.rank in ranks]
+
+    def gather_anew(self) -> None:
+        """Meetings of those who have a rank now."""
+        self.gathering = Gathering(Meetings([worker.rank for worker in self.roster]))
 
     def tell(self, node: int, message: SchedulerMessage) -> None:
         """Send a message to whoever is on this stream."""
