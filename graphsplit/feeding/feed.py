@@ -187,12 +187,12 @@ class Feed:
             self._first = shape.first
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
             # than a hop, when there are fewer cores than workers.
-            is_same = planned is not None and looked == (shape.whole, shape.parts)
-            if planned is None or not is_same or self._planner.lowers_again:
+            python = self._planner.python_step(self._mode, shape.first)
+            looks = shape.whole, shape.parts, python.recording
+            if planned is None or looked != looks or self._planner.lowers_again:
                 quiet: Container[int] = ()
             else:
                 quiet = planned.first.woken_by_values
-            python = self._planner.python_step(self._mode, shape.first)
             self._tickets.send(
                 shape,
                 generator=news,
@@ -201,7 +201,7 @@ class Feed:
                 previous_checksum=previous,
                 python=python,
             )
-            planned, looked = self._planned(shape), (shape.whole, shape.parts)
+            planned, looked = self._planned(shape), looks
             for consumer in self._not_reading(planned):
                 send_batch(self._job.control, division, destination=consumer)
             yield planned, division, self._checking(division, planned)
@@ -331,8 +331,7 @@ class Feed:
                 self._next = self._draw()
                 if self._next is not None:
                     self._next_checksum = fingerprint(self._next.arguments)
-            if self._planner.is_open(planned.first):
-                planned.first.runner.expect_first_value()
+            planned.first.runner.expect_first_value()
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
         """Consumers that have missed a part of what was read from this loader, and are sent it."""

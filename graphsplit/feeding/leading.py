@@ -14,6 +14,7 @@ from graphsplit.feeding.feed import Feed, likely_first_reader
 from graphsplit.feeding.tickets import Tickets
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
+from graphsplit.planning.ready_plan import ReadyPlan
 from graphsplit.planning.step_plan import PlannedStep, TrainingProgress, plan_step
 from graphsplit.planning.task import Task
 
@@ -38,6 +39,8 @@ class Leading:
     def start_over(self) -> None:
         """The job has new channels: tell signatures again."""
         self._tickets = Tickets(self._job)
+        self._last: tuple[tuple[Any, ...], ReadyPlan | None] = (), None
+        self._recording = 0
 
     def feed(
         self,
@@ -92,24 +95,30 @@ class Leading:
         Raises:
             LoaderMismatchError: They were given different ones.
         """
-        batch = division.shape()
+        batch, is_training = division.shape(), mode is Mode.TRAIN
+        like = mode, batch, scale is None
         if self._job.num_workers > 1:
             checksum = fingerprint(division.arguments)
             if scale is not None:
                 checksum = fingerprint(((checksum, scale), {}))
-            self._compare_with_leader(mode, checksum, batch, step)
-        if mode is not Mode.TRAIN:
-            return plan_step(self._planner, mode, batch)
-        if self._progress.seed is None:
+            self._compare_with_leader(mode, checksum, batch, step, self._like_last(like))
+        if is_training and self._progress.seed is None:
             self._progress.begin()
-        return plan_step(
+        planned = plan_step(
             self._planner,
             mode,
             batch,
-            note=self._note,
-            progress=self._progress,
+            note=self._note if is_training else str,
+            progress=self._progress if is_training else None,
             only_adds=scale is not None,
         )
+        self._last = like, planned.first
+        return planned
+
+    def _like_last(self, like: tuple[Any, ...]) -> ReadyPlan | None:
+        """The plan that the next step runs, if it is like the last one and no value has changed."""
+        looked, planned = self._last
+        return planned if looked == like and not self._planner.lowers_again else None
 
     def _note(self) -> str:
         """The text that workers must agree on besides plans, once training has begun."""
@@ -129,13 +138,24 @@ class Leading:
         return (likely_first_reader(task.network, task.unplaced, self._job.num_workers),)
 
     def _compare_with_leader(
-        self, mode: Mode, checksum: int, batch: BatchDescription, step: int
+        self,
+        mode: Mode,
+        checksum: int,
+        batch: BatchDescription,
+        step: int,
+        expected: ReadyPlan | None,
     ) -> None:
         leader = self._consumers(mode)[0]
         if self._job.rank == leader:
             python = self._planner.python_step(mode, batch.first)
-            self._tickets.send(batch, generator=None, checksum=checksum, python=python)
+            is_same = expected is not None and python.recording == self._recording
+            self._recording = python.recording
+            # As in an epoch: who waits for a value anyway is woken by it.
+            quiet = expected.woken_by_values if expected is not None and is_same else ()
+            self._tickets.send(batch, generator=None, checksum=checksum, python=python, quiet=quiet)
             return
+        if expected is not None:
+            expected.runner.expect_first_value()
         ahead = self._planner.ahead(mode)
         ticket = self._tickets.receive(leader)
         if (ticket.shape, ticket.checksum) != (batch, checksum):

@@ -365,10 +365,6 @@ class Planner:
         is_measured = is_measured and part.exchange is not Exchange.ALONE
         return replace(made, wants_costs=is_measured and mode is Mode.TRAIN, part=part)
 
-    def is_open(self, planned: ReadyPlan) -> bool:
-        """Whether a plan can still run: a callback may have ended it, with another loss."""
-        return planned.runner.plan_number in self._numbers.values()
-
     @property
     def lowers_again(self) -> bool:
         """Whether the next ``plan_for`` lowers a plan again: its channels will be new ones."""
@@ -429,7 +425,7 @@ class Planner:
                 sums=self.sums,
             )
         )
-        waiting = frozenset(p.worker for p in programs if first_received(p) is not None)
+        waiting = frozenset(p.worker for p in programs if first_received(p, plan) is not None)
         writes, left = written_inputs(plan), left_by_calls(plan)
         consumers = consumers_of(plan, are_all=self._job.goes_on)
         return ReadyPlan(plan, programs, runner, consumers, waiting, numbers, writes, left)

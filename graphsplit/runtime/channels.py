@@ -115,11 +115,15 @@ class ChannelEnds:
         return ends
 
 
-def first_received(program: WorkerProgram) -> int | None:
-    """The edge whose value a worker needs before it can do anything in a step, if there is one."""
+def first_received(program: WorkerProgram, plan: PartitionPlan) -> int | None:
+    """The edge whose value a worker needs before it can do anything in a step, if there is one.
+
+    None where backward brings it: the script may do other things before that.
+    """
     for instruction in program.instructions:
         if instruction.opcode is Opcode.RECEIVE:
-            return instruction.operand
+            is_gradient = plan.edges[instruction.operand].kind is EdgeKind.GRADIENT
+            return None if is_gradient else instruction.operand
         if instruction.opcode is not Opcode.ZERO_GRADIENTS:
             return None
     return None

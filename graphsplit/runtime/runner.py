@@ -274,7 +274,7 @@ class ProgramRunner:
 
     def expect_first_value(self) -> None:
         """Have the first value of the next step wake this worker, whatever it then waits for."""
-        first = first_received(self._parts.program)
+        first = first_received(self._parts.program, self._plan)
         if first is not None:
             self._receivers[first].expect()
 

@@ -272,8 +272,9 @@ class _ShmReceiver(_End, Receiver):
 
     def expect(self) -> None:
         """See ``Receiver.expect``."""
-        self._words[_RECEIVER_WAITS] = 1
-        self._expects = True
+        if not self.closed:
+            self._words[_RECEIVER_WAITS] = 1
+            self._expects = True
 
     def receive(self, *, step: int, microbatch: int) -> torch.Tensor | None:
         """See ``Receiver.receive``."""
