@@ -229,6 +229,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         writes=Writes(dict, ComparedWrites()),
         values_shared_with=lambda loader: SharedValues((), ()),
         keep_at_least=lambda number: None,
+        num_kept=0,
         python_step=lambda *a: NOTHING_READ,
         catch_up=lambda text: False,
         ahead=lambda mode: None,
