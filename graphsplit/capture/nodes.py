@@ -30,6 +30,7 @@ from graphsplit.frames import users_line_of_node
 from graphsplit.marks.annotations import NODE_KEY, Annotation
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.private import OperatorBase
+from graphsplit.torch_ext.steering import steers
 
 _STATE_KINDS = {InputKind.PARAMETER: NodeKind.PARAMETER, InputKind.BUFFER: NodeKind.BUFFER}
 
@@ -153,6 +154,13 @@ class NodeBuilder:
         self, fx_node: FxNode, kind: NodeKind, target: str, meta: TensorMeta | None
     ) -> None:
         tensor = self._state[target]
+        if steers(tensor):
+            if fx_node.users:
+                raise CaptureError(
+                    f"code that is kept whole uses buffer {users_name(target)!r}, whose value "
+                    f"decides what other code does\n  Fix: keep all that uses it whole."
+                )
+            return
         known = self._by_tensor.get(id(tensor))
         if known is not None:  # a tied tensor: export makes one placeholder per name
             self._position[fx_node] = known

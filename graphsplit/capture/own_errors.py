@@ -19,8 +19,8 @@ from torch import nn
 from graphsplit.capture.state.attributes import Attributes
 from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import buffers_of, is_module_call
+from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import FakeTensorMode, pytree
-from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _MOST_BYTES = 1 << 30  # tensors of zeros that a call is tried with
 

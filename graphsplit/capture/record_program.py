@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,28 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
     Raises:
         CaptureError: The network cannot be captured; names the user's line and the ways out.
     """
+    try:
+        return _record_whole(root, network, export)
+    except CaptureError as refused:
+        if isinstance(refused, NotLiftedError) or not _finds_steering(root, export):
+            raise
+        try:
+            return _record_whole(root, network, export)
+        except CaptureError as error:
+            raise refused from error
+
+
+def _finds_steering(root: nn.Module, export: Export) -> bool:
+    """Whether code asks for the values of buffers of one element; they steer it from now on."""
+    if not export.watch.follow_all():
+        return False
+    with suppress(Exception):  # other values are asked for besides
+        _record(root, export, ())
+    return export.watch.let_steer()
+
+
+def _record_whole(root: nn.Module, network: nn.Module, export: Export) -> Recorded:
+    """Record a step, with the modules kept whole that cannot be taken apart."""
     whole: list[nn.Module] = []
     buffers: list[Key] = []
     kept: frozenset[Any] = frozenset()

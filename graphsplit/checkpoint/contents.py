@@ -20,6 +20,7 @@ from graphsplit.optimizers.optimizer import order_of
 from graphsplit.optimizers.own_step import by_the_model
 from graphsplit.planning.task import Task, named_state
 from graphsplit.torch_ext.attributes import EXTRA_STATE, STATE_VERSIONS, is_waiting
+from graphsplit.torch_ext.steering import steers
 
 GRADIENTS = "gradients/"
 OTHERS = "others/"
@@ -93,14 +94,14 @@ class Ownership:
 
     Attributes:
         tensors: Every parameter and buffer, once.
-        is_settled: Whether all have an owner.
+        is_settled: Whether all have an owner, or are for good on every worker.
     """
 
     def __init__(self, task: Task, owners: Mapping[str, int]) -> None:
         named = named_state(task.network, task.loss_fn)
         self.tensors = tuple({id(t): t for t in named.values()}.values())
         self._owners = {id(t): owners[name] for name, t in named.items() if name in owners}
-        self.is_settled = all(id(tensor) in self._owners for tensor in self.tensors)
+        self.is_settled = all(id(t) in self._owners or steers(t) for t in self.tensors)
         self._names: dict[int, str] = {}
         for name, tensor in named.items():
             self._names.setdefault(id(tensor), name)

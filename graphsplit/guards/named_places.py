@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 
 from graphsplit.frames import short_path
 from graphsplit.guards.classes import is_watchable, own_dictionary
-from graphsplit.guards.places import Place, PlaceKind, cell, entry
-from graphsplit.torch_ext.attributes import modules_of
+from graphsplit.guards.places import NUMBER_OF, Place, PlaceKind, cell, entry
+from graphsplit.torch_ext.attributes import BUFFERS, modules_of
+from graphsplit.torch_ext.steering import let_steer
 
 _GLOBAL = re.compile(r"^(?P<file>.*\.py): (?P<name>\w+)(?P<rest>.*)$", re.DOTALL)
 _FUNCTION = re.compile(
@@ -36,10 +38,20 @@ def place_named(label: str, roots: Mapping[str, Any]) -> Place | None:
     found = _FUNCTION.match(label)
     if found is not None:
         return _of_function(found, roots)
+    if label.startswith(NUMBER_OF):
+        return _number(place_named(label.removeprefix(NUMBER_OF), roots), label)
     root = next((name for name in roots if re.match(rf"{name}[.\[]", label)), None)
     if root is not None:
         return _below(roots[root], label[len(root) :], label)
     return _of_class(label, roots)
+
+
+def _number(found: Place | None, label: str) -> Place | None:
+    """The number of the buffer that an attribute's place names."""
+    if found is None:
+        return None
+    let_steer(t for name, t in found.holder.get(BUFFERS, {}).items() if name == found.key)
+    return replace(found, kind=PlaceKind.NUMBER, label=label)
 
 
 def _global(file: str, name: str, rest: str, label: str) -> Place | None:

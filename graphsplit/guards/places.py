@@ -11,6 +11,9 @@ from typing import Any
 
 from graphsplit.guards.values import MISSING, holder_of
 from graphsplit.torch_ext.attributes import PARAMETERS, form_in, put_form
+from graphsplit.torch_ext.steering import number_in, put_number
+
+NUMBER_OF = "the value of "  # with which the labels of numbers in buffers begin
 
 
 class PlaceKind(Enum):
@@ -25,6 +28,7 @@ class PlaceKind(Enum):
     CONTEXT = "context"  # a context variable
     MARK = "mark"  # of a parameter: whether it is trained
     BUFFER = "buffer"  # what is in a buffer's place, and whether it is saved
+    NUMBER = "number"  # the value of a buffer of one element
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,7 @@ class Place:
         holder: The dictionary, list, object, class, cell or function; held, so that its identity
             stays its own.
         key: Its key, index or name there. A mark is held by the dictionary of a module's
-            attributes, and its key is the parameter's name; a buffer likewise.
+            attributes, and its key is the parameter's name; a buffer and its number likewise.
         label: What it is, for people: ``net.beta``, ``train.py: CONFIG['beta']``.
         source: Where it was first read: ``file:line``.
         module: The path of the module whose attribute it is, below what is captured, or None: such
@@ -67,6 +71,8 @@ class Place:
                 return self.holder[PARAMETERS][self.key].requires_grad
             if self.kind is PlaceKind.BUFFER:
                 return form_in(self.holder, self.key, MISSING)
+            if self.kind is PlaceKind.NUMBER:
+                return number_in(self.holder, self.key, MISSING)
             if isinstance(self.holder, dict):  # a dictionary of defaults must not make one
                 return dict.get(self.holder, self.key, MISSING)
             if self.kind is PlaceKind.ENTRY:
@@ -89,6 +95,8 @@ class Place:
             self.holder[PARAMETERS][self.key].requires_grad_(value)
         elif self.kind is PlaceKind.BUFFER:
             put_form(self.holder, self.key, value, MISSING)
+        elif self.kind is PlaceKind.NUMBER:
+            put_number(self.holder, self.key, value)
         elif isinstance(self.holder, dict):
             dict.__setitem__(self.holder, self.key, value)
         elif self.kind is PlaceKind.ENTRY:

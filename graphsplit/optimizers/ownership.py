@@ -143,7 +143,7 @@ class Elsewhere(StandIn):
         fix = (
             f"read it on worker {owner}, or call model.state_dict() on every worker, which gathers "
             f"all values. To run the network, call model.predict(x). Change dtype or device, as "
-            f"by net.double(), prune and parametrize before the first step. To write, let all "
+            f"by net.double(), before the first step. To write, let all "
             f"workers do so between two steps, in place and under torch.no_grad()."
         )
         if asked in _WRITING:

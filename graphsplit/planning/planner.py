@@ -65,6 +65,7 @@ from graphsplit.runtime.parts import RunnerParts
 from graphsplit.runtime.runner import ProgramRunner
 from graphsplit.schedule.costs import Costs
 from graphsplit.schedule.policies import takes_costs
+from graphsplit.torch_ext.steering import let_steer, owned_state
 
 _MAX_PLANS = 64
 
@@ -126,6 +127,7 @@ class Planner:
     def adopt(self, owners: Mapping[str, int]) -> None:
         """Take the owners that other workers have fixed, as if a plan had told them."""
         self.owners.update(owners)
+        let_steer(t for name, t in self._tensors().items() if name not in self.owners)
         self._free_others()
 
     def known_owners(self) -> dict[str, int]:
@@ -235,11 +237,10 @@ class Planner:
         if self._swaps.plans:
             for number in self._swaps.settle():
                 self._job.transport.close_plan(number)
-        looked, self._found = self._found, None
-        if looked is None or looked[:2] != (mode, signature):
+        looked, self._found = self._found or (None, None, None), None
+        found = looked[2]
+        if looked[:2] != (mode, signature):
             found = self.recordings.find(mode, signature)
-        else:
-            found = looked[2]
         if found is None:
             self._renew()
             self._progress.begun("capturing", mode, self.recordings.why_again(mode, signature))
@@ -247,12 +248,11 @@ class Planner:
                 self._sizes.note(mode, signature)
             found = self._made(mode, signature)
             self._overlapping = overlapping(self._tensors())  # tensors may be buffers since
-            recording = found.recording
-            is_new = recording.plans == recording.number
-            text = f"recording {recording.number}\n" if is_new else f"as {recording.plans}\n"
+            number, plans = found.recording.number, found.recording.plans
+            text = f"recording {number}\n" if plans == number else f"as {plans}\n"
             topic = f"graph of plan {self._job.following_plan_number} ({mode.value})"
             self._job.member.agree(topic, f"{note()}\n{text}{found.describe()}")
-            if not is_new:
+            if plans != number:
                 self._job.next_plan_number()  # no topic comes twice
         elif found.recording.parameters is not self.trainable:
             self._renew()  # the script has put back parameters that it had before
@@ -461,7 +461,7 @@ class Planner:
 
     def _settle_ownership(self, plan: PartitionPlan) -> None:
         """Fix the owner of every parameter and buffer seen first; free what others own."""
-        tensors = self._tensors()
+        tensors = owned_state(self._tensors())
         owners = all_owners(plan.placed, self.known_owners(), tensors, self.modules())
         self._check_memory(plan.placed, tensors, owners)
         self.owners.update(owners)
@@ -478,7 +478,7 @@ class Planner:
 
     def _free_others(self) -> None:
         """Give what is owned here its memory, and free what others own."""
-        tensors = self._tensors()
+        tensors = owned_state(self._tensors())
         self._job.owners.fix(tensors, self.owners)
         residence = Residence(tensors, {**self.owners}, self._job.rank, self._job.num_workers)
         free_others(self._task, residence)

@@ -32,7 +32,7 @@ from graphsplit.errors import CaptureError, StaleGraphError
 from graphsplit.frames import warn_users
 from graphsplit.guards.check import Failure, named_failure, switches_of_all
 from graphsplit.guards.places import Place, PlaceKind
-from graphsplit.guards.values import MISSING, shown
+from graphsplit.guards.values import MISSING, same, shown
 from graphsplit.optimizers.optimizer import are_same
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.task import Task
@@ -467,7 +467,7 @@ def _is_number(failure: Failure) -> bool:
     return (
         type(failure.new) in (int, float, np.float64)
         and type(failure.old) is type(failure.new)
-        and failure.place.read() is failure.new
+        and same(failure.new, failure.place.read())
     )
 
 

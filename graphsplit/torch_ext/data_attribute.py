@@ -15,7 +15,7 @@ import torch
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.attributes import writes_of
-from graphsplit.torch_ext.torch_calls import TorchCalls
+from graphsplit.torch_ext.function_modes import TorchCalls
 
 _ATTRIBUTE: Any = torch.Tensor.data
 

@@ -1,9 +1,10 @@
-"""Whose ``TorchFunctionMode``s are active: the user's, the tracer's, ours."""
+"""``TorchFunctionMode``s: whose are active (the user's, the tracer's, ours), and what ours see."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -34,3 +35,23 @@ def without_modes(whose: Sequence[str]) -> Iterator[None]:
             torch.overrides._pop_mode()
         for mode in reversed(taken):
             torch.overrides._push_mode(mode)
+
+
+class TorchCalls(TorchFunctionMode):
+    """Sees each call of a function of torch: subclasses make it, in ``called``."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch instead of the function."""
+        return self.called(function, args, kwargs or {})
+
+    def called(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of torch, and return its result."""
+        raise NotImplementedError

@@ -10,6 +10,7 @@ import torch
 from graphsplit.batches import records
 from graphsplit.batches.batch import Arguments
 from graphsplit.checkpoint.gather import StateGatherer
+from graphsplit.checkpoint.whole_values import install as install_whole_values
 from graphsplit.job.group import WorkerGroup
 from graphsplit.job.job import Job
 from graphsplit.optimizers.ownership import is_elsewhere
@@ -28,6 +29,7 @@ class ClusterState(Engine):
     def __init__(self, task: Task, job: Job, planner: Planner | None = None) -> None:
         self._task = task
         self._job = job
+        install_whole_values()
         records.trust_network(task.network, task.loss_fn)
         self.planner = planner or Planner(task, job)
         self._waiting: dict[str, Callable[[], None]] = {}

@@ -29,8 +29,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graphsplit.capture.numbers.recipes import Question, Recipe
 from graphsplit.torch_ext.attributes import schema_of, storage_of
 from graphsplit.torch_ext.fakes import looks_real_to_transformers
+from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import disable_current_modes, pytree
-from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _MOST_ELEMENTS = 1 << 18
 _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
+from graphsplit.capture.state.steering import buffers_followed, numbers_apart
 from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.guards.changes import Change, changes_of, put_all_back
 from graphsplit.guards.check import Guards, Watched
@@ -27,10 +29,19 @@ from graphsplit.guards.torch_names import names_used_by, torch_places
 from graphsplit.guards.values import CONTAINERS, MISSING, freeze, reference_of
 from graphsplit.guards.visitor import Noted
 from graphsplit.marks.ignored import is_ignored
-from graphsplit.torch_ext.attributes import BACKWARD_HOOKS, FORWARD_HOOKS, TABLES, parameters_of
+from graphsplit.torch_ext.attributes import (
+    BACKWARD_HOOKS,
+    BUFFERS,
+    FORWARD_HOOKS,
+    TABLES,
+    parameters_of,
+    storage_of,
+)
 from graphsplit.torch_ext.eager_mode import compiled_branches
 from graphsplit.torch_ext.fake_caches import forget_fake_tensors
 from graphsplit.torch_ext.replaced import outside
+from graphsplit.torch_ext.stand_ins import StandIn
+from graphsplit.torch_ext.steering import let_steer, may_steer, steers
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +74,10 @@ class PythonState:
 def _in_copy(place: Place, root: nn.Module) -> Place:
     if place.module is None:
         return place
-    return replace(place, holder=vars(root.get_submodule(place.module)))
+    held = vars(root.get_submodule(place.module))
+    if place.kind is PlaceKind.NUMBER:
+        let_steer((held[BUFFERS][place.key],))
+    return replace(place, holder=held)
 
 
 NO_STATE = PythonState(Guards(()))
@@ -78,12 +92,39 @@ class StateWatch:
 
     def __init__(self, lift: Sequence[Place] = ()) -> None:
         self._lift = tuple(lift)
+        self._follows_all = False
+        self.asked: set[tuple[int, str]] = set()
         self._recorder: ReadRecorder | None = None
         self._changes: tuple[Change, ...] = ()
         self._lifted = Lifted()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._parameters: dict[int, dict[str, Any]] = {}
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+
+    def follow_all(self) -> bool:
+        """Follow all buffers that may steer Python code, to see which do; whether there are any."""
+        self._follows_all = True
+        return bool(self._followed())
+
+    def let_steer(self) -> bool:
+        """Let the buffers of which something was asked steer Python code; whether there are any."""
+        self._follows_all = False
+        tensors = [self._tensors[key] for key in self.asked]
+        let_steer(tensors)
+        return bool(tensors)
+
+    def _followed(self) -> frozenset[tuple[int, str]]:
+        is_one = may_steer if self._follows_all else steers
+        found = {key: tensor for key, tensor in self._tensors.items() if is_one(tensor)}
+        if not found:
+            return frozenset()
+        dense = (t for t in self._tensors.values() if t.layout is torch.strided)
+        users = Counter(storage_of(tensor) for tensor in dense)
+        return frozenset(
+            key
+            for key, tensor in found.items()
+            if not isinstance(tensor, (StandIn, nn.Parameter)) and users[storage_of(tensor)] == 1
+        )
 
     def begin(self, root: nn.Module, is_paused: Callable[[], bool]) -> None:
         """Note what all modules hold: while the step is recorded, other things stand there.
@@ -111,7 +152,9 @@ class StateWatch:
         recorder = self._recorder
         assert recorder is not None
         marks = TrainedMarks(self._root, label_of_path, self._is_paused)
-        with lifted_in_place(self._lift) as lifted:
+        modules, keys = {id(m): m for m in self._root.modules()}, self._followed()
+        apart = numbers_apart(modules, self._tensors, keys)
+        with apart, lifted_in_place(self._lift) as lifted:
             try:
                 self._kept.bring_in()
                 for place in lifted.places:
@@ -123,6 +166,7 @@ class StateWatch:
                     marks.seen(),
                     self._attributes_seen(recorder),
                     checkpoints_watched(run_again.checkpoint),
+                    self._steering_seen(recorder, modules, keys),
                 ):
                     yield
                 run_again.check()
@@ -151,6 +195,26 @@ class StateWatch:
         return tensor_attributes_seen(
             standing, self._tensors, labels.__getitem__, recorder.note_tensors
         )
+
+    @contextmanager
+    def _steering_seen(
+        self,
+        recorder: ReadRecorder,
+        modules: Mapping[int, nn.Module],
+        keys: frozenset[tuple[int, str]],
+    ) -> Iterator[None]:
+        if not keys:
+            yield
+            return
+        paths = {id(m): (label_of_path(path), path) for path, m in self._root.named_modules()}
+        note, standing = recorder.note_tensors, tensors_of(self._root.modules())
+        with buffers_followed(
+            modules, self._tensors, keys, paths.__getitem__, note, standing
+        ) as asked:
+            try:
+                yield
+            finally:
+                self.asked |= asked
 
     def put_back(self) -> None:
         """Put back what torch has replaced by copies: the containers in attributes of modules."""

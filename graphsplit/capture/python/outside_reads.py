@@ -29,8 +29,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from graphsplit.capture.python.iterators import KeptIterators
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users, line_now
+from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import SWITCHES
-from graphsplit.torch_ext.torch_calls import TorchCalls
 
 _OPAQUE = "keep the module or function that does it whole, with gs.opaque"
 

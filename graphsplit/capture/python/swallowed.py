@@ -32,12 +32,12 @@ from graphsplit.capture.own_errors import error_of_zeros
 from graphsplit.errors import CaptureError
 from graphsplit.frames import is_users
 from graphsplit.torch_ext.attributes import is_module_call
+from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from graphsplit.torch_ext.replaced import replaced
-from graphsplit.torch_ext.torch_calls import TorchCalls
 
 # Raised outside of torch's functions, too: by a number that stands for a value.
 _KINDS: tuple[Any, ...] = (

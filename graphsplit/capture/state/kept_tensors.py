@@ -341,6 +341,15 @@ class KeptTensors:
         return found
 
 
+def buffer_behind(value: KeptValue) -> torch.Tensor | None:
+    """The buffer that holds what is kept in a place, for what stands there; None if none does."""
+    for network, known in _stand_ins.items():
+        for name, stand_in in known.items():
+            if stand_in is value:
+                return buffers_of(network).get(name)
+    return None
+
+
 def stand_ins_of(network: nn.Module) -> dict[str, KeptValue]:
     """The tensors that stand in Python places for a network's buffers, by their names."""
     return _stand_ins.setdefault(network, {})

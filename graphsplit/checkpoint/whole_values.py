@@ -1,0 +1,209 @@
+"""Functions of torch that need values of modules between two steps: pruning, averages, copies.
+
+All workers run the script, so all come to ``prune.l1_unstructured(net.fc, "weight", 0.3)``. There
+the values that live on one worker are given to all, the function runs on each as in one process,
+and what lives elsewhere is freed again; what it has made is on every worker, as before a first
+step.
+
+Scripts hold these functions under names of their own (``from torch.nn.utils... import``), so it is
+their code that is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
+
+from graphsplit.capture.state.kept_tensors import buffer_behind
+from graphsplit.capture.state.kept_value import KeptValue
+from graphsplit.errors import ConfigurationError
+from graphsplit.job import joined
+from graphsplit.job.job import Job
+from graphsplit.job.script import ModelCall
+from graphsplit.optimizers.ownership import LEFT_OUT, Elsewhere
+from graphsplit.tensor_meta import TensorMeta, contiguous_strides
+from graphsplit.torch_ext.private import DisableTorchFunctionSubclass, pytree
+from graphsplit.torch_ext.stand_ins import as_ordinary, in_form
+
+# They look at the values of the modules that they are given.
+LOOKING: tuple[Any, ...] = (
+    prune.identity,
+    prune.random_unstructured,
+    prune.l1_unstructured,
+    prune.random_structured,
+    prune.ln_structured,
+    prune.global_unstructured,
+    prune.custom_from_mask,
+    prune.remove,
+    parametrize.register_parametrization,
+    parametrize.remove_parametrizations,
+    parametrize.transfer_parametrizations_and_params,
+    parametrizations.orthogonal,
+    parametrizations.weight_norm,
+    parametrizations.spectral_norm,
+    torch.nn.utils.weight_norm,
+    torch.nn.utils.remove_weight_norm,
+    torch.nn.utils.spectral_norm,
+    torch.nn.utils.remove_spectral_norm,
+    AveragedModel.update_parameters,
+)
+# They fill one tensor, by its form alone; torch lets no stand-in answer for itself there.
+FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
+
+_here = threading.local()  # .is_inside: values are on all workers
+_originals: list[FunctionType] = []
+
+
+def install() -> None:
+    """Have the functions ask for the values that they need, from now on, in this process."""
+    if _originals:
+        return
+    for call, functions in ((_call_looking, LOOKING), (_call_filling, FILLING)):
+        for function in functions:
+            _replace_code(function, call)
+    nn.Module.__deepcopy__ = _copied  # type: ignore[attr-defined]
+
+
+def _replace_code(function: Any, call: Callable[..., Any]) -> None:
+    """Have a function of torch call ``call(original, args, kwargs)``."""
+    original = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    original.__kwdefaults__ = function.__kwdefaults__
+    original.__qualname__ = function.__qualname__
+    function.__signature__ = inspect.signature(function)
+    space: dict[str, Any] = {}
+    source = (
+        "def {name}(*args, **kwargs):\n"
+        "    from graphsplit.checkpoint.whole_values import {call}, _originals\n"
+        "    return {call}(_originals[{number}], args, kwargs)\n"
+    )
+    text = source.format(name=function.__name__, call=call.__name__, number=len(_originals))
+    exec(compile(text, __file__, "exec"), space)
+    _originals.append(original)
+    function.__code__ = space[function.__name__].__code__
+    function.__defaults__ = function.__kwdefaults__ = None
+
+
+def _call_looking(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    kept = _kept_in((args, kwargs))
+    tensors = [*_tensors_in((args, kwargs)), *(buffer for _, _, buffer in kept)]
+    with _whole(tensors, original.__name__), _in_place(kept):
+        return original(*args, **kwargs)
+
+
+def _kept_in(given: Any) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Attributes of modules whose tensors are kept with the network: of a pruned layer the weight.
+
+    Each with the buffer that holds it.
+    """
+    modules = [
+        m
+        for leaf in pytree.tree_leaves(given)
+        if isinstance(leaf, nn.Module)
+        for m in leaf.modules()
+    ]
+    found = [
+        (vars(module), name, buffer_behind(value))
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, KeptValue)
+    ]
+    return [(held, name, buffer) for held, name, buffer in found if buffer is not None]
+
+
+@contextmanager
+def _in_place(kept: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> Iterator[None]:
+    """Let attributes hold, inside, the values that are kept with the network."""
+    before = [(held, name, held[name], buffer.detach().clone()) for held, name, buffer in kept]
+    for held, name, _, value in before:
+        held[name] = value
+    yield
+    for held, name, stand_in, value in before:
+        if held.get(name) is value:
+            held[name] = stand_in
+
+
+def _call_filling(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = args[0] if args else kwargs.get("tensor")
+    if not isinstance(given, Elsewhere) or _is_of_own_loop(given):
+        return original(*args, **kwargs)
+    with torch.no_grad():  # what it draws is drawn here, too
+        form = in_form(given)
+        original(form, *args[1:], **{k: v for k, v in kwargs.items() if k != "tensor"})
+    given.note_write()
+    return given
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """``copy.deepcopy`` of a module."""
+    tensors = _tensors_in(module)
+    with _whole(tensors, "copy.deepcopy"):
+        made: Any = copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+    for tensor in _tensors_in(made):
+        vars(tensor).pop(LEFT_OUT, None)
+    return made
+
+
+def _is_of_own_loop(tensor: torch.Tensor) -> bool:
+    """Whether a tensor answers for itself, as a value of the script's own loop."""
+    return hasattr(type(tensor), "as_loop_value")
+
+
+def _tensors_in(given: Any) -> list[torch.Tensor]:
+    """The parameters and buffers of modules in what a function was given, and tensors there."""
+    found: list[torch.Tensor] = []
+    for leaf in pytree.tree_leaves(given):
+        if isinstance(leaf, nn.Module):
+            found += [*leaf.parameters(), *leaf.buffers()]
+        elif isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+@contextmanager
+def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
+    """Let values that live on one worker be on all, inside. All workers come here."""
+    job = joined.current()
+    if job is None or getattr(_here, "is_inside", False) or any(map(_is_of_own_loop, tensors)):
+        yield
+        return
+    owned = {str(id(tensor)): tensor for tensor in tensors}
+    owners = job.owners.known(owned)
+    if not owners:
+        yield
+        return
+    if job.script.gives_again:
+        raise ConfigurationError(
+            f"{name}() of a module whose values live on several workers, in a job that recovers: a "
+            f"worker that comes back could not be given them again\n"
+            f"  Fix: call it before the first step, or start the job with fail_fast."
+        )
+    pairs = [(owned[number], rank) for number, rank in owners.items()]
+    _here.is_inside = True
+    try:
+        with as_ordinary((tensor for tensor, _ in pairs), Elsewhere):
+            job.script.collective(ModelCall(name, _bring, (job, pairs)))
+            yield
+    finally:
+        _here.is_inside = False
+
+
+def _bring(job: Job, pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
+    with job.reporting(), torch.no_grad(), DisableTorchFunctionSubclass():
+        for tensor, owner in pairs:
+            shape = tuple(tensor.shape)
+            meta = TensorMeta(tensor.dtype, shape, contiguous_strides(shape))
+            found = job.control.broadcast(tensor.detach(), meta, source=owner)
+            if job.rank != owner:
+                tensor.data.copy_(found)

@@ -1,0 +1,205 @@
+"""Functions of torch that look at values of modules after the first step: those of others, too."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_model import PlainModel
+from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import graphsplit as gs
+from graphsplit.checkpoint import whole_values
+from graphsplit.errors import ConfigurationError
+from graphsplit.recovery.settings import SnapshotSettings
+from graphsplit.testing.compare import difference
+
+assert threads_as_workers
+pytestmark = [
+    pytest.mark.usefixtures("threads_as_workers"),
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:network or loss reads:UserWarning"),
+]
+INPUTS = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(2))
+BATCHES = list(zip(INPUTS, TARGETS, strict=True))
+Change = Callable[[Any], object]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if hasattr(nn.Module, "place"):
+            self.first.place("MS_WORKER", 0)
+            self.second.place("MS_WORKER", 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return made
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+def layers(net: Any) -> tuple[nn.Linear, nn.Linear]:
+    return net.first, net.second
+
+
+def of_each(change: Change) -> Change:
+    return lambda net: [change(layer) for layer in layers(net)]
+
+
+def globally(net: Any) -> None:
+    named = [(layer, "weight") for layer in layers(net)]
+    prune.global_unstructured(named, pruning_method=prune.L1Unstructured, amount=0.4)
+
+
+def masked(layer: Any) -> None:
+    prune.custom_from_mask(layer, "weight", torch.ones(4, 4).triu())
+
+
+# After the first step, after the second; whether parameters are other tensors then.
+CASES: dict[str, tuple[Change, Change | None, bool]] = {
+    "smallest": (
+        of_each(lambda layer: prune.l1_unstructured(layer, "weight", amount=0.4)),
+        of_each(lambda layer: prune.remove(layer, "weight")),
+        False,
+    ),
+    "pruned twice": (
+        of_each(lambda layer: prune.random_unstructured(layer, "weight", amount=0.3)),
+        of_each(lambda layer: prune.ln_structured(layer, "weight", amount=0.3, n=2, dim=0)),
+        False,
+    ),
+    "globally": (globally, None, False),
+    "masked": (of_each(masked), None, False),
+    "parametrized": (
+        of_each(lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric())),
+        of_each(lambda layer: parametrize.remove_parametrizations(layer, "weight")),
+        False,
+    ),
+    "weight norm": (of_each(parametrizations.weight_norm), None, True),
+    "spectral norm": (of_each(parametrizations.spectral_norm), None, True),
+    "old weight norm": (
+        of_each(nn.utils.weight_norm),
+        of_each(nn.utils.remove_weight_norm),
+        True,
+    ),
+    "orthogonal": (of_each(parametrizations.orthogonal), None, True),
+    "truncated": (
+        of_each(lambda layer: nn.init.trunc_normal_(layer.weight, std=0.2)),
+        of_each(lambda layer: nn.init.trunc_normal_(layer.weight, std=0.2, a=0.1, b=0.5)),
+        False,
+    ),
+    "identity": (of_each(lambda layer: nn.init.eye_(layer.weight)), None, False),
+}
+
+
+def train(case: str, make: Any, microbatches: int) -> Any:
+    torch.manual_seed(0)
+    first, second, makes_parameters = CASES[case]
+    net = Net()
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    model = make(net, F.mse_loss, optimizer(), microbatches=microbatches)
+    found: list[Any] = []
+    for change, batch in zip((None, first, second, None), BATCHES, strict=True):
+        if change is not None:
+            change(net)
+            if makes_parameters:
+                model.optimizer = optimizer()
+        found += [model.train_step(*batch).clone(), model.predict(batch[0])]
+    return copy.deepcopy([found, model.state_dict(), torch.rand(3)])
+
+
+def compare(run: Callable[[Any], Any]) -> None:
+    before = Generators.now()
+    expected = run(PlainModel)
+    before.put_back()
+    for found in ThreadCluster(lambda rank: run(gs.Model), 2, is_recoverable=False).run():
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_layers_may_be_changed_after_the_first_step(case: str, microbatches: int) -> None:
+    compare(lambda make: train(case, make, microbatches))
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}])
+def test_an_average_may_begin_after_the_first_step(options: dict[str, Any]) -> None:
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found = [model.train_step(*BATCHES[0]).clone()]
+        average: Any = AveragedModel(net, **options)
+        averaged = make(average)
+        for step, batch in enumerate(BATCHES):
+            found.append(model.train_step(*batch).clone())
+            average.update_parameters(net)
+            if step:
+                found.append(averaged.predict(batch[0]))
+        return copy.deepcopy([found, model.state_dict(), averaged.state_dict()])
+
+    compare(run)
+
+
+def test_a_copy_after_the_first_step_is_whole_on_every_worker() -> None:
+    def run(make: Any) -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        model = make(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        found = [model.train_step(*BATCHES[0]).clone()]
+        with torch.no_grad():
+            net.second.weight.mul_(0.5)
+        copied = copy.deepcopy([net, {"layer": net.second}])
+        states = [copied[0].state_dict(), copied[1]["layer"].state_dict()]
+        found += [copy.deepcopy(states), copied[0](INPUTS[0]).detach()]
+        other = make(copied[0], F.mse_loss, torch.optim.SGD(copied[0].parameters(), lr=0.05))
+        found += [other.train_step(*BATCHES[1]).clone(), model.train_step(*BATCHES[2]).clone()]
+        net.second = copied[1]["layer"]
+        model.optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        found.append(model.train_step(*BATCHES[3]).clone())
+        return copy.deepcopy([found, model.state_dict(), other.state_dict()])
+
+    compare(run)
+
+
+def test_in_a_job_that_recovers_it_is_refused_by_name() -> None:
+    def run(rank: int) -> None:
+        net = Net()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        model.train_step(*BATCHES[0])
+        prune.l1_unstructured(net.second, "weight", amount=0.4)
+
+    with pytest.raises(ConfigurationError, match=r"l1_unstructured\(\).*recovers"):
+        ThreadCluster(run, 2, SnapshotSettings(1, 100)).run()
+
+
+def test_functions_of_torch_keep_their_names_and_arguments() -> None:
+    before = [inspect.signature(f) for f in (*whole_values.LOOKING, *whole_values.FILLING)]
+    whole_values.install()
+    for function, signature in zip(
+        (*whole_values.LOOKING, *whole_values.FILLING), before, strict=True
+    ):
+        assert inspect.signature(function) == signature
+        assert function.__name__ in inspect.getsource(inspect.getmodule(function) or torch)
+    layer = nn.Linear(4, 4)
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+    assert int(layer.weight_mask.sum()) == 8
+    with pytest.raises(TypeError, match="amount"):
+        prune.l1_unstructured(layer, "weight")
