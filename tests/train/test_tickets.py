@@ -223,7 +223,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         begin_step=lambda mode: None,
         requires_grad=lambda: (),
         has_replicas=False,
-        pairs=None,
+        sums=None,
         trainable=(),
         plan_for=lambda *a, **k: planned,
         writes=Writes(dict, ComparedWrites()),
