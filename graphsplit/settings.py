@@ -32,6 +32,8 @@ _NOTICING_S = 2.0
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 _HOST = re.compile(r"[A-Za-z0-9._:%\[\]-]{1,255}")
+_LABEL = re.compile(r"(?![0-9]+$)[\w.%/@-]{1,128}", re.A)
+_MAX_LABELS_CHARS = 500
 _RANK = re.compile(r"[+-]?[0-9]{1,9}")
 
 
@@ -91,6 +93,7 @@ class ClusterSettings:
         recovery_path: The folder of the scheduler's journal; empty: it keeps none.
         transport: ``"auto"``, ``"shm"``, ``"grpc"``, ``"gloo"`` or ``"nccl"``.
         recapture_every: After how many steps graphs are captured again and compared; 0: never.
+        labels: Names by which the script may place on this worker, beside its host's.
         trace: The folder for a trace of the first training steps; empty for none.
         watching: How this process can be watched.
         security: Certificates, the job's token, and what the user allowed to go without.
@@ -114,6 +117,7 @@ class ClusterSettings:
     snapshot_disk_every: int = 100
     transport: str = "auto"
     recapture_every: int = 0
+    labels: tuple[str, ...] = ()
     trace: str = ""
     watching: Watching = field(default_factory=Watching)
     security: SecurityOptions = field(default_factory=SecurityOptions)
@@ -174,10 +178,21 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
         snapshot_disk_every=reader.steps("GS_SNAPSHOT_DISK_EVERY", default=100),
         transport=reader.choice("GS_TRANSPORT", TRANSPORTS, default="auto"),
         recapture_every=_read_recapture(reader),
+        labels=_read_labels(reader),
         trace=reader.text("GS_TRACE"),
         watching=_read_watching(reader),
         security=read_options(reader),
     )
+
+
+def _read_labels(reader: _Reader) -> tuple[str, ...]:
+    text = reader.text("GS_WORKER_LABELS")
+    labels = tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
+    if len(text) > _MAX_LABELS_CHARS or not all(map(_LABEL.fullmatch, labels)):
+        expected = "names with commas between them, of letters, digits and . _ - @ % /"
+        reader.problem("GS_WORKER_LABELS", expected, "for example GS_WORKER_LABELS=gpu,big-memory")
+        return ()
+    return labels
 
 
 def _read_watching(reader: _Reader) -> Watching:

@@ -15,9 +15,10 @@ from typing import Any
 
 import click
 
-from graphsplit.cli.launch.children import StartChild
+from graphsplit.cli.launch.children import Child, StartChild
 from graphsplit.cli.launch.console import Console, Sink
-from graphsplit.cli.launch.environment import job_children
+from graphsplit.cli.launch.cores import Share, bind
+from graphsplit.cli.launch.environment import ChildSpec, job_children
 from graphsplit.cli.launch.hosts import HostPart, read_part, shared_variables
 from graphsplit.cli.launch.supervise import Restarts, say, supervise
 from graphsplit.cli.launch.verdict import JobVerdict
@@ -67,6 +68,11 @@ _RESTARTS = click.option(
     show_default=True,
     help="How often to start again what was lost: a killed process under "
     "GS_RECOVERY=wait_rejoin or go_on, the whole job under GS_RECOVERY=restart.",
+)
+_BIND = click.option(
+    "--bind",
+    is_flag=True,
+    help="Keep each worker on cores of its own: those of a host are shared out in order of ranks.",
 )
 _MODULE = click.option(
     "-m",
@@ -127,6 +133,7 @@ class JobOptions:
             for what it imports; empty if it is the script itself.
         kept: Open files that every worker keeps.
         part: The processes that are started here; None: all of them.
+        bind: Whether to keep each worker on its part of its host's cores.
     """
 
     num_workers: int
@@ -142,11 +149,12 @@ class JobOptions:
     called: str = ""
     kept: tuple[int, ...] = ()
     part: HostPart | None = None
+    bind: bool = False
 
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of a job; it is called with ``JobOptions``, then with its own."""
-    return _with_options(command, (*_OPTIONS, *_HOSTS, _RESTARTS, _FRESH, _MODULE, *_SCRIPT))
+    return _with_options(command, (*_OPTIONS, *_HOSTS, _RESTARTS, _BIND, _FRESH, _MODULE, *_SCRIPT))
 
 
 def single_job_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -253,6 +261,7 @@ def supervise_job(
         certificates=options.certificates,
         ranks=part.ranks,
         has_scheduler=part.scheduler is None,
+        shares=shares_of(part.ranks) if options.bind else {},
     )
     specs = tuple(replace(s, variables={**s.variables, **own(s.name)}) for s in specs)
     restarts = read_restarts(options.restarts, environ)
@@ -277,6 +286,11 @@ def supervise_job(
         )
 
 
+def shares_of(ranks: Sequence[int]) -> dict[int, Share]:
+    """The part of a host's cores of each of its workers, by rank."""
+    return {rank: (index, len(ranks)) for index, rank in enumerate(ranks)}
+
+
 @contextmanager
 def starting(
     options: JobOptions,
@@ -285,6 +299,24 @@ def starting(
     interrupts: Sequence[signal.Signals],
 ) -> Iterator[StartChild]:
     """How processes are started here: by fork where the script allows it. See ``WarmStart``."""
+    with _unbound(options, say, turn, interrupts) as start:
+
+        def begin(spec: ChildSpec, command: Sequence[str], kept: Sequence[int]) -> Child:
+            child = start(spec, command, kept)
+            if spec.share is not None:
+                bind(child.pid, spec.share)
+            return child
+
+        yield begin
+
+
+@contextmanager
+def _unbound(
+    options: JobOptions,
+    say: Callable[[str], None],
+    turn: Callable[[str], None],
+    interrupts: Sequence[signal.Signals],
+) -> Iterator[StartChild]:
     script = options.script
     is_plain = options.fresh or options.as_module
     if not (can_fork() if options.called else not is_plain and may_fork(script)):

@@ -14,6 +14,7 @@ from graphsplit.transport.hub import Hub
 from graphsplit.transport.wait import WaitPolicy
 
 GENERATOR_KEY = "generator"
+LABELS_KEY = "labels"
 """Under which a worker registers the state of its generator."""
 
 
@@ -47,7 +48,9 @@ class DataPlane:
 
     def endpoints(self, hub: Hub) -> dict[str, str]:
         """The addresses to tell the peers."""
-        return {**hub.endpoints, GENERATOR_KEY: self.generator}
+        found = {**hub.endpoints, GENERATOR_KEY: self.generator}
+        labels = ",".join(self.settings.labels)
+        return {**found, LABELS_KEY: labels} if labels else found
 
     def connect(self, hub: Hub, member: Member) -> Transport:
         """Become part of the generation that runs."""

@@ -18,7 +18,7 @@ from graphsplit.cluster.member.member import Member
 from graphsplit.cluster.wire.messages import END_OF_SCRIPT
 from graphsplit.errors import ConfigurationError, MembershipChangedError
 from graphsplit.failure import AbortSignal
-from graphsplit.job.data_plane import GENERATOR_KEY, DataPlane
+from graphsplit.job.data_plane import GENERATOR_KEY, LABELS_KEY, DataPlane
 from graphsplit.job.endings import install_endings, install_last_words
 from graphsplit.job.job import Job
 from graphsplit.job.meter import Meter
@@ -27,6 +27,7 @@ from graphsplit.job.when_joined import on_joined
 from graphsplit.launchers.environment import IN_WORDS, find_launcher
 from graphsplit.launchers.join import Joined, join_launcher
 from graphsplit.marks.annotations import WORKER_ROLE, never_used
+from graphsplit.marks.workers import names_of, set_names
 from graphsplit.metrics_port import serve_metrics
 from graphsplit.reports import note_init
 from graphsplit.security.names import WORKER
@@ -69,6 +70,7 @@ def init() -> None:
     settings = ClusterSettings.from_environ(os.environ)
     if settings is None:
         _one_process = True
+        set_names({})
         _begin_as_workers_did()
         return
     if settings.is_scheduler:
@@ -80,6 +82,7 @@ def init() -> None:
     logs.configure(os.environ, prefix="graphsplit", stream=lambda: sys.stderr)
     _job = _join_beside(launched, settings)
     logs.CONTEXT.source = _job.log_fields
+    set_names(_names(_job))
     for action in on_joined:
         action(_job)
     install_endings(_job, finalize)
@@ -167,6 +170,15 @@ def _identity() -> NodeIdentity:
         script_digest=digest,
         num_threads=torch.get_num_threads(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
+
+
+def _names(job: Job) -> dict[str, list[int]]:
+    """The workers that each name of a host, or label, stands for."""
+    peers = sorted(job.member.peers, key=lambda peer: peer.rank)
+    labels = [peer.endpoints.get(LABELS_KEY, "").split(",") for peer in peers]
+    return names_of(
+        (peer.host, list(filter(None, own))) for peer, own in zip(peers, labels, strict=True)
     )
 
 

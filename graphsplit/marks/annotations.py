@@ -22,6 +22,7 @@ import torch.fx.traceback
 from torch import nn
 
 from graphsplit.errors import PlacementError
+from graphsplit.marks.workers import UnknownWorkerError, numbered
 
 WORKER_ROLE = "MS_WORKER"
 _MODULE_ATTRIBUTE = "_graphsplit_placement"
@@ -190,6 +191,10 @@ def annotation_of(ranks: Any, rows: Any, source: str, *, by_rule: bool = False) 
 
 def _check_ranks(what: str, role: object, ranks: Any, rows: Any, source: str) -> Annotation:
     """A placement on one worker, or on several that share the microbatches."""
+    try:
+        ranks = numbered(ranks)
+    except UnknownWorkerError as error:
+        raise PlacementError(f"{what}: {error.problem}\n  {source}\n  Fix: {error.fix}.") from None
     found = problem_with_ranks(role, ranks, rows)
     if found is not None:
         raise PlacementError(f"{what}: {found[0]}\n  {source}\n  Fix: {found[1]}.")
@@ -209,8 +214,10 @@ def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> n
         module: The module; usable as ``module.place(role, rank)``.
         role: ``"MS_WORKER"``; may be left out: ``module.place(1)``, ``module.place(rank=1)``.
         rank: The worker, from 0 to the number of workers less one. The upper bound is checked
-            when the cluster's size is known. A list of workers: each runs a contiguous block of
-            the microbatches, see ``docs/how-to/replicate-modules.md``.
+            when the cluster's size is known. Or the name of its host, or a label of its:
+            ``"b"``, ``"b:1"`` for the second of several, ``"b:*"`` for all. A list of workers:
+            each runs a contiguous block of the microbatches, see
+            ``docs/how-to/replicate-modules.md``.
         rows: With a list of workers: how the microbatches are divided among them, in proportion,
             as in ``rows=(2, 1, 1)``.
 
@@ -218,7 +225,8 @@ def place_module(module: nn.Module, role: Any, rank: Any, rows: Any = None) -> n
         The module itself, so that calls can be chained.
 
     Raises:
-        PlacementError: Unknown role, a rank that is negative or no int, a module that a ``Model``
+        PlacementError: Unknown role, a rank that is negative or no int, a name of no worker or
+            of several, a module that a ``Model``
             has already planned, or one that a rule of ``gs.apply_placement`` puts elsewhere.
     """
     source = callers_line(3)  # past the installed method
@@ -374,8 +382,8 @@ def check_blocks() -> None:
 
 
 def place(
-    role: str | int | Sequence[int] = WORKER_ROLE,
-    rank: int | Sequence[int] | None = None,
+    role: str | int | Sequence[int | str] = WORKER_ROLE,
+    rank: int | str | Sequence[int | str] | None = None,
     *,
     rows: Sequence[int] | None = None,
 ) -> PlacedBlock:
@@ -398,7 +406,8 @@ def place(
 
 def _named(role: Any, rank: Any) -> tuple[Any, Any]:
     """The role and the rank where the role may be left out."""
-    is_short = rank is None and isinstance(role, (int, list, tuple))
+    is_name = isinstance(role, str) and not role.startswith("MS_")
+    is_short = rank is None and (is_name or isinstance(role, (int, list, tuple)))
     return (WORKER_ROLE, role) if is_short else (role, rank)
 
 
@@ -418,8 +427,8 @@ class PlaceableOperation(Generic[P, R]):
 
     def place(
         self,
-        role: str | int | Sequence[int] = WORKER_ROLE,
-        rank: int | Sequence[int] | None = None,
+        role: str | int | Sequence[int | str] = WORKER_ROLE,
+        rank: int | str | Sequence[int | str] | None = None,
         *,
         rows: Sequence[int] | None = None,
     ) -> PlaceableOperation[P, R]:
@@ -455,8 +464,8 @@ def install() -> None:
 
     def place(
         self: Any,
-        role: str | int | Sequence[int] = WORKER_ROLE,
-        rank: int | Sequence[int] | None = None,
+        role: str | int | Sequence[int | str] = WORKER_ROLE,
+        rank: int | str | Sequence[int | str] | None = None,
         *,
         rows: Sequence[int] | None = None,
     ) -> Any:

@@ -16,7 +16,7 @@ A source without any of the three sections is the section ``modules`` alone.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from graphsplit.marks.annotations import (
     annotation_of,
     problem_with_ranks,
 )
+from graphsplit.marks.workers import UnknownWorkerError, numbered
 
 MODULES, OPERATIONS, PARAMETERS = "modules", "operations", "parameters"
 SECTIONS = (MODULES, OPERATIONS, PARAMETERS)
@@ -278,6 +279,11 @@ def _read_rule(
         hint = f"did you mean {near[0]!r}?" if near else "expected role and rank, or ranks and rows"
         read.faults.append(f"{what}: unknown key {unknown!r}; {hint}\n    {source}")
         return
+    try:
+        ranks = numbered(ranks)
+    except UnknownWorkerError as error:
+        read.faults.append(f"{what}: {error.problem}; {error.fix}\n    {source}")
+        return
     problem = problem_with_ranks(role, ranks, rows)
     if problem is None and section == PARAMETERS and isinstance(ranks, (list, tuple)):
         problem = f"{ranks!r} are several workers, and a parameter lives on one", ""
@@ -291,7 +297,8 @@ def _read_rule(
 def _role_and_ranks(value: _Value) -> tuple[Any, Any, Any, str]:
     """Role, ranks, rows, and a key that is not known.
 
-    Of ``1``, ``[0, 1]``, ``[MS_WORKER, 1]``, ``{rank: 1}`` and ``{ranks: [0, 1], rows: [2, 1]}``.
+    Of ``1``, ``[0, 1]``, ``[MS_WORKER, 1]``, ``{rank: 1}`` and ``{ranks: [0, 1], rows: [2, 1]}``;
+    in place of each rank may stand a name.
     """
     content = value.content
     if value.is_mapping:
@@ -299,6 +306,12 @@ def _role_and_ranks(value: _Value) -> tuple[Any, Any, Any, str]:
         unknown = next((name for name in entries if name not in _RULE_KEYS), "")
         ranks = entries.get("ranks", entries.get("rank"))
         return entries.get("role", WORKER_ROLE), ranks, entries.get("rows"), unknown
-    if isinstance(content, (list, tuple)) and len(content) == 2 and isinstance(content[0], str):
+    is_pair = isinstance(content, (list, tuple)) and len(content) == 2
+    if is_pair and isinstance(content[0], str) and _is_role(content):
         return content[0], content[1], None, ""
     return WORKER_ROLE, content, None, ""
+
+
+def _is_role(pair: Sequence[Any]) -> bool:
+    """Whether a pair that begins with a text is role and rank, and not two names of workers."""
+    return pair[0].startswith("MS_") or not isinstance(pair[1], str)

@@ -54,6 +54,7 @@ def test_a_file_of_resources_that_makes_no_sense_is_refused(text: str, problem: 
         (["--ray", "--python", "p", "-n", "2"], "--ray has nodes of its own"),
         (["-n", "2", "--ray"], "--ray {script}: no address of a cluster (HOST:PORT)"),
         (["--ray", "--dry-run"], "how many workers --ray has"),
+        (["--ray", "-n", "2", "--bind"], "--bind is not for --ray: Ray counts cores"),
         (["--ray", "-n", "2", "--workers", "1"], "for a launcher on each host, not -H or --ray"),
         (["--resources", SCRIPT, "-n", "2"], "--resources is for a Ray cluster: --ray"),
         (["--ray", "-n", "2", "--restarts", "1"], "a job that fails fast starts nothing again"),

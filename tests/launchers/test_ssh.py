@@ -26,6 +26,8 @@ from launched_jobs import (
 from matrix.network.namespaces import why_not as why_not_namespaces
 from ssh_hosts import ROOT, Cluster, cluster, networked, of_the_test, run_command
 
+from graphsplit.cli.launch.cores import cores_of, in_order
+
 pytestmark = [
     pytest.mark.real_processes,
     pytest.mark.timeout(300),
@@ -101,6 +103,41 @@ def test_lenet_learns_the_same_as_by_itself(hosts: Cluster, tmp_path: Path) -> N
     assert learned in (logs / "worker_2.log").read_text()
     assert TOKEN not in output + "".join(path.read_text() for path in logs.iterdir())
     assert_nothing_is_left(tmp_path)
+
+
+NAMED = """
+import os
+import torch
+from torch import nn
+import graphsplit as gs
+from graphsplit.marks.annotations import annotations_of
+
+gs.init()
+torch.manual_seed(0)
+network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+network[0].place("MS_WORKER", "a:1")
+network[2].place("MS_WORKER", "b")
+model = gs.Model(network, nn.MSELoss(), torch.optim.SGD(network.parameters(), lr=0.1))
+model.train_step(torch.randn(2, 4), torch.randn(2, 1))
+placed = {path: one.where for path, one in annotations_of(network).items()}
+cores = sorted(os.sched_getaffinity(0))
+print(f"rank {gs.get_rank()} has placed {placed}, and runs on {cores}", flush=True)
+"""
+
+
+def test_workers_are_named_by_their_hosts_and_kept_on_their_cores(
+    hosts: Cluster, tmp_path: Path
+) -> None:
+    script = tmp_path / "named.py"
+    script.write_text(NAMED)
+    with running(hosts, "-H", "a:2,b:1", "--bind", script=script) as job:
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    cores = in_order(os.sched_getaffinity(0))
+    for rank, share in enumerate([(0, 2), (1, 2), (0, 1)]):
+        own = sorted(cores_of(cores, share))
+        said = f"rank {rank} has placed {{'0': 1, '2': 2}}, and runs on {own}"
+        assert said in output, output
 
 
 def _client_of_b(hosts: Cluster, job: subprocess.Popen[str]) -> int:

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from graphsplit.cli.launch.cores import Share
 from graphsplit.cli.launch.ending import SCHEDULER
 
 GIB, MIB = 1 << 30, 1 << 20
 
+_NOBODY: Mapping[int, Share] = {}
 OF_A_JOB = ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
@@ -22,10 +24,14 @@ class ChildSpec:
     Attributes:
         name: As it is shown to people: ``"scheduler"`` or ``"worker 3"``.
         variables: Its whole environment.
+        share: Its part of the host's cores; None: it may use all.
+        labels: Names of a worker by its place, beside those in the variables.
     """
 
     name: str
     variables: Mapping[str, str] = field(repr=False)
+    share: Share | None = None
+    labels: tuple[str, ...] = ()
 
     @property
     def file_stem(self) -> str:
@@ -43,6 +49,7 @@ def job_children(
     ranks: Sequence[int] | None = None,
     has_scheduler: bool = True,
     has_defaults: bool = True,
+    shares: Mapping[int, Share] = _NOBODY,
 ) -> tuple[ChildSpec, ...]:
     """Return the scheduler and the workers, or those of them that this launcher starts.
 
@@ -57,6 +64,7 @@ def job_children(
         ranks: The workers to start; None: all.
         has_scheduler: Whether to start the scheduler, too.
         has_defaults: Whether to set what ``defaults`` names where ``base`` does not.
+        shares: The part of the host's cores of each worker that is bound, by rank.
     """
     shared = {**(defaults() if has_defaults else {}), **base}
     if not (base.get("GS_JOB_TOKEN") or base.get("GS_JOB_TOKEN_FILE")):
@@ -74,7 +82,7 @@ def job_children(
     for rank in range(num_workers) if ranks is None else ranks:
         own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
         own |= _tls(certificates, f"worker-{rank}")
-        children.append(ChildSpec(f"worker {rank}", {**shared, **own}))
+        children.append(ChildSpec(f"worker {rank}", {**shared, **own}, shares.get(rank)))
     return tuple(children)
 
 

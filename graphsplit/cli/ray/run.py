@@ -124,9 +124,15 @@ def ray_actors(address: str, wanted: Sequence[Resources], call: bytes = b"") -> 
             handles.append(_actor_class(ray, group, rank, one).remote(nodes[rank], call))
             stack.callback(ray.kill, handles[rank])
         hosts = tuple(
-            JobHost(f"{node}/{rank}", range(rank, rank + 1)) for rank, node in nodes.items()
+            JobHost(f"{node}/{rank}", range(rank, rank + 1), (node, *_named(wanted[rank])))
+            for rank, node in nodes.items()
         )
         yield RayActors(ray, handles, hosts)
+
+
+def _named(resources: Resources) -> list[str]:
+    """The resources that not every worker has, as names of who takes them."""
+    return [name for name in resources if name not in ("CPU", "memory")]
 
 
 def _library() -> Any:

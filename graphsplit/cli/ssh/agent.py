@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from graphsplit.reports import forget, has_begun
 
 LOOK_S = 0.1  # how often it looks who has called gs.init(), until all have
 FIRST_KEPT = 200
+LABELS = "GS_WORKER_LABELS"
 BEATS = 6  # in the time in which silence means that the other side is lost
 _MOST_REPORT_BYTES = 64 << 10
 _NOT_MINE = (*OF_A_JOB, "GS_JOB_TOKEN_FILE")
@@ -224,7 +226,9 @@ class Agent:
         forget(report)
         own = {name: value for name, value in os.environ.items() if name not in _NOT_MINE}
         variables = {**defaults(), **own, **self._address, **order.variables}
-        spec = ChildSpec(order.name, {**variables, REPORT_FILE: str(report)})
+        variables |= {REPORT_FILE: str(report), **_labels(own, order)}
+        share = (order.share[0], order.share[1]) if order.share else None
+        spec = ChildSpec(order.name, variables, share)
         try:
             child = self._start_scheduler(spec) if spec.name == SCHEDULER else self._started(spec)
         except StartInterruptedError:
@@ -323,6 +327,13 @@ class _Stop(list[signal.Signals]):
     def __bool__(self) -> bool:
         agent = self._agent
         return bool(agent._is_over or agent._interrupts or agent._unwanted)
+
+
+def _labels(own: Mapping[str, str], order: frames.Start) -> dict[str, str]:
+    """The labels of a worker: the host's own, those of its job, and those of its place."""
+    given = [one.get(LABELS, "") for one in (own, order.variables)]
+    found = ",".join(filter(None, (*given, *order.labels)))
+    return {LABELS: found} if found else {}
 
 
 def _enter(folder: Path) -> None:

@@ -163,7 +163,7 @@ class HostConnection:
         self._children[spec.name] = child
         if variables.pop(LINE, "") and kept:
             self._take_line(socket.socket(fileno=os.dup(kept[0])))
-        self.tell(frames.Start(spec.name, variables))
+        self.tell(frames.Start(spec.name, variables, spec.share or (), spec.labels))
         if self._lost:  # the thread may have gone before it could see this one
             self._give_up(child)
         return child

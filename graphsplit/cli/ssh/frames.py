@@ -47,10 +47,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a process, with these variables beside the host's own."""
+    """Start a process, with these variables beside the host's own.
+
+    ``share`` is its part of the host's cores, empty for all: see ``cores.Share``; ``labels`` are
+    names of its worker beside those that the host gives it.
+    """
 
     name: str
     variables: Mapping[str, str]
+    share: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

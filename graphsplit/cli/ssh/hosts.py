@@ -22,10 +22,12 @@ class JobHost:
     Attributes:
         name: As ``ssh`` is given it.
         ranks: The workers that it starts.
+        labels: By which the script may name these workers, too.
     """
 
     name: str
     ranks: range
+    labels: tuple[str, ...] = ()
 
 
 def read_hosts(text: str, source: str) -> list[tuple[str, int]]:

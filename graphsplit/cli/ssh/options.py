@@ -20,7 +20,10 @@ from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
 # Those of one process alone, and files of this machine alone.
 _STAYS = frozenset(
     ("MS_ROLE", "MS_NODE_ID", "MS_WORKER_NUM", "MS_WORKER_IP", "MS_SCHED_HOST", "MS_SCHED_PORT")
-) | {"GS_LAUNCHER", "GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE", "GS_REPORT_FILE", "GS_LAUNCHER_LINE"}
+) | {
+    *("GS_LAUNCHER", "GS_LAUNCHER_LINE", "GS_REPORT_FILE", "GS_WORKER_LABELS"),
+    *("GS_JOB_TOKEN", "GS_JOB_TOKEN_FILE"),
+}
 _CLUSTER = re.compile(r"auto|local|(ray://)?[\w.\[\]:-]+:[0-9]{1,5}")
 _TRAVELS = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
 _HOSTS = (
@@ -212,6 +215,8 @@ def _of_ray(
     Raises:
         click.UsageError: The options name something else, too.
     """
+    if click.get_current_context().params.get("bind"):
+        raise click.UsageError("--bind is not for --ray: Ray counts cores, and does not name them")
     if hosts or parts["python"] or parts["ssh"] != "ssh":
         raise click.UsageError("--ray has nodes of its own: leave out -H, --python and --ssh")
     if address and not _CLUSTER.fullmatch(address):

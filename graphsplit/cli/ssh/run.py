@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
 
-from graphsplit.cli.job import JobOptions, read_restarts, terminal
+from graphsplit.cli.job import JobOptions, read_restarts, shares_of, terminal
 from graphsplit.cli.launch.console import Console
 from graphsplit.cli.launch.ending import SCHEDULER
 from graphsplit.cli.launch.environment import ChildSpec, job_children
@@ -109,11 +109,16 @@ def supervise_hosts(
     port = _set_up(options, remote, hosts, address, beginning.silence_s)
     specs = _specs(options, beginning.variables, address, port)
     console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
-    place = {rank: hosts[host.name] for host in remote.hosts for rank in host.ranks}
+    place = {rank: host for host in remote.hosts for rank in host.ranks}
 
     def start(spec: ChildSpec, _: Sequence[str], kept: Sequence[int]) -> RemoteChild:
-        rank = 0 if spec.name == SCHEDULER else int(spec.name.split()[-1])
-        return place[rank].start(spec, kept)
+        if spec.name == SCHEDULER:
+            return hosts[place[0].name].start(spec, kept)
+        rank = int(spec.name.split()[-1])
+        host = place[rank]
+        share = shares_of(host.ranks)[rank] if options.bind else None
+        labels = host.labels or (host.name,)
+        return hosts[host.name].start(replace(spec, share=share, labels=labels), kept)
 
     with kept_token(specs[0].variables, address, port):
         return supervise(
