@@ -17,6 +17,7 @@ from graphsplit.cluster.member.state_machine import (
 from graphsplit.cluster.scheduler.job import state as job_state
 from graphsplit.cluster.scheduler.job.events import Connected, Disconnected, Received, Tick
 from graphsplit.cluster.scheduler.job.image import JobImage
+from graphsplit.cluster.scheduler.job.rules import JobIdentity
 from graphsplit.cluster.scheduler.job.state import JobPhase
 from graphsplit.cluster.scheduler.state_machine import SchedulerState
 from graphsplit.cluster.wire.messages import (
@@ -280,6 +281,38 @@ def restored(scheduler, phase, **changes):
     scheduler.state.open()
     scheduler.sent.clear()
     return scheduler
+
+
+@pytest.mark.parametrize("phase", ["planned", "running", "failed"])
+def test_a_job_started_again_that_lost_all_at_once_is_a_new_one(drive, registration, phase):
+    """Its launcher was killed with all processes: the journal has a job that nobody ended."""
+    cause = FailureCause("interrupted", "the job was interrupted by SIGTERM")
+    scheduler = drive(num_workers=2, recovery="restart", keeps_journal=True).form()
+    image = replace(scheduler.images[-1], phase=phase, cause=cause if phase == "failed" else None)
+    following = JobIdentity("cd" * 16, 7)
+    scheduler.state = SchedulerState.restored(scheduler.rules, image, scheduler.now, following)
+    scheduler.state.open()
+    scheduler.register(20, registration("0", incarnation="again-0", num_workers=2))
+    assert (scheduler.state.phase, scheduler.state.job) == (JobPhase.FORMING, "cd" * 16)
+    scheduler.register(21, registration("1", incarnation="again-1", num_workers=2))
+    assert (scheduler.state.phase, scheduler.state.generation) == (JobPhase.PLANNED, 1)
+    assert scheduler.images[-1].job == "cd" * 16
+    come_back(scheduler, registration, 22, 0)
+    assert "serves another one" in scheduler.refused[22]
+
+
+def test_a_process_beside_a_job_whose_workers_came_back_is_refused(drive, registration):
+    scheduler = drive(num_workers=2, recovery="restart", keeps_journal=True).form()
+    following = JobIdentity("cd" * 16, 7)
+    scheduler.state = SchedulerState.restored(
+        scheduler.rules, scheduler.images[-1], scheduler.now, following
+    )
+    scheduler.state.open()
+    come_back(scheduler, registration, 20, 0)
+    scheduler.register(21, registration("0", incarnation="again-0", num_workers=2))
+    assert "rank 0 is already held" in scheduler.refused[21]
+    come_back(scheduler, registration, 22, 1)
+    assert scheduler.state.phase is JobPhase.RUNNING
 
 
 def come_back(scheduler, registration, node, rank, num_departed=0, generation=1):

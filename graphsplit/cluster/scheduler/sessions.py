@@ -65,10 +65,10 @@ def _first_state(rules: JobRules, journal: Journal | None, log: LogLine) -> Sche
     """A new job, or the one that a lost scheduler wrote down."""
     now = time.monotonic()
     image = None if journal is None else journal.read(rules, log)
-    if image is not None:
-        return SchedulerState.restored(rules, image, now)
     # 63 bits: what both torch.manual_seed and a signed 64-bit number can hold.
     identity = JobIdentity(job=secrets.token_hex(16), seed=secrets.randbits(63))
+    if image is not None:
+        return SchedulerState.restored(rules, image, now, identity)
     return SchedulerState(rules, identity, now)
 
 

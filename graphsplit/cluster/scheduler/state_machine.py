@@ -61,10 +61,12 @@ class SchedulerState:
         self._job = JobState(rules, identity, now)
 
     @classmethod
-    def restored(cls, rules: JobRules, image: JobImage, now: float) -> SchedulerState:
-        """The state that another scheduler wrote down; its workers are expected to come back."""
+    def restored(
+        cls, rules: JobRules, image: JobImage, now: float, following: JobIdentity | None = None
+    ) -> SchedulerState:
+        """The state that another scheduler wrote down; see ``durable.restored``."""
         state = cls.__new__(cls)
-        state._job = durable.restored(rules, image, now)
+        state._job = durable.restored(rules, image, now, following)
         return state
 
     @property

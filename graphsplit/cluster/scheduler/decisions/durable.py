@@ -30,10 +30,17 @@ def persist(job: JobState) -> None:
     job.effects.append(Persist(image))
 
 
-def restored(rules: JobRules, image: JobImage, now: float) -> JobState:
-    """The job that another scheduler wrote down; its workers are expected to come back."""
+def restored(
+    rules: JobRules, image: JobImage, now: float, following: JobIdentity | None = None
+) -> JobState:
+    """The job that another scheduler wrote down; its workers are expected to come back.
+
+    A job that is started again as a whole may have lost its scheduler with all workers: then new
+    processes come instead, and begin the following one.
+    """
     job = JobState(rules, JobIdentity(image.job, image.seed, image.generation), now)
     job.seed = image.seed
+    job.following = following if rules.restarts else None
     for rank, one in sorted(image.members.items()):
         away = Worker(NO_NODE, one, last_seen=now, last_change=now, is_connected=False)
         job.roster.fill(away, rank)

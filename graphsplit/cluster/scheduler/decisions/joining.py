@@ -6,6 +6,7 @@ from graphsplit.cluster.scheduler.decisions import ending, generations, recovery
 from graphsplit.cluster.scheduler.job.events import Drop
 from graphsplit.cluster.scheduler.job.formation import misfit, refusal
 from graphsplit.cluster.scheduler.job.roster import Worker
+from graphsplit.cluster.scheduler.job.rules import JobIdentity
 from graphsplit.cluster.scheduler.job.state import JobPhase, JobState
 from graphsplit.cluster.wire.limits import REGISTER_TIMEOUT_S
 from graphsplit.cluster.wire.messages import Abort, Register
@@ -18,6 +19,8 @@ def register(job: JobState, node: int, new: Register) -> None:
         ending.protest(job, node, "registered twice")
         return
     known = job.roster.of(new.incarnation)
+    if job.following is not None and new.resume is None and known is None:
+        _perhaps_begin_following(job, job.following)
     cause = job.ending.exit.cause
     if new.attempt < job.candidates.attempts.get(new.incarnation, 0):
         job.refuse(node, "it has opened another stream since", new)
@@ -33,6 +36,17 @@ def register(job: JobState, node: int, new: Register) -> None:
         _enlist(job, node, new)
     else:
         _offer_place(job, node, new)
+
+
+def _perhaps_begin_following(job: JobState, following: JobIdentity) -> None:
+    """New processes have come to a scheduler that is back: did anybody of its job as well?"""
+    job.following = None
+    if not any(worker.is_connected for worker in job.roster):
+        job.log(
+            "nobody of the job in the journal is here, and new workers are: another one begins",
+            event="following",
+        )
+        job.begin(following, job.now)
 
 
 def _tell_latecomer(job: JobState, node: int, new: Register, cause: FailureCause) -> None:

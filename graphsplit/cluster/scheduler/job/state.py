@@ -163,18 +163,26 @@ class JobState:
         gathering: Where the workers meet.
         liveness: Who may be lost.
         ending: How the job ends.
+        following: The job that begins when new processes come and nobody of this one has come
+            back; None where only its own workers may.
     """
 
     def __init__(self, rules: JobRules, identity: JobIdentity, now: float) -> None:
         self.rules = rules
-        self.identity = identity
-        self.seed: int | None = None
         self.started = self.now = now
-        self.phase = JobPhase.FORMING
         self.is_over = False
         self.effects: list[Effect] = []
-        self.roster = Roster(rules.num_workers)
         self.candidates = Candidates()
+        self.following: JobIdentity | None = None
+        self.begin(identity, now)
+
+    def begin(self, identity: JobIdentity, now: float) -> None:
+        """A job of which nobody is part yet."""
+        rules = self.rules
+        self.identity = identity
+        self.seed: int | None = None
+        self.phase = JobPhase.FORMING
+        self.roster = Roster(rules.num_workers)
         self.generation = Generation.begun(identity.generation, now)
         self.recovery = Recovery()
         self.gathering = Gathering(Meetings(range(rules.num_workers)))
