@@ -123,7 +123,8 @@ DTYPES: dict[str, torch.dtype] = {
 def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bytes in row-major order; its own memory where it lies there like that."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    # A tensor of one element may have any stride, and counts as contiguous.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def plain_meta(tensor: torch.Tensor) -> TensorMeta:

@@ -477,7 +477,7 @@ def threads_as_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Successor, "start", start)
     monkeypatch.setattr(Successor, "received", received)
-    monkeypatch.setattr(planner, "capture_graph", _CAPTURES.graph)
+    monkeypatch.setattr(planner, "capture_graph", CAPTURES.graph)
     monkeypatch.setattr(Replicator, "_wait", wait)
     monkeypatch.setattr(Replicator, "_join", join)
 
@@ -507,7 +507,7 @@ class _Captures:
         return graph
 
 
-_CAPTURES = _Captures()
+CAPTURES = _Captures()
 _capture_graph = passes.capture_graph
 
 

@@ -206,7 +206,8 @@ def _as_words(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """A tensor's memory as 64-bit numbers, or as bytes where it is no multiple of them."""
     if tensor.numel() == 0:
         return np.zeros(0, dtype=np.uint64)
-    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    plain = tensor.detach().cpu().contiguous()
+    octets = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()  # as ``octets_of``
     return octets.view(np.uint64) if octets.size % 8 == 0 else octets
 
 

@@ -23,7 +23,7 @@ from graphsplit.capture.state.attributes import Key
 from graphsplit.capture.structure import Structure
 from graphsplit.guards.changes import Change
 from graphsplit.marks.annotations import Annotation
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import TensorMeta, octets_of
 
 # Module path of the loss function: not an identifier, so that no module of a network has it.
 LOSS_PATH = "(loss)"
@@ -326,5 +326,4 @@ class CapturedGraph:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
+    return hashlib.sha256(octets_of(tensor).numpy().tobytes()).hexdigest()[:16]

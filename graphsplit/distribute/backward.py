@@ -119,7 +119,8 @@ class _Wanted:
         if is_differentiable:
             raise ConfigurationError(
                 "create_graph=True through a distributed network: gradients of gradients stop at "
-                "the network's edge\n  Fix: compute the penalty inside the network's forward."
+                "the network's edge\n  Fix: compute the penalty in the forward of a module that is "
+                "kept whole, by gs.opaque(module), as docs/how-to/own-loop.md shows."
             )
         several = [as_value(one) for one in _listed(outputs)]
         if not all(isinstance(one, LoopValue) for one in several):

@@ -30,7 +30,7 @@ def leaving_state(loop: Loop) -> Iterator[None]:
         OwnershipError: One that ran here has changed Python's state.
     """
     with DisableTorchFunctionSubclass():
-        parameters = chain.from_iterable(loop.here.values())
+        parameters = chain.from_iterable(list(loop.here.values()))  # a network may go meanwhile
         hooks = [hook for parameter in parameters for hook in hooks_of(parameter)]
     if not hooks:
         yield

@@ -157,6 +157,11 @@ class Distributed:
         finally:
             object.__setattr__(network, "__class__", kind)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether a call is one inside a call of a network around this one."""
+        return self._loop.is_calling
+
     def call(self, arguments: Arguments) -> Any:
         """Run the network once.
 
@@ -329,6 +334,8 @@ class _Calls(nn.Module):
     _graphsplit_behind: ClassVar[Distributed]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._graphsplit_behind.is_part:
+            return super().__call__(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise ConfigurationError(_COMPILED)
         caller = sys._getframe(1).f_code.co_filename

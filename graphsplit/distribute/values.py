@@ -31,11 +31,11 @@ Number = Any  # whole numbers and tuples of such and of texts
 # Attributes that the tensor inside answers, and those that are operations.
 _OF_INNER = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", WRITES})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-# Operations whose result has a shape that depends on values.
+# Operations whose result has a shape that depends on values, and those that torch cannot follow.
 _SHAPED_BY_VALUES = frozenset(
     (
         *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
-        *("repeat_interleave", "_unique2", "histc"),
+        *("repeat_interleave", "_unique2", "histc", "histogram", "histogramdd"),
     )
 )
 _MASKS = (torch.bool, torch.uint8)

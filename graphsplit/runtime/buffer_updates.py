@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from graphsplit.partition.plan import BufferChain, Edge, PartitionPlan
 from graphsplit.program.instruction import Instruction
 from graphsplit.runtime.step_state import StepState
+from graphsplit.tensor_meta import octets_of
 
 Action = Callable[[StepState], None]
 
@@ -58,8 +59,7 @@ def bind_send_buffers(
     chain = plan.chains[plan.in_first_lane(edge.value)]
 
     def send_buffers(step: StepState) -> None:
-        tensors = (tensor.detach().contiguous() for tensor in _held(step, chain, state))
-        message = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        message = torch.cat([octets_of(tensor) for tensor in _held(step, chain, state)])
         send(message, step=step.step, microbatch=0)
 
     return send_buffers

@@ -220,6 +220,9 @@ def traps(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         yield [norm.item() for norm in torch._foreach_norm(gradients)]
         for gradient in gradients:
             yield torch.histc(gradient, 5), gradient.numpy().max(), gradient.abs().mean().item()
+            one = torch.arange(9.0)[::9]  # of one element, with a stride of its own
+            yield (gradient.mean() * one).tolist(), gradient.sum().expand(1).tolist()
+            yield torch.histogram(gradient, 5).hist, torch.histogram(gradient.cpu(), 3)[1]
             edges = np.histogram(gradient.detach().cpu().numpy(), 4)[1]
             yield edges.tolist(), torch.quantile(gradient, 0.5).item(), gradient.std().item()
         yield clip_grad_norm_(net.parameters(), 0.1).item()

@@ -10,6 +10,7 @@ import torch
 from loop_helpers import Distribute, Loop, placed
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def layers(*sizes: int, ranks: list[int], end: nn.Module | None = None) -> nn.Sequential:
@@ -106,4 +107,37 @@ def chained(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield backbone.state_dict(), head.state_dict(), hidden
 
 
-LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained)
+class Both(nn.Module):
+    """A backbone and a head, which are networks of their own as well; one in a checkpoint."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        h = checkpoint(self.backbone, x, use_reentrant=False)
+        made: torch.Tensor = self.head(h) + self.head(h.detach())
+        return made
+
+
+def nested(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A distributed network of which parts are distributed too, and run by themselves."""
+    parts = layers(8, 12, 8, ranks=ranks, end=nn.Dropout(0.1)), layers(8, 8, 4, ranks=ranks[1:])
+    backbone, head = map(distribute, parts)
+    both = distribute(Both(backbone, head))
+    optimizer = torch.optim.AdamW(both.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = both(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        alone = head(backbone(torch.randn(6, 8))).abs().mean()
+        alone.backward()
+        yield loss.item(), alone.item(), [p.grad for p in both.parameters()]
+        optimizer.step()
+    yield both.state_dict(), head.state_dict(), optimizer.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained, nested)

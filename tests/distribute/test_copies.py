@@ -19,7 +19,10 @@ from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 
 import graphsplit as gs
+from graphsplit.distribute import hooks
+from graphsplit.distribute.workers.loop import Loop
 from graphsplit.errors import ConfigurationError, OwnershipError
+from graphsplit.job import joined
 
 assert threads_as_workers
 pytestmark = pytest.mark.usefixtures("threads_as_workers")
@@ -285,3 +288,15 @@ def test_states_that_are_copied_saved_or_looked_at_in_time_are_those_of_one_proc
     expected = kept_rightly(Trained(plain))
     for found in on_workers(lambda trained: copy.deepcopy(kept_rightly(trained))):
         assert is_same(found, expected)
+
+
+def test_a_network_may_go_while_a_backward_looks_for_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> Any:
+        Trained(gs.distribute)
+        loop = Loop.of(joined.current())  # type: ignore[arg-type]
+        loop.here, loop.singles = {"one": [torch.ones(1)], "two": [torch.ones(1)]}, {}
+        monkeypatch.setattr(hooks, "hooks_of", lambda tensor: loop.forget("two") or [])
+        with hooks.leaving_state(loop):
+            return list(loop.here)
+
+    assert ThreadCluster(run, 2, is_recoverable=False).run() == [["one"], ["one"]]

@@ -223,7 +223,7 @@ def test_a_network_that_nobody_holds_any_more_is_freed_with_its_optimizer() -> N
         return joined.current(), [weakref.ref(one) for one in held]
 
     of_workers = run(seen)
-    vars(vars(recovery_helpers)["_CAPTURES"])["_graphs"].clear()  # of these tests
+    vars(vars(recovery_helpers)["CAPTURES"])["_graphs"].clear()  # of these tests
     gc.collect()
     gc.collect()  # what was noted of a network goes when it does
     for job, held in of_workers:

@@ -117,6 +117,18 @@ def closure_at_once(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield optimizer.step(lambda: net(torch.randn(6, 8)).sum())  # type: ignore[no-untyped-call]
 
 
+class Coupled(torch.optim.SGD):
+    """Divides gradients by the norm of all, inside of step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for p in self.param_groups[0]["params"]]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+
 def compiled(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A distributed network that is compiled."""
     net = torch.compile(distribute(small(ranks)), backend="eager")
@@ -160,6 +172,17 @@ def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[A
 )
 def test_a_loop_is_refused_with_the_way_out(loop: Loop, text: str) -> None:
     assert text in raised(loop)
+
+
+def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
+    def run(rank: int) -> None:
+        net = gs.distribute(small([0, 1, 0]))
+        net(torch.ones(6, 8)).sum().backward()
+        Coupled(net.parameters(), lr=0.1).step()
+
+    with pytest.raises(gs.errors.ConfigurationError, match="worker by worker") as caught:
+        ThreadCluster(run, 2, is_recoverable=False).run()
+    assert "in an own loop by clip_grad_norm_ before the step" in str(caught.value)
 
 
 def test_a_job_that_waits_for_lost_workers_refuses_other_loops_than_those_of_gs_loop() -> None:

@@ -17,6 +17,7 @@ assert threads_as_workers
 NAMES = {
     "own_loop.py": ("state",),
     "gan.py": ("loss_d", "loss_g"),
+    "wgan_gp.py": ("state",),
     "distil.py": ("state", "accuracy"),
     "sampling.py": ("loss", "scores"),
 }

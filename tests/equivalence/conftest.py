@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
+import graphsplit as gs
+
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "distribute"))
+# Imported on first use: of two threads, the second one could find the package of that name.
+assert callable(gs.distribute)
 
 
 @pytest.fixture(autouse=True)

@@ -151,7 +151,7 @@ def test_a_fingerprint_tells_values_and_their_order_apart(other):
 @pytest.mark.parametrize(
     "tensor",
     [torch.zeros(0), torch.tensor(True), torch.ones(3, dtype=torch.bfloat16), X.t(),
-     torch.ones(5, dtype=torch.complex64)],
+     torch.ones(5, dtype=torch.complex64), torch.arange(9.0)[::9], torch.ones(1).expand(1)],
 )  # fmt: skip
 def test_every_tensor_has_a_fingerprint(tensor):
     assert fingerprint(((tensor,), {})) == fingerprint(((tensor.clone(),), {}))

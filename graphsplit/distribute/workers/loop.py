@@ -120,7 +120,7 @@ class Loop:
     def is_own_memory(self, number: torch.Tensor) -> bool:
         """Whether no parameter or buffer is in the memory of a tensor of one element."""
         start, is_whole = number.data_ptr(), number.untyped_storage().nbytes() == number.nbytes
-        singles = chain.from_iterable(self.singles.values())
+        singles = chain.from_iterable(list(self.singles.values()))  # a network may go meanwhile
         return is_whole and all(single.data_ptr() != start for single in singles)
 
     def settle(self, name: str, residence: Residence) -> None:

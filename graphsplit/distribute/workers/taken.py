@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphsplit.errors import LoaderMismatchError
+from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
@@ -101,5 +102,4 @@ def _sample(tensor: torch.Tensor) -> bytes:
         if tensor.numel() > _MOST_ELEMENTS:
             each = max(1, round(_MOST_ELEMENTS ** (1 / tensor.dim())))
             tensor = tensor[tuple(slice(None, None, max(1, s // each)) for s in tensor.shape)]
-        plain = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-        return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return octets_of(tensor).numpy().tobytes() if tensor.numel() else b""
