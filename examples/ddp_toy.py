@@ -1,7 +1,8 @@
-"""The toy of PyTorch's DDP tutorial, cut in two, not copied: `graphsplit run -n 2 ddp_toy.py`.
+"""The toy of PyTorch's DDP tutorial, on two replicas: `graphsplit run -n 2 ddp_toy.py`.
 
-DDP's script wraps the model, shards the loader and averages gradients. Here one model lives on both
-workers: nothing is wrapped, and every worker passes the whole batch.
+DDP's script wraps the model, shards the loader and averages gradients. Here one model is placed on
+the workers, and each runs some of a batch's four microbatches: nothing is wrapped, every worker
+passes the whole batch, and the bits are those of one process, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class ToyModel(nn.Module):
         return y
 
 
-def train(steps: int = 5) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train(steps: int = 5, workers: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and parameters."""
     torch.manual_seed(0)
     net = ToyModel()
-    net.net1.place("MS_WORKER", 0)
-    net.net2.place("MS_WORKER", 1)
-    model = gs.Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.001))
+    net.place("MS_WORKER", list(range(workers)))  # instead of DDP's wrapper
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    model = gs.Model(net, nn.MSELoss(), optimizer, microbatches=4)
     losses = [model.train_step(torch.randn(20, 10), torch.randn(20, 5)) for _ in range(steps)]
     return losses, model.state_dict()
 
 
 if __name__ == "__main__":
     gs.init()
-    print("losses:", [f"{loss:.4f}" for loss in train()[0]])
+    print("losses:", [f"{loss:.4f}" for loss in train(workers=gs.get_world_size())[0]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import sys
 from collections import OrderedDict
@@ -57,7 +58,9 @@ def ddp_toy(example: ModuleType) -> Any:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
     for _ in range(5):
         x, y = torch.randn(20, 10), torch.randn(20, 5)
-        losses += step(optimizer, mse_loss(net(x), y))
+        parts = zip(x.chunk(4), y.chunk(4), strict=True)
+        of_parts = [mse_loss(net(rows), target) * 0.25 for rows, target in parts]
+        losses.append(sum(step(optimizer, *of_parts), torch.tensor(0.0)))
     return losses, net.state_dict()
 
 
@@ -175,6 +178,18 @@ def test_an_example_ends_in_the_bits_of_the_plain_loop(
     torch.manual_seed(0)
     expected = plain(example)
     for found in on_workers(lambda: example.train(length)):
+        assert difference(expected, found) is None
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("example", ["ddp_toy"], indirect=True)
+def test_the_toy_has_the_bits_of_the_loop_on_any_number_of_replicas(
+    example: ModuleType, workers: int
+) -> None:
+    torch.manual_seed(0)
+    expected = ddp_toy(example)
+    train = functools.partial(example.train, workers=workers)
+    for found in ThreadCluster(lambda rank: train(), workers, is_recoverable=False).run():
         assert difference(expected, found) is None
 
 
