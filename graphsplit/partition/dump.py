@@ -35,10 +35,10 @@ def describe_plan(plan: PartitionPlan) -> str:
             f"worker {edge.source} -> worker {edge.destination}, {edge.meta}, "
             f"{format_bytes(edge.meta)}"
         )
-    for first, block in plan.blocks.items():
+    for block in plan.blocks.values():
         lines.append(
-            f"  v{first}: parts added on workers {list(block.workers)}, blocks by their last part "
-            f"{dict(block.ends)}, by edges {list(block.edges)}"
+            f"  v{list(block.members)}: parts added on workers {list(block.workers)}, blocks by "
+            f"their last part {dict(block.ends)}, by edges {list(block.edges)}"
         )
     for first, chain in plan.chains.items():
         lines.append(

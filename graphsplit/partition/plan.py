@@ -164,17 +164,19 @@ class Exchange(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockSums:
-    """A parameter whose parts of the gradient are added in blocks where they are made.
+    """A parameter, or several, whose parts of gradients are added in blocks where they are made.
 
     Attributes:
         workers: Who makes and adds the parts, by lane.
         edges: The edge on which its blocks go to the parameter's owner, by lane; None: it is there.
         ends: The last microbatch of each block, in order, and how many the block has.
+        members: The parameters, by number in the first lane, the first one first.
     """
 
     workers: tuple[int, ...]
     edges: tuple[int | None, ...]
     ends: Mapping[int, int]
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +323,17 @@ class PartitionPlan:
     def blocks_of(self, value: int) -> BlockSums | None:
         """How the parts of a parameter's gradient are added in blocks, if they are."""
         return self.blocks.get(self.in_first_lane(value)) if self.blocks else None
+
+    @cached_property
+    def following(self) -> frozenset[int]:
+        """Parameters whose blocks go with those of another one; by number in the first lane."""
+        return frozenset(v for block in self.blocks.values() for v in block.members[1:])
+
+    def members_of(self, value: int) -> tuple[int, ...]:
+        """The parameters whose blocks are added with those of one, in the lane of that; or it."""
+        block = self.blocks_of(value)
+        shift = value - self.in_first_lane(value)
+        return (value,) if block is None else tuple(shift + member for member in block.members)
 
     def segments_of(self, worker: int) -> tuple[Segment, ...]:
         """A worker's segments in forward order."""

@@ -27,6 +27,7 @@ from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.reduction import check_reduction, with_reduction
 from graphsplit.partition.replicas.blocks import with_blocks
 from graphsplit.partition.replicas.buffer_chains import with_chains
+from graphsplit.partition.replicas.bundles import bundled
 from graphsplit.partition.replicas.exchange import exchange_alone, without_exchange
 from graphsplit.partition.replicas.lanes import merge_lanes
 from graphsplit.partition.splitting import with_splits
@@ -177,14 +178,7 @@ def make_plan(
         plan = replace(plan, together=together)
     if is_evaluated and part.num_microbatches > plan.together:
         raise InvariantError(f"{part.num_microbatches} batches would be evaluated at once")
-    in_pairs, by_microbatch = task.gradient_order == "pairs", task.num_kept > 0
-    if in_pairs or by_microbatch:
-        hooked = with_hooks(named_state(task.network, task.loss_fn))
-        plan = with_blocks(
-            plan, part.parts, in_pairs=in_pairs, by_microbatch=by_microbatch, hooked=hooked
-        )
-    if part.exchange is Exchange.LATER:
-        plan = without_exchange(plan)
+    plan = _with_blocks(plan, task, part)
     if part.last and graph.mode is Mode.TRAIN:
         names = [name for name, _ in task.network.named_parameters()]
         owned = all_owners(plan.placed, owners, names, rules.modules)
@@ -195,6 +189,19 @@ def make_plan(
     if part.exchange is Exchange.ALONE:
         plan = exchange_alone(plan)
     return plan, lower_plan(plan, part, task.schedule)
+
+
+def _with_blocks(plan: PartitionPlan, task: Task, part: StepPart) -> PartitionPlan:
+    """The plan with the blocks in which replicas add parts of gradients, if there are to be any."""
+    in_pairs, by_microbatch = task.gradient_order == "pairs", task.num_kept > 0
+    if not (in_pairs or by_microbatch):
+        return plan
+    hooked = with_hooks(named_state(task.network, task.loss_fn))
+    plan = with_blocks(
+        plan, part.parts, in_pairs=in_pairs, by_microbatch=by_microbatch, hooked=hooked
+    )
+    plan = bundled(plan)
+    return without_exchange(plan) if part.exchange is Exchange.LATER else plan
 
 
 def _partitioned(

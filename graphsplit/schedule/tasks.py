@@ -60,7 +60,8 @@ class Tasks:
                 waits[later] = [(later, 1), (task, 0)]
         for value, segments in dependencies.accumulate.items():
             task = (Opcode.ACCUMULATE, value)
-            waits[task] = [(task, 1), *((self._makes_term(s, value), 0) for s in segments)]
+            makers = (self._makes_term(s, v) for s in segments for v in self.plan.members_of(value))
+            waits[task] = [(task, 1), *((maker, 0) for maker in dict.fromkeys(makers))]
             in_lane_before = value - self.plan.num_values
             if in_lane_before >= 0 and self.plan.blocks_of(value) is None:
                 waits[task].append(((Opcode.ACCUMULATE, in_lane_before), 1))

@@ -13,9 +13,12 @@ from torch import nn
 from graphsplit.capture.graph import NodeKind
 from graphsplit.errors import StepFailedError
 from graphsplit.partition.explain.plan import explain_plan
+from graphsplit.partition.plan import EdgeKind
 from graphsplit.partition.replicas.blocks import sent_per_step
 from graphsplit.program.instruction import Opcode
+from graphsplit.runtime.segments.blocks import packed, unpacked
 from graphsplit.runtime.segments.part_sums import PartSum
+from graphsplit.tensor_meta import TensorMeta
 from graphsplit.testing.equivalence import assert_same_bits
 from graphsplit.testing.simulate import Captures
 
@@ -51,6 +54,61 @@ def test_pairs_send_a_rings_bytes(num_workers: int, microbatches: int) -> None:
     left = planned(whole(*range(num_workers)), make=Wide, microbatches=microbatches).plan
     assert sent_per_step(plan) == sent_per_step(left)
     assert "Gradients that replicas send to owners, per step" in explain_plan(left)
+
+
+def test_small_blocks_go_in_one_message_and_explain_counts_each_parameter() -> None:
+    found = planned(whole(0, 1), make=Wide, microbatches=8, order="pairs")
+    plan = found.plan
+    (mine, theirs) = plan.blocks.values()  # those of either owner
+    assert len(mine.members) + len(theirs.members) == 24
+    for program in found.programs[:2]:
+        kinds = [
+            plan.edges[i.operand].kind for i in program.instructions if i.opcode is Opcode.SEND
+        ]
+        assert kinds.count(EdgeKind.BLOCK) == 1
+        opcodes = [i.opcode for i in program.instructions]
+        assert opcodes.count(Opcode.ACCUMULATE) == 8  # twice in each of four microbatches
+    lines = explain_plan(plan).split("\n")
+    (weight,) = (line for line in lines if "parameter layers.0.weight" in line)
+    assert weight.count("144 B") == 2  # there, and its gradient back
+
+
+class Kinds(nn.Module):
+    """Parameters of several dtypes and forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.other = nn.Linear(6, 6), nn.Parameter(torch.ones(3, 2).T)
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.ones(0, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x) + self.empty.sum()
+        return x * self.scale.float() * self.other.flatten()
+
+
+@pytest.mark.parametrize("by", ["batch", "microbatch"])
+def test_one_message_for_parameters_of_any_dtype(by: Any) -> None:
+    same_over_two(
+        Kinds,
+        batches_of(16, 6, 6, num=2),
+        microbatches=8,
+        gradient_order="pairs",
+        accumulate=2,
+        accumulate_by=by,
+    )
+
+
+def test_one_message_says_which_gradients_there_are() -> None:
+    blocks = [torch.ones(2, 3).T, None, torch.tensor(1.0, dtype=torch.float64)]
+    metas = [
+        TensorMeta.of(torch.ones(3, 2)),
+        TensorMeta.of(torch.ones(4)),
+        *map(TensorMeta.of, blocks[2:]),
+    ]
+    one, none, other = unpacked(packed(blocks, metas), metas)
+    assert one is not None and torch.equal(one, blocks[0]) and none is None
+    assert other is not None and torch.equal(other, blocks[2])
 
 
 def test_a_replica_holds_one_gradient_for_each_digit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphsplit.partition.dump import human_bytes
 from graphsplit.partition.explain.folding import align
@@ -91,13 +91,14 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
     for edge in plan.edges:
         if nodes[edge.value].is_state != is_state or edge.kind not in _GRADIENTS:
             continue
-        key = (edge.value, edge.destination, edge.source)
-        if key in found:
-            found[key].back += edge.meta.size_bytes
-        else:
-            what = what_crosses(plan, edge, read)
-            size = edge.meta.size_bytes
-            others.append(_Crossing(what, edge.destination, edge.source, 0, size))
+        for value in plan.members_of(edge.value):
+            one = replace(edge, value=value, meta=nodes[value].meta or edge.meta)
+            key = (value, edge.destination, edge.source)
+            if key in found:
+                found[key].back += one.meta.size_bytes
+            else:
+                what, size = what_crosses(plan, one, read), one.meta.size_bytes
+                others.append(_Crossing(what, edge.destination, edge.source, 0, size))
     return [*found.values(), *others]
 
 

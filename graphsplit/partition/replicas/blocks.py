@@ -64,7 +64,9 @@ def with_blocks(
                 sums[one] = tuple(SumTerm(contribution=c) for c in made)
         found = (_blocks(lane, parts.start, largest) for lane in lanes)
         ends = {end: size for of_lane in found for end, size in of_lane}
-        blocks[value] = BlockSums(tuple(m for m in makers if m is not None), tuple(carriers), ends)
+        blocks[value] = BlockSums(
+            tuple(m for m in makers if m is not None), tuple(carriers), ends, (value,)
+        )
     return dataclasses.replace(plan, gradient_sums=sums, edges=tuple(edges), blocks=blocks)
 
 
@@ -108,7 +110,9 @@ def sent_per_step(plan: PartitionPlan) -> dict[int, tuple[int, int]]:
         is_block = edge.kind is EdgeKind.BLOCK
         is_sent = is_block or edge.kind is EdgeKind.GRADIENT
         if plan.lanes and is_sent and plan.placed.graph.nodes[edge.value].is_state:
-            lane, size = plan.lanes[plan.lane_of(edge.value)], edge.meta.size_bytes
+            lane = plan.lanes[plan.lane_of(edge.value)]
+            metas = [plan.placed.graph.nodes[v].meta for v in plan.members_of(edge.value)]
+            size = sum(meta.size_bytes for meta in metas if meta is not None)
             can_add = is_block or _maker(plan, edge.value) is not None
             left, pairs = found.get(edge.source, (0, 0))
             num_sent = sum(1 for _ in _blocks(lane, 0, len(lane))) if can_add else len(lane)

@@ -20,7 +20,7 @@ from graphsplit.partition.segments import Segmentation
 
 def without_exchange(plan: PartitionPlan) -> PartitionPlan:
     """The plan of a batch after which the step goes on: parts stay where they are made."""
-    found = _with_edges(plan, lambda edge: edge.kind is not EdgeKind.BLOCK)
+    found = with_edges(plan, lambda edge: edge.kind is not EdgeKind.BLOCK)
     return dataclasses.replace(found, exchange=Exchange.LATER)
 
 
@@ -43,12 +43,12 @@ def exchange_alone(plan: PartitionPlan) -> PartitionPlan:
         run_twice=frozenset(),
         chains={},
     )
-    found = _with_edges(bare, lambda edge: edge.kind in own)
+    found = with_edges(bare, lambda edge: edge.kind in own)
     return dataclasses.replace(found, exchange=Exchange.ALONE)
 
 
-def _with_edges(plan: PartitionPlan, is_wanted: Callable[[Edge], bool]) -> PartitionPlan:
-    """A plan with some of its edges; blocks have lost those that are gone."""
+def with_edges(plan: PartitionPlan, is_wanted: Callable[[Edge], bool]) -> PartitionPlan:
+    """A plan with some of its edges, numbered anew; blocks have lost those that are gone."""
     wanted = [edge for edge in plan.edges if is_wanted(edge)]
     number = {edge.index: index for index, edge in enumerate(wanted)}
 

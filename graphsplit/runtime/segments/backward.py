@@ -71,7 +71,7 @@ class BackwardBinder:
         if instruction.opcode is Opcode.ADD_UP:
             return lambda state: None if sums is None else sums.end_batch()
         if sums is not None and instruction.opcode is Opcode.ADD_BLOCK:
-            return bind_add_block(self._plan, instruction, sums, self._state[instruction.operand])
+            return bind_add_block(self._plan, instruction, sums, self._state)
         is_sum = instruction.opcode is Opcode.ACCUMULATE
         if sums is not None and is_sum and self._plan.blocks_of(instruction.operand) is not None:
             return bind_part(self._plan, instruction, sums, self._state, _terms)

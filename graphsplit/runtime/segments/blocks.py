@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from graphsplit.runtime.channels import sparse_gradient
 from graphsplit.runtime.segments.autograd import accumulate, gradient_sum
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.runtime.step_state import Gradient, StepState
+from graphsplit.tensor_meta import TensorMeta
 from graphsplit.torch_ext.attributes import TENSOR_HOOKS
 
 Action = Callable[[StepState], None]
@@ -27,70 +28,120 @@ def bind_part(
     owned: Mapping[int, torch.Tensor],
     terms_of: Terms,
 ) -> Action:
-    """Add a microbatch's part to the block that it is in, where it was made; or keep it."""
-    terms, microbatch = plan.gradient_sums[instruction.operand], instruction.microbatch
-    first = plan.in_first_lane(instruction.operand)
-    key = first, next(end for end in plan.blocks[first].ends if end >= microbatch)
-    owner = owned.get(first, str(plan.placed.graph.nodes[first].target))
+    """Add a microbatch's parts to their blocks, where they were made; or keep them."""
+    microbatch, first = instruction.microbatch, plan.in_first_lane(instruction.operand)
+    end = next(end for end in plan.blocks[first].ends if end >= microbatch)
+    members = [
+        (
+            plan.gradient_sums.get(value, ()),
+            (plan.in_first_lane(value), end),
+            owned.get(value, str(plan.placed.graph.nodes[value].target)),
+        )
+        for value in plan.members_of(instruction.operand)
+    ]
 
-    def add_part(state: StepState) -> None:
-        found = terms_of(state, microbatch, terms)
-        part = gradient_sum(found)
-        # A term may be the gradient of another parameter as well.
-        sums.add_to_block(key, part, is_shared=any(part is one for one in found))
+    def add_parts(state: StepState) -> None:
+        for terms, key, _ in members:
+            found = terms_of(state, microbatch, terms)
+            part = gradient_sum(found)
+            # A term may be the gradient of another parameter as well.
+            sums.add_to_block(key, part, is_shared=any(part is one for one in found))
 
-    def keep_part(state: StepState) -> None:
-        found = terms_of(state, microbatch, terms)
-        part = gradient_sum(found)
+    def keep_parts(state: StepState) -> None:
         start = state.microbatches.start if state.microbatches is not None else 0
-        sums.keep(owner, start + microbatch, part, is_shared=any(part is one for one in found))
+        for terms, _, owner in members:
+            found = terms_of(state, microbatch, terms)
+            part = gradient_sum(found)
+            sums.keep(owner, start + microbatch, part, is_shared=any(part is one for one in found))
 
     def add_kept(state: StepState) -> None:
-        sums.add_to_block(key, sums.take_kept(owner, microbatch))
+        for _, key, owner in members:
+            sums.add_to_block(key, sums.take_kept(owner, microbatch))
 
     if plan.exchange is Exchange.ALONE:
         return add_kept
-    return add_part if plan.exchange is Exchange.BESIDE else keep_part
+    return add_parts if plan.exchange is Exchange.BESIDE else keep_parts
 
 
 def bind_send_block(
     plan: PartitionPlan, edge: Edge, microbatch: int, sums: PartSums, send: Callable[..., Any]
 ) -> Action:
-    """Send a block to the parameter's owner."""
-    first = plan.in_first_lane(edge.value)
+    """Send a block to its owner; those of several parameters as bytes in one message."""
+    members = plan.blocks[plan.in_first_lane(edge.value)].members
+    nodes = plan.placed.graph.nodes
 
     def send_block(state: StepState) -> None:
-        block = sums.take_block((first, microbatch), is_read=True)
-        if block is not None and block.layout is not torch.strided:
-            raise sparse_gradient(plan.placed.graph.nodes[edge.value], edge)
-        send(block, step=state.step, microbatch=microbatch)
+        blocks = [sums.take_block((member, microbatch), is_read=True) for member in members]
+        for member, block in zip(members, blocks, strict=True):
+            if block is not None and block.layout is not torch.strided:
+                raise sparse_gradient(nodes[member], edge)
+        message = blocks[0] if len(members) == 1 else packed(blocks, _metas(plan, members))
+        send(message, step=state.step, microbatch=microbatch)
 
     return send_block
 
 
 def bind_add_block(
-    plan: PartitionPlan, instruction: Instruction, sums: PartSums, parameter: torch.Tensor
+    plan: PartitionPlan,
+    instruction: Instruction,
+    sums: PartSums,
+    owned: Mapping[int, torch.Tensor],
 ) -> Action:
-    """Add a block to the sum of a parameter's gradient, where it lives."""
+    """Add a block to the sum of a parameter's gradient, where it lives; or those of several."""
     microbatch, first = instruction.microbatch, plan.in_first_lane(instruction.operand)
     blocks = plan.blocks[first]
     edge, size = blocks.edges[plan.lane_of(instruction.operand)], blocks.ends[microbatch]
-    name = plan.placed.graph.nodes[first].target
+    metas = _metas(plan, blocks.members)
+    members = [
+        (member, str(plan.placed.graph.nodes[member].target), owned[member])
+        for member in blocks.members
+    ]
+
+    def come(state: StepState) -> list[Gradient]:
+        if edge is None:
+            return [sums.take_block((member, microbatch)) for member in blocks.members]
+        message = state.received[microbatch].pop(edge)
+        if len(members) == 1 or message is None:
+            return [message]
+        return unpacked(message, metas)
 
     def add_block(state: StepState) -> None:
-        if any(getattr(parameter, table, None) for table in TENSOR_HOOKS):
-            raise StepFailedError(
-                f"a hook was put on {name} after the first step, and replicas add parts of its "
-                f"gradient before the hook could see them\n"
-                f"  Fix: put hooks on parameters before the first step of a Model."
-            )
-        if edge is None:
-            block = sums.take_block((first, microbatch))
-        else:
-            block = state.received[microbatch].pop(edge)
         start = state.microbatches.start if state.microbatches is not None else 0
-        with sums.apart([parameter], start + microbatch + 1 - size, size):
-            if block is not None:
-                accumulate(parameter, block, is_shared=False)
+        for (_, name, parameter), block in zip(members, come(state), strict=True):
+            if any(getattr(parameter, table, None) for table in TENSOR_HOOKS):
+                raise StepFailedError(
+                    f"a hook was put on {name} after the first step, and replicas add parts of "
+                    f"its gradient before the hook could see them\n"
+                    f"  Fix: put hooks on parameters before the first step of a Model."
+                )
+            with sums.apart([parameter], start + microbatch + 1 - size, size):
+                if block is not None:
+                    accumulate(parameter, block, is_shared=False)
 
     return add_block
+
+
+def _metas(plan: PartitionPlan, members: Sequence[int]) -> list[TensorMeta]:
+    metas = (plan.placed.graph.nodes[member].meta for member in members)
+    return [meta for meta in metas if meta is not None]
+
+
+def packed(blocks: Sequence[Gradient], metas: Sequence[TensorMeta]) -> torch.Tensor:
+    """Blocks as bytes, and for each whether there is one."""
+    flags = torch.tensor([block is not None for block in blocks], dtype=torch.uint8)
+    parts = [
+        torch.zeros(meta.size_bytes, dtype=torch.uint8)
+        if block is None
+        else block.contiguous().reshape(-1).view(torch.uint8)
+        for block, meta in zip(blocks, metas, strict=True)
+    ]
+    return torch.cat([*parts, flags])
+
+
+def unpacked(message: torch.Tensor, metas: Sequence[TensorMeta]) -> list[Gradient]:
+    """Blocks from bytes, each in memory of its own."""
+    *parts, flags = message.split([*(meta.size_bytes for meta in metas), len(metas)])
+    return [
+        part.clone().view(meta.dtype).view(meta.static_shape) if is_there else None
+        for part, meta, is_there in zip(parts, metas, flags.tolist(), strict=True)
+    ]
