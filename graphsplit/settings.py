@@ -185,10 +185,15 @@ def _read_settings(reader: _Reader) -> ClusterSettings:
     )
 
 
+def is_label(text: str) -> bool:
+    """Whether a worker may be called so: no IPv6 address and no number can be told from a rank."""
+    return _LABEL.fullmatch(text) is not None
+
+
 def _read_labels(reader: _Reader) -> tuple[str, ...]:
     text = reader.text("GS_WORKER_LABELS")
     labels = tuple(dict.fromkeys(filter(None, (part.strip() for part in text.split(",")))))
-    if len(text) > _MAX_LABELS_CHARS or not all(map(_LABEL.fullmatch, labels)):
+    if len(text) > _MAX_LABELS_CHARS or not all(map(is_label, labels)):
         expected = "names with commas between them, of letters, digits and . _ - @ % /"
         reader.problem("GS_WORKER_LABELS", expected, "for example GS_WORKER_LABELS=gpu,big-memory")
         return ()

@@ -16,7 +16,7 @@ from graphsplit.errors import ConfigurationError, PlacementError
 from graphsplit.job.joined import _names
 from graphsplit.marks import workers
 from graphsplit.marks.annotations import annotations_of
-from graphsplit.settings import ClusterSettings
+from graphsplit.settings import ClusterSettings, is_label
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +126,12 @@ def test_names_are_those_that_workers_have_registered() -> None:
     peers = [Peer(1, "b", "gpu,big"), Peer(0, "a.example", "")]
     job: Any = SimpleNamespace(member=SimpleNamespace(peers=peers))
     assert _names(job) == {"a.example": [0], "a": [0], "b": [1], "gpu": [1], "big": [1]}
+
+
+def test_what_cannot_be_a_label_is_none() -> None:
+    """Names of hosts and resources become labels by themselves, where they can."""
+    assert all(map(is_label, ("a", "user@10.0.0.2", "big_disk", "GPU", "3d")))
+    assert not any(map(is_label, ("fd00::1", "3", "accelerator_type:A100", "", "a b")))
 
 
 def test_labels_are_read_from_the_environment() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from graphsplit.security import strangers
 from graphsplit.security.connections import ConnectionWatch, set_filter
 from graphsplit.security.strangers import (
     MOST_BYTES,
@@ -31,26 +32,26 @@ def several(
 
 
 def test_who_says_too_much_or_is_there_for_too_long_is_closed() -> None:
-    strangers = Strangers(2)
+    followed = Strangers(2)
     quiet, loud = (
         UnprovenConnection(1, HERE, MOST_BYTES),
         UnprovenConnection(2, HERE, MOST_BYTES + 1),
     )
-    assert strangers.look([quiet, loud], 0.0).close == {2: "sent more than 64 KiB"}
-    assert strangers.look([quiet], MOST_S).close == {}
-    assert strangers.look([quiet], MOST_S + 0.1).close == {1: "was there for 30 s"}
+    assert followed.look([quiet, loud], 0.0).close == {2: "sent more than 64 KiB"}
+    assert followed.look([quiet], MOST_S).close == {}
+    assert followed.look([quiet], MOST_S + 0.1).close == {1: "was there for 30 s"}
 
 
 def test_a_machine_has_few_places_and_the_newest_stay() -> None:
-    strangers = Strangers(2)
-    assert strangers.look(several(10), 0.0).close == {}
-    ruling = strangers.look(several(30), 1.0)
+    followed = Strangers(2)
+    assert followed.look(several(10), 0.0).close == {}
+    ruling = followed.look(several(30), 1.0)
     assert len(ruling.close) == 20 and set(ruling.close.values()) == {
         "was one of too many from there"
     }
     assert set(range(10)) <= set(ruling.close)
     other = several(1, "10.0.0.2", first=50)
-    assert strangers.look([*several(10, first=20), *other], 1.1).close == {}
+    assert followed.look([*several(10, first=20), *other], 1.1).close == {}
 
 
 def test_all_machines_together_have_a_bound() -> None:
@@ -60,33 +61,33 @@ def test_all_machines_together_have_a_bound() -> None:
 
 
 def test_who_always_comes_again_is_heard_more_and_more_rarely_and_then_forgotten() -> None:
-    strangers = Strangers(2)
+    followed = Strangers(2)
     levels, number = [], 0
     for tenth in range(30):
-        ruling = strangers.look(several(12, first=number), tenth / 10)
+        ruling = followed.look(several(12, first=number), tenth / 10)
         levels.append(ruling.slowed.get(HERE, 0))
         number += 12
     assert levels[:6] == [0] * 6 and levels == sorted(levels) and levels[-1] == 8
     assert (ruling.everybody, ruling.look_s) == (0, NEAR_LOOK_S)
-    assert strangers.look([], 10.0).look_s == WARY_LOOK_S
+    assert followed.look([], 10.0).look_s == WARY_LOOK_S
     for second in range(11, 30):
-        ruling = strangers.look([], float(second))
+        ruling = followed.look([], float(second))
     assert ruling.slowed == {} and ruling.look_s == QUIET_LOOK_S
 
 
 def test_workers_that_all_come_at_once_are_not_slowed() -> None:
-    strangers = Strangers(500)
-    assert strangers.look(several(500), 0.0).close == {}
+    followed = Strangers(500)
+    assert followed.look(several(500), 0.0).close == {}
     for second in range(1, 5):
-        assert strangers.look([], float(second)).slowed == {}
+        assert followed.look([], float(second)).slowed == {}
 
 
 def test_many_machines_that_come_again_take_a_fixed_amount_of_memory() -> None:
-    strangers = Strangers(2)
+    followed = Strangers(2)
     for n in range(3_000):
         name = f"10.0.{n // 256}.{n % 256}"
-        ruling = strangers.look(several(100, name, first=100 * n), n / 1_000)
-    assert len(strangers._machines) == 1_024 and len(ruling.slowed) <= 16
+        ruling = followed.look(several(100, name, first=100 * n), n / 1_000)
+    assert len(followed._machines) == 1_024 and len(ruling.slowed) <= 16
     assert ruling.everybody > 0
 
 
@@ -170,6 +171,24 @@ def test_a_loud_stranger_is_cut_off_and_a_member_is_not(
     assert lines == [
         "closed a connection from 127.0.0.1 that proved nothing: it sent more than 64 KiB"
     ]
+    for one in (*accepted, member, stranger):
+        one.close()
+
+
+def test_a_quiet_stranger_goes_after_a_while_and_a_quiet_member_stays(
+    monkeypatch: pytest.MonkeyPatch, served: tuple[socket.socket, ConnectionWatch, list[str]]
+) -> None:
+    monkeypatch.setattr(strangers, "MOST_S", 0.2)
+    listener, keeper, lines = served
+    address = listener.getsockname()
+    member, stranger = (socket.create_connection(address, DEADLINE_S) for _ in range(2))
+    accepted = [listener.accept()[0] for _ in range(2)]
+    host, port = member.getsockname()
+    keeper.prove(f"ipv4:{host}:{port}")
+    assert is_closed(stranger)
+    time.sleep(1.5)  # several looks
+    accepted[0].sendall(b"answer")
+    assert member.recv(10) == b"answer" and len(lines) == 1
     for one in (*accepted, member, stranger):
         one.close()
 

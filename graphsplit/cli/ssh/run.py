@@ -28,7 +28,7 @@ from graphsplit.cli.tokens import kept_token
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.private_files import read_private_file
 from graphsplit.security.protection import is_loopback
-from graphsplit.settings import NODE_TIMEOUT_S
+from graphsplit.settings import NODE_TIMEOUT_S, is_label
 
 _LEAST_SILENCE_S = 10.0
 
@@ -117,7 +117,7 @@ def supervise_hosts(
         rank = int(spec.name.split()[-1])
         host = place[rank]
         share = shares_of(host.ranks)[rank] if options.bind else None
-        labels = host.labels or (host.name,)
+        labels = tuple(filter(is_label, host.labels or (host.name,)))
         return hosts[host.name].start(replace(spec, share=share, labels=labels), kept)
 
     with kept_token(specs[0].variables, address, port):
