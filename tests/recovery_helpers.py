@@ -171,6 +171,7 @@ class ThreadMember:
         return len(self.seats)
 
     def agree(self, topic: str, text: str) -> None:
+        self.abort.raise_if_set()
         texts = self._cluster.texts.setdefault((self.generation, topic), {})
         texts[self.rank] = text
         self._cluster.turns.wait_for(lambda: len(texts) == self.num_workers, self.abort)

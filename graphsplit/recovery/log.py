@@ -93,7 +93,7 @@ class ModelBefore:
     @classmethod
     def of(cls, share: ModelSnapshot) -> ModelBefore:
         """Look at a Model."""
-        given = share.given()
+        given, changed = share.given(), share.changed_by_script()
         is_new = not given.is_same(share.given_before)
         return cls(
             share,
@@ -103,9 +103,9 @@ class ModelBefore:
             [members_of(optimizer) for optimizer in share.task.optimizers],
             share.engine.planner.requires_grad(),
             share.engine.planner.python_values.now(),
-            share.changed_by_script(),
+            changed,
             share.states.resumption,
-            share.was_written_to(),
+            bool(changed) or share.has_left_out_writes,
         )
 
     @property

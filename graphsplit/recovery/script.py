@@ -148,6 +148,7 @@ class RecoveringScript(Script):
     def step_done(self) -> None:
         """A step of ``train`` is over: perhaps take a snapshot."""
         if self._depth == 1 and self._running is not None:
+            self._look_who_comes()
             self._check_shares()
             self._steps += 1
             if self._steps >= self.settings.every:
@@ -223,6 +224,7 @@ class RecoveringScript(Script):
     def _attempt(self, entry: Entry) -> Any:
         """Run a call, note what it returned, and perhaps take a snapshot."""
         call, share = entry.call, self._share(entry.call)
+        self._look_who_comes()
         self._running = entry
         try:
             with self._nested():
@@ -414,6 +416,12 @@ class RecoveringScript(Script):
                 self._attempt(earlier)
             except (CheckpointError, StateError):
                 continue  # the script has seen it
+
+    def _look_who_comes(self) -> None:
+        """A worker that is alone waits for nobody, and would not hear of those who come."""
+        if self._job.goes_on and self._job.abort.cause is not None:
+            with self._job.reporting():
+                self._job.abort.raise_if_set()
 
     def _check_written(self, entry: Entry) -> None:
         if self._job.goes_on and any(before.needs_owners for before in entry.models):

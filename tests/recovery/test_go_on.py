@@ -107,6 +107,33 @@ def test_a_newcomer_may_be_lost_again_and_another_one_meanwhile() -> None:
     assert difference(expected, found[2]) is None
 
 
+def test_one_that_is_alone_takes_a_newcomer_in() -> None:
+    expected = undisturbed()
+    cluster = going_on(2, {1: [60]}, joins={1: (150, 0)})
+    found = cluster.run()
+    assert (cluster.num_joined, cluster.generation) == (1, 3)
+    assert difference(expected, found[1]) is None
+
+
+@pytest.mark.parametrize("at", [60, 150])
+def test_models_that_share_a_network_go_on_together(at: int) -> None:
+    def run(ranks: list[int]) -> Any:
+        net = normed(ranks, place=bool(ranks))
+        if ranks:
+            net[1].place(ranks)
+        smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+        first = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=4)
+        second = gs.Model(net, smooth, adam(net, 0.01), microbatches=3)
+        losses = []
+        for batch in list(batches(12)) * 3:
+            losses += [first.train_step(*batch), second.train_step(*batch)]
+        return losses, all_of(first, second, is_end=False)
+
+    expected = undisturbed(run)
+    found = going_on(2, {1: [at]}, run, settings=SnapshotSettings(every=3)).run()
+    assert difference(expected, found[0]) is None
+
+
 def test_pieces_beside_what_is_replicated_stay_where_they_are() -> None:
     def run(ranks: list[int]) -> Any:
         return script(ranks, head=1, order="left")

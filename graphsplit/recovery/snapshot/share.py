@@ -181,8 +181,11 @@ class ModelSnapshot:
     def keep_whole_start(self) -> None:
         """Before a call that may fix owners: whoever is lost then, all of the start is here.
 
+        Where a Model that began before has modules of it, that one has the start of these.
+
         Raises:
-            ConfigurationError: The network is to be built on its owners alone.
+            ConfigurationError: The network is to be built on its owners alone; or an optimizer
+                knows something of parameters that another Model has taken to other workers.
         """
         self.engine.on_first_settled = None
         if any(map(is_deferred, stateful_modules(self.task))):
@@ -192,6 +195,13 @@ class ModelSnapshot:
                 "GS_RECOVERY=wait_rejoin."
             )
         if not self.is_settled and not self.was_regrouped:
+            states = (key for optimizer in self.task.optimizers for key in optimizer.state)
+            if any(isinstance(key, torch.Tensor) and is_elsewhere(key) for key in states):
+                raise ConfigurationError(
+                    "an optimizer has a state of parameters that another Model has taken to other "
+                    "workers, in a job with GS_RECOVERY=go_on\n  Fix: load its state after the "
+                    "first step of its Model."
+                )
             self._keep_start()
 
     def _keep_start(self) -> None:
@@ -274,12 +284,13 @@ class ModelSnapshot:
 
     # Putting back.
 
-    def put_back(self, part: SnapshotShard, *, inside: bool) -> None:
+    def put_back(self, part: SnapshotShard, *, inside: bool, is_shared: bool = False) -> None:
         """Everything, as it was.
 
         Args:
             part: What was copied.
             inside: Whether that was in the middle of ``train``, which then goes on from there.
+            is_shared: Whether another Model may put back what this part lacks.
         """
         node = self.node_in(part)
         if node is None:
@@ -291,7 +302,7 @@ class ModelSnapshot:
         self._follow()
         register_again(self.task.network, contents.sections["attributes"])
         with torch.no_grad():
-            self._put_network(contents)
+            self._put_network(contents, is_shared=is_shared)
             self._put_gradients(contents)
         # Clones: the part's memory is used again, and a generator takes no view of a state.
         sections = {
@@ -342,21 +353,22 @@ class ModelSnapshot:
         """As it was before the first step; nothing to do if no owner was fixed yet."""
         if self.start is not None:
             self.go_on_with(self.given_at[START])
-            self.put_back(self.start, inside=False)
+            self.put_back(self.start, inside=False, is_shared=self.was_regrouped)
 
     def node_in(self, part: SnapshotShard) -> dict[str, Any] | None:
         """The part of this Model in a shard, if any."""
         nodes = part.values["models"]
         return next((node for node in nodes if node["index"] == self.index), None)
 
-    def _put_network(self, contents: CheckpointContents) -> None:
+    def _put_network(self, contents: CheckpointContents, *, is_shared: bool) -> None:
         state, ownership = NetworkState.of(self.task), self._ownership()
         for key, tensor in state.tensors.items():
-            if ownership.saver(tensor) == self._rank:
-                _copy(tensor, contents.weights.get(key), key)
+            value = contents.weights.get(key)
+            if ownership.saver(tensor) == self._rank and not (value is None and is_shared):
+                _copy(tensor, value, key)
         for name, tensor in state.others.items():
             value = contents.tensors.get(f"{OTHERS}{name}")
-            is_later = value is None and is_kept_name(name)  # nothing stands for it then
+            is_later = value is None and (is_shared or is_kept_name(name))  # nothing stands for it
             if ownership.saver(tensor) == self._rank and not is_later:
                 _copy(tensor, value, name)
 
@@ -421,9 +433,10 @@ class ModelSnapshot:
                 found[index] = tensor.detach().clone()
         return found
 
-    def was_written_to(self) -> bool:
-        """Whether the script has written to anything since ``note_versions``, wherever it is."""
-        return Elsewhere.num_left_out != self._num_left_out or bool(self.changed_by_script())
+    @property
+    def has_left_out_writes(self) -> bool:
+        """Whether the script has written to what lives elsewhere since ``note_versions``."""
+        return Elsewhere.num_left_out != self._num_left_out
 
     def change_again(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Write again what the script has written."""
