@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -297,6 +297,40 @@ def _refuse_split_sums(steps: Sequence[Any]) -> None:
                     "too: the gradients of such an input cannot be added up in eager's order\n"
                     "  Fix: pass input.clone() to the network."
                 )
+    split = [step for step in steps if uses[step, 0] > 1 and _is_gathering(step)]
+    if split:
+        _refuse_later_uses(steps, split)
+
+
+def _is_gathering(step: Any) -> bool:
+    """Whether what an operation gives back for one operand comes together here, before the rest."""
+    return hasattr(step, "graphsplit_way") or hasattr(step, "graphsplit_read")
+
+
+def _refuse_later_uses(steps: Sequence[Any], split: Sequence[Any]) -> None:
+    """Refuse what an operation uses several times unless its sum begins with these uses."""
+    consumers: dict[Any, list[Any]] = defaultdict(list)
+    for step in steps:
+        for following in step.next_functions:
+            consumers[following].append(step)
+        for tensor in _parameters_of(step):
+            consumers[id(tensor)].append(step)
+    for step in split:
+        sources = [id(p) for p in _parameters_of(step)] or [step.next_functions[0]]
+        others = {one for source in sources for one in consumers[source]} - {step}
+        earliest = min(one._sequence_nr() for one in consumers[step, 0])
+        for other in others:
+            uses = consumers[other, 0] if _is_gathering(other) else [other]
+            if any(one._sequence_nr() > earliest for one in uses):
+                raise ConfigurationError(_USED_AGAIN)
+
+
+def _parameters_of(step: Any) -> list[torch.Tensor]:
+    """The parameters to which a step of the script's graph gives gradients."""
+    if hasattr(step, "graphsplit_read"):
+        return [step.graphsplit_read]
+    call = getattr(step, "graphsplit_call", None)
+    return [] if call is None else list({*call.network.planner_tensors().values()})
 
 
 def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> None:
@@ -330,6 +364,13 @@ def _refuse_unordered(calls: Sequence[Call], reads: Sequence[torch.Tensor]) -> N
                 raise ConfigurationError(_HOOKED.format(placed.graph.nodes[position].target))
 
 
+_USED_AGAIN = (
+    "one operation of the script uses a parameter, or a value of another worker, several times (as "
+    "functional.normalize does), and a later line uses it too: its gradients cannot be added up in "
+    "eager's order\n"
+    "  Fix: pass weight.clone() to that operation, there and in one process; or move it behind "
+    "the later line."
+)
 _ANOMALY = (
     "backward under torch.autograd.detect_anomaly, which looks for NaN on every worker, also where "
     "values are not\n  Fix: torch.autograd.set_detect_anomaly(True, check_nan=False); and "

@@ -289,8 +289,8 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
                 result = follow_casts(func, inside, together)
             if result is None:
                 result = func(*its_args, **its_kwargs)
-    except NotImplementedError as error:
-        if is_here:
+    except RuntimeError as error:
+        if is_here or not (isinstance(error, NotImplementedError) or "meta tensor" in str(error)):
             raise
         raise _cannot_follow(name, error) from error
     if following.draws:
@@ -376,7 +376,7 @@ def _needs_values(
     )
 
 
-def _cannot_follow(name: str, error: NotImplementedError) -> ConfigurationError:
+def _cannot_follow(name: str, error: RuntimeError) -> ConfigurationError:
     return ConfigurationError(
         f"{name} cannot be followed on workers that do not have its operands: {error}\n"
         f"  Fix: do it inside the network's forward, or ask for the value first."

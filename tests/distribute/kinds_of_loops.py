@@ -235,6 +235,27 @@ def traps(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict(), optimizer.state_dict()
 
 
+def reused(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Operations that use an operand several times: weights and values of other workers."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.randn(6, 8))
+    for _ in range(2):
+        early = functional.normalize(net.second.weight.clone(), dim=1)
+        out = net(torch.randn(6, 8))
+        weight = net.last.weight
+        late = functional.normalize(weight, dim=1)
+        far = functional.triplet_margin_loss(
+            net.second.weight[:6, :4], out.clone(), net.second.weight[:6, 4:8], swap=True, margin=9
+        )
+        loss = (out @ late).square().mean() + early.exp().mean() + far + out.exp().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), [p.grad for p in net.parameters()]
+    yield net.state_dict()
+
+
 def watched(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A hook asks for the loss while backward runs, and then writes to it."""
     net, seen = distribute(small(ranks)), []
@@ -261,6 +282,7 @@ LOOPS: tuple[Loop, ...] = (
     contrastive,
     masked,
     moved,
+    reused,
     traps,
     watched,
 )

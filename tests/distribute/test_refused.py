@@ -11,6 +11,7 @@ from loop_helpers import Distribute, Loop, placed, plain, raised
 from loops import small
 from recovery_helpers import ThreadCluster, threads_as_workers
 from several_networks import Twice
+from torch.nn.functional import normalize
 from torch.nn.utils import prune
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
@@ -129,6 +130,14 @@ class Coupled(torch.optim.SGD):
         return super().step(closure)
 
 
+def normalized_at_first(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A weight of which one operation makes two uses, before the network's own."""
+    net = distribute(small(ranks))
+    net(torch.randn(6, 8))
+    weight = normalize(net.second.weight)
+    yield (net(torch.randn(6, 8)).sum() + weight.sum()).backward()
+
+
 def compiled(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A distributed network that is compiled."""
     net = torch.compile(distribute(small(ranks)), backend="eager")
@@ -155,6 +164,7 @@ def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[A
     ("loop", "text"),
     [
         (closure_at_once, "LBFGS runs the step several times"),
+        (normalized_at_first, "pass weight.clone() to that operation"),
         (compiled, "torch.compile around a distributed network"),
         (watched_for_nan, "check_nan=False"),
         (data_of_another_form, "data of a value of (16, 8)"),
@@ -172,6 +182,16 @@ def data_of_another_form(distribute: Distribute, ranks: list[int]) -> Iterator[A
 )
 def test_a_loop_is_refused_with_the_way_out(loop: Loop, text: str) -> None:
     assert text in raised(loop)
+
+
+def test_a_loss_that_looks_at_values_in_python_is_refused_with_the_way_out() -> None:
+    def run(rank: int) -> None:
+        out = gs.distribute(small([0, 1, 0]))(torch.ones(6, 8))
+        torch.nn.functional.gaussian_nll_loss(out, torch.ones(6, 4), out.square())
+
+    with pytest.raises(gs.errors.ConfigurationError, match="nll_loss cannot be followed") as caught:
+        ThreadCluster(run, 2, is_recoverable=False).run()
+    assert "Fix: do it inside the network's forward" in str(caught.value)
 
 
 def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:

@@ -215,7 +215,7 @@ class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, loop: Loop, home: int, tensor: torch.Tensor) -> torch.Tensor:
         """The value on its worker, its shape elsewhere."""
-        ctx.loop, ctx.home = loop, home
+        ctx.loop, ctx.home, ctx.graphsplit_way = loop, home, True
         return tensor.detach() if loop.rank == home else shape_of(tensor)
 
     @staticmethod
@@ -230,7 +230,7 @@ class _Share(Function):
     @staticmethod
     def forward(ctx: Any, loop: Loop, home: int, tensor: torch.Tensor) -> torch.Tensor:
         """The value, on every worker."""
-        ctx.loop, ctx.home = loop, home
+        ctx.loop, ctx.home, ctx.graphsplit_way = loop, home, True
         return loop.share(tensor, home)
 
     @staticmethod
@@ -246,7 +246,7 @@ class _Move(Function):
     @staticmethod
     def forward(ctx: Any, loop: Loop, ways: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
         """The value on the other worker, its shape elsewhere."""
-        ctx.loop, ctx.ways = loop, ways
+        ctx.loop, ctx.ways, ctx.graphsplit_way = loop, ways, True
         return loop.move(tensor, *ways)
 
     @staticmethod
