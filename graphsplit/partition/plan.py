@@ -170,13 +170,15 @@ class BlockSums:
         workers: Who makes and adds the parts, by lane.
         edges: The edge on which its blocks go to the parameter's owner, by lane; None: it is there.
         ends: The last microbatch of each block, in order, and how many the block has.
-        members: The parameters, by number in the first lane, the first one first.
+        members: The parameters, by number in the first lane; the first one stands for all.
+        terms: The terms of the other ones' gradients, in all lanes.
     """
 
     workers: tuple[int, ...]
     edges: tuple[int | None, ...]
     ends: Mapping[int, int]
     members: tuple[int, ...]
+    terms: Mapping[int, tuple[SumTerm, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,8 @@ class PartitionPlan:
         io: Inputs and outputs of each segment, by segment.
         edges: All edges, by index.
         contributions: All leaves that collect gradients, by index.
-        gradient_sums: For each value with contributions: the terms of its gradient, in order.
+        gradient_sums: For each value with contributions: the terms of its gradient, in order. Not
+            for parameters for which another one stands in ``blocks``.
         seeds: For each contribution with a seed: the terms of the seed, in order.
         home: The worker that has the outputs and computes metrics.
         is_microbatched: Whether it runs microbatches of a step: each draws from a generator state
@@ -323,11 +326,6 @@ class PartitionPlan:
     def blocks_of(self, value: int) -> BlockSums | None:
         """How the parts of a parameter's gradient are added in blocks, if they are."""
         return self.blocks.get(self.in_first_lane(value)) if self.blocks else None
-
-    @cached_property
-    def following(self) -> frozenset[int]:
-        """Parameters whose blocks go with those of another one; by number in the first lane."""
-        return frozenset(v for block in self.blocks.values() for v in block.members[1:])
 
     def members_of(self, value: int) -> tuple[int, ...]:
         """The parameters whose blocks are added with those of one, in the lane of that; or it."""

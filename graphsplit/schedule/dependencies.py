@@ -85,7 +85,6 @@ def _accumulate(plan: PartitionPlan) -> dict[int, frozenset[int]]:
         value: frozenset(_contributing(plan, terms))
         for value, terms in plan.gradient_sums.items()
         if nodes[value].kind is not NodeKind.OPERATION
-        and plan.in_first_lane(value) not in plan.following
     }
 
 

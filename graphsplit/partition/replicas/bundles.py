@@ -31,16 +31,19 @@ def bundled(plan: PartitionPlan) -> PartitionPlan:
     if len(found) == len(plan.blocks):
         return plan
     edges, blocks, gone = list(plan.edges), dict[int, BlockSums](), set[int]()
+    sums = dict(plan.gradient_sums)
     for first, *others in sorted(found):
         members = (first, *others)
-        blocks[first] = dataclasses.replace(plan.blocks[first], members=members)
+        lanes = range(0, len(plan.placed.graph.nodes), plan.num_values)
+        terms = {value: sums.pop(value) for other in others for value in (s + other for s in lanes)}
+        blocks[first] = dataclasses.replace(plan.blocks[first], members=members, terms=terms)
         size = _bytes(plan, members) + len(members)
         for index in blocks[first].edges if others else ():
             if index is not None:
                 meta = TensorMeta(torch.uint8, (size,), (1,))
                 edges[index] = dataclasses.replace(edges[index], meta=meta)
         gone |= {edge for one in others for edge in plan.blocks[one].edges if edge is not None}
-    plan = dataclasses.replace(plan, edges=tuple(edges), blocks=blocks)
+    plan = dataclasses.replace(plan, edges=tuple(edges), blocks=blocks, gradient_sums=sums)
     return with_edges(plan, lambda edge: edge.index not in gone)
 
 

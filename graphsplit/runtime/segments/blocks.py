@@ -30,10 +30,11 @@ def bind_part(
 ) -> Action:
     """Add a microbatch's parts to their blocks, where they were made; or keep them."""
     microbatch, first = instruction.microbatch, plan.in_first_lane(instruction.operand)
-    end = next(end for end in plan.blocks[first].ends if end >= microbatch)
+    block = plan.blocks[first]
+    end = next(end for end in block.ends if end >= microbatch)
     members = [
         (
-            plan.gradient_sums.get(value, ()),
+            block.terms.get(value) or plan.gradient_sums.get(value, ()),
             (plan.in_first_lane(value), end),
             owned.get(value, str(plan.placed.graph.nodes[value].target)),
         )
