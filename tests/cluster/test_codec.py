@@ -44,6 +44,7 @@ from graphsplit.cluster.wire.messages import (
 )
 from graphsplit.encoding.fields import AtMost, MessageError
 from graphsplit.failure import FailureCause
+from graphsplit.root_cause import JOINED
 
 CAUSE = FailureCause("exception", "no\nreally", 3, "host", 12, "step 1", "Traceback\n  x")
 
@@ -90,6 +91,8 @@ def test_every_message_of_the_scheduler_survives_the_wire():
         Formed(1, "ab" * 16, 1, 2**63 - 1, PEERS, ("careful",)),
         Started(3),
         Recovering(4, CAUSE),
+        Recovering(5, FailureCause(JOINED, "worker '1' has come")),
+        Formed(1, "ab" * 16, 2, 7, (PEERS[0], replace(PEERS[1], rank=5)), ()),
         Progress({0: 1, 2: 3}),
         Departed(MeetingKind.FINISH),
         TextWanted("x"),

@@ -161,3 +161,12 @@ def test_a_frozen_worker_that_the_job_went_on_without_is_ended() -> None:
     assert ending.give_up("worker 1", "nothing was heard from it", is_final=False)
     assert not ending.exited("worker 1", returncode=-9, now_s=1.0)
     assert ending.status == 0
+
+
+def test_one_that_comes_when_the_others_have_finished_is_no_failure() -> None:
+    ending = JobEnding({"scheduler", "worker 0", "worker 1"}, goes_on=True, restarts=1)
+    assert ending.exited("worker 1", returncode=-9, now_s=1.0)
+    ending.is_over = True
+    ending.exited("worker 0", returncode=0, now_s=2.0)
+    ending.exited("worker 1", returncode=1, now_s=2.0, how="was refused: the job is ending")
+    assert ending.status == 0

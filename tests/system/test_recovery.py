@@ -104,3 +104,18 @@ def test_the_others_go_on_in_the_same_bits_and_take_in_who_comes(restarts: int, 
     if not restarts:  # one that is started again may be there before the others have left
         assert "going on with 2 of 3 workers, without workers 0" in job.logs["scheduler"]
         assert "going on with 1 of 3 workers, without workers 0, 2" in job.logs["scheduler"]
+
+
+def test_one_that_comes_later_is_taken_in_at_a_step(tmp_path: Path):
+    options = ("--replicated", "--epochs", "300")
+    command = [sys.executable, str(JOBS / "recovering.py"), *options]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    job = recovering(
+        "0:BACKWARD:5", tmp_path, workers=3, restarts=1,
+        options=(*options, "--late", "0.5"), GS_RECOVERY="go_on",
+    )  # fmt: skip
+    assert job.status == 0, job.output[-6000:]
+    for rank in range(3):
+        assert job.said_by(f"worker {rank}") == plain
+    assert "going on with 2 of 3 workers, without workers 0" in job.logs["scheduler"]
+    assert "has come, and is to take part" in job.logs["scheduler"]

@@ -68,6 +68,7 @@ class JobEnding:
     given_up: dict[str, str] = field(default_factory=dict)
     _steps: list[tuple[float, signal.Signals]] = field(default_factory=list)
     _is_interrupted: bool = False
+    _started_again: set[str] = field(default_factory=set)
 
     @property
     def is_interrupted(self) -> bool:
@@ -92,15 +93,15 @@ class JobEnding:
         given_up = self.given_up.pop(name, "")
         if has_place and self._may_start_again(name, returncode):
             self.restarts -= 1
+            self._started_again.add(name)
             return True
         self.running.discard(name)
         self.asks_for_another_try |= returncode == EX_TEMPFAIL
         if name not in self.told and not given_up:
             self.returncodes[name] = returncode
             self.hows[name] = how or describe(returncode)
-        if self._goes_on_without(name, returncode):
-            return False
-        if returncode != 0 and self.status == 0:
+        is_needed = not self._goes_on_without(name, returncode)
+        if returncode != 0 and self.status == 0 and is_needed:
             self.first_failed = name
             if given_up or not how:
                 how = f"was given up: {given_up}" if given_up else describe(returncode)
@@ -118,7 +119,9 @@ class JobEnding:
         return was_lost and may_be and self.restarts > 0 and is_healthy
 
     def _goes_on_without(self, name: str, returncode: int) -> bool:
-        """Killed, and neither the scheduler nor the last worker."""
+        """Killed, and neither the scheduler nor the last worker; or it came when all was over."""
+        if self.goes_on and self.is_over and name in self._started_again:
+            return True
         others = self.running - {name}
         is_healthy = self.status == 0 and not self._is_interrupted
         is_left = SCHEDULER in others and len(others) > 1

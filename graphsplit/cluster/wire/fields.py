@@ -9,7 +9,7 @@ from typing import Annotated
 from graphsplit.cluster.wire import limits
 from graphsplit.encoding.fields import AtMost, choice, integer, number, string
 from graphsplit.encoding.records import record
-from graphsplit.root_cause import FailureCause, Location
+from graphsplit.root_cause import JOINED, FailureCause, Location
 from graphsplit.settings import RECOVERY_POLICIES
 
 _MAX_PID = (1 << 31) - 1
@@ -61,10 +61,8 @@ Place = Annotated[
         },
     ),
 ]
-_FAILURE_KIND = choice(
-    ("exception", "lost", "refused", "disagreement", "interrupted", "scheduler_lost", "timeout"),
-    "kind of failure",
-)
+_FAILURES = ("exception", "lost", "refused", "disagreement", "interrupted", "scheduler_lost")
+_FAILURE_KIND = choice((*_FAILURES, "timeout", JOINED), "kind of failure")
 Cause = Annotated[
     FailureCause,
     record(

@@ -67,8 +67,12 @@ def main() -> None:
     parser.add_argument("--die", default="")
     parser.add_argument("--marks", default=".")
     parser.add_argument("--by", default="SIGKILL", help="SIGTERM asks for an end in order")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--late", type=float, default=0.0, help="seconds before it comes back")
     parser.add_argument("--replicated", action="store_true", help="all workers run all of it")
     arguments = parser.parse_args()
+    if arguments.late and any(Path(arguments.marks).iterdir()):
+        time.sleep(arguments.late)  # it was started again
     Deaths(arguments.die, arguments.marks, by=signal.Signals[arguments.by])
     gs.init()
     torch.manual_seed(0)
@@ -86,7 +90,7 @@ def main() -> None:
         *(net, nn.CrossEntropyLoss(), optimizer, {"Loss": gs.metrics.Loss()}),
         microbatches=4 if arguments.replicated else 1,
     )
-    model.train(4, loader, [schedule])
+    model.train(arguments.epochs, loader, [schedule])
     say("eval", model.eval(loader))
     for inputs, target in loader:
         say("loss", digest(model.train_step(inputs, target)))
