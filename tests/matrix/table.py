@@ -101,22 +101,32 @@ def commit() -> str:
 
 
 def with_table(document: str, rows: Iterable[Row], at: str) -> str:
-    """A document whose part after the mark is made from these runs of the code at a commit."""
+    """A document whose tables are made from these runs of the code at a commit.
+
+    A table of which there are no rows stays as it is.
+    """
     rows = list(rows)
-    before, mark, _ = document.partition(MARK)
+    before, mark, after = document.partition(MARK)
     if not mark:
         raise ValueError(f"the document has no line {MARK!r}")
     parts = {
-        "Faults of processes": [row for row in rows if row.fault in OF_PROCESSES],
-        "Faults of the network": [row for row in rows if row.fault not in OF_PROCESSES],
+        "Faults of processes": [r for r in rows if r.fault in OF_PROCESSES and not _is_loop(r)],
+        "Faults of processes, in own loops": [r for r in rows if _is_loop(r)],
+        "Faults of the network": [r for r in rows if r.fault not in OF_PROCESSES],
     }
-    told = [
-        f"## {title}\n\n{len(part)} runs at commit `{at}`, of which {sum(row.ok for row in part)} "
+    former = dict(one.rstrip().split("\n\n", 1) for one in after.split("\n## ")[1:])
+    told = {
+        title: f"{len(part)} runs at commit `{at}`, of which {sum(row.ok for row in part)} "
         f"ended as they must.\n\n{table(part)}"
         for title, part in parts.items()
         if part
-    ]
-    return "\n\n".join([f"{before}{mark}", *told]) + "\n"
+    }
+    shown = [f"## {t}\n\n{text}" for t in parts if (text := told.get(t, former.get(t)))]
+    return "\n\n".join([f"{before}{mark}", *shown]) + "\n"
+
+
+def _is_loop(row: Row) -> bool:
+    return row.policy.endswith("gs.loop")
 
 
 def main() -> None:

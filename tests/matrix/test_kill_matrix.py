@@ -71,3 +71,7 @@ def test_a_cell_counts_what_was_as_it_must_be_and_names_the_longest_time() -> No
         and "link 1-2, cut" in network
     )
     assert "of yesterday" not in document
+    loop = Row("worker 1", "forward", "SIGKILL", LOOP, 0, 0, 0.4, ok=True)
+    again = with_table(document, [loop], "def5678")
+    assert "1 runs at commit `def5678`" in again and "in own loops" in again
+    assert processes in again and network in again
