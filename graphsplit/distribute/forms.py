@@ -204,6 +204,30 @@ def follow_casts(
     return pytree.tree_map(shape, result)
 
 
+class _Followed(Function):
+    """An operation that another worker runs, as a step of the script's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        """The shape of its result."""
+        ctx.operands = [shape_of(one) for one in operands]
+        return shape_of(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Shapes of gradients."""
+        return None, *ctx.operands
+
+
+def shape_after(result: torch.Tensor, operands: Sequence[Any]) -> torch.Tensor:
+    """The shape of an operation's result, which has a history where its operands have one."""
+    history = [one for one in operands if isinstance(one, torch.Tensor) and one.requires_grad]
+    return _followed(result, *history)
+
+
+_followed: Callable[..., torch.Tensor] = _Followed.apply
+
+
 def refuse_cached_cast(what: str) -> None:
     """Refuse a leaf with a gradient under autocast, which keeps the casts of leaves in a block.
 

@@ -15,7 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphsplit.distribute.forms import Following, casting_dtype, follow_casts, refuse_cached_cast
+from graphsplit.distribute.forms import (
+    Following,
+    casting_dtype,
+    follow_casts,
+    refuse_cached_cast,
+    shape_after,
+)
 from graphsplit.distribute.workers.asking import AskedValue, ask, follow
 from graphsplit.distribute.workers.loop import META, Loop, enter, move, shape_of, share
 from graphsplit.errors import ConfigurationError
@@ -31,13 +37,15 @@ Number = Any  # whole numbers and tuples of such and of texts
 # Attributes that the tensor inside answers, and those that are operations.
 _OF_INNER = frozenset({"requires_grad", "grad_fn", "is_leaf", "output_nr", WRITES})
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-# Operations whose result has a shape that depends on values, and those that torch cannot follow.
+# Operations whose result has a shape that depends on values.
 _SHAPED_BY_VALUES = frozenset(
     (
         *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
         *("repeat_interleave", "_unique2", "histc", "histogram", "histogramdd"),
     )
 )
+# Operations that torch cannot follow on shapes.
+_UNFOLLOWED = frozenset(("corrcoef", "cov", "ctc_loss", "gaussian_nll_loss"))
 _MASKS = (torch.bool, torch.uint8)
 _BY_BRACKETS = frozenset({"__getitem__", "__setitem__"})
 _INDEXING = _BY_BRACKETS | {"index_put", "index_put_"}
@@ -259,7 +267,10 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
     if not values:  # an ordinary tensor, indexed by a value
         return func(*args, **kwargs)
-    if _needs_values(name, args, kwargs, values):
+    if name in _UNFOLLOWED:
+        home = _home(name, args, kwargs, values)
+        return _followed_by_values(func, name, home, found, together)
+    if _needs_values(name, args, kwargs):
         shared = _from_last(lambda v: v.shared() if isinstance(v, LoopValue) else v, found)
         args, kwargs = together(shared)
         loop = values[0].loop
@@ -306,6 +317,24 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
         made.learn(find(), is_fixed=True, version=made.version())
         return made
     return wrap(result) if isinstance(result, torch.Tensor) else pytree.tree_map(wrap, result)
+
+
+def _followed_by_values(
+    func: Function, name: str, home: int, found: list[Any], together: Callable[..., Any]
+) -> Any:
+    """Run an operation on its worker; the others run it on copies, to see what comes of it."""
+    values = [leaf for leaf in found if isinstance(leaf, LoopValue)]
+    loop = values[0].loop
+    copies = _from_last(lambda v: v.everywhere() if isinstance(v, LoopValue) else v, found)
+    inside = _from_last(lambda leaf: _operand(leaf, home, loop, name), found)
+    taken = [leaf for leaf in found if not isinstance(leaf, LoopValue)]
+    loop.taken.note(name, taken, [value.mark for value in values])
+    is_here = loop.rank == home
+    args, kwargs = together(inside if is_here else copies)
+    with DisableTorchFunctionSubclass():
+        made = func(*args, **kwargs)
+        made = made if is_here else shape_after(made, inside)
+    return LoopValue.of(made, home, loop, loop.taken.next())
 
 
 def _wrapped(
@@ -364,9 +393,7 @@ def _kept(value: LoopValue, result: Any) -> Any:
     return LoopValue.of(inner, value.home, value.loop, number)
 
 
-def _needs_values(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], values: list[LoopValue]
-) -> bool:
+def _needs_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all workers need the operands: shapes hang on them, or a plain tensor is written."""
     if name in _SHAPED_BY_VALUES or (name == "where" and len(args) == 1):
         return True

@@ -256,6 +256,26 @@ def reused(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield net.state_dict()
 
 
+def unfollowed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Losses and numbers whose shapes torch cannot follow without values (speech)."""
+    net = distribute(small(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    words, sizes = torch.tensor([[1, 2], [1, 1]]), torch.tensor([1, 2])
+    for _ in range(2):
+        out = net(torch.randn(6, 8))
+        speech = out.view(3, 2, 4).log_softmax(-1)
+        loss = functional.ctc_loss(speech, words, torch.tensor([3, 3]), sizes)
+        loss = loss + functional.gaussian_nll_loss(out, torch.ones(6, 4), out.detach().square())
+        loss = loss + torch.corrcoef(out).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), [p.grad for p in net.parameters()]
+        with torch.no_grad():
+            yield torch.cov(net.last.weight), torch.corrcoef(out).requires_grad
+    yield net.state_dict()
+
+
 def watched(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     """A hook asks for the loss while backward runs, and then writes to it."""
     net, seen = distribute(small(ranks)), []
@@ -284,5 +304,6 @@ LOOPS: tuple[Loop, ...] = (
     moved,
     reused,
     traps,
+    unfollowed,
     watched,
 )

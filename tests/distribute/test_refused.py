@@ -184,16 +184,6 @@ def test_a_loop_is_refused_with_the_way_out(loop: Loop, text: str) -> None:
     assert text in raised(loop)
 
 
-def test_a_loss_that_looks_at_values_in_python_is_refused_with_the_way_out() -> None:
-    def run(rank: int) -> None:
-        out = gs.distribute(small([0, 1, 0]))(torch.ones(6, 8))
-        torch.nn.functional.gaussian_nll_loss(out, torch.ones(6, 4), out.square())
-
-    with pytest.raises(gs.errors.ConfigurationError, match="nll_loss cannot be followed") as caught:
-        ThreadCluster(run, 2, is_recoverable=False).run()
-    assert "Fix: do it inside the network's forward" in str(caught.value)
-
-
 def test_an_optimizer_that_takes_parameters_together_is_refused() -> None:
     def run(rank: int) -> None:
         net = gs.distribute(small([0, 1, 0]))
