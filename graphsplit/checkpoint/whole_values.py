@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FunctionType
+from pathlib import Path
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -60,6 +62,7 @@ LOOKING: tuple[Any, ...] = (
 # They fill one tensor, by its form alone; torch lets no stand-in answer for itself there.
 FILLING: tuple[Any, ...] = (nn.init.trunc_normal_, nn.init.eye_, nn.init.dirac_)
 
+_FEED = str(Path(__file__).parents[1] / "feeding" / "feed.py")  # reads in a generator
 _here = threading.local()  # .is_inside: values are on all workers
 _originals: list[FunctionType] = []
 
@@ -183,6 +186,11 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
     if not owners:
         yield
         return
+    if _is_reading():
+        raise ConfigurationError(
+            f"{name}() of a module whose values live on several workers, by a data set: only "
+            f"workers that read the data come to it\n  Fix: call it in the script or a callback."
+        )
     if job.script.gives_again:
         raise ConfigurationError(
             f"{name}() of a module whose values live on several workers, in a job that recovers: a "
@@ -197,6 +205,16 @@ def _whole(tensors: Sequence[torch.Tensor], name: str) -> Iterator[None]:
             yield
     finally:
         _here.is_inside = False
+
+
+def _is_reading() -> bool:
+    """Whether a loader is being read, of an epoch of a Model: other workers do not read it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _FEED and frame.f_code.co_name == "<genexpr>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _bring(job: Job, pairs: Iterable[tuple[torch.Tensor, int]]) -> None:

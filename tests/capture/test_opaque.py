@@ -32,6 +32,22 @@ class Straight(torch.autograd.Function):
         return gradient, None
 
 
+class DrawsByValues(torch.autograd.Function):
+    """Fake tensors cannot show that it draws: it looks at values first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient if gradient.norm().item() > 9 else _with_noise(gradient)
+
+
+def _with_noise(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient + torch.randn_like(gradient)
+
+
 class DrawsBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -284,6 +300,12 @@ REFUSED: dict[str, tuple[Any, str, str, int | None]] = {
     "random backward": (
         lambda net, x: DrawsBackward.apply(net.fc(x)),
         "DrawsBackward.apply draws random numbers in its backward",
+        "draw in forward",
+        None,
+    ),
+    "backward by values": (
+        lambda net, x: DrawsByValues.apply(net.fc(x)),
+        "DrawsByValues.apply draws random numbers in its backward",
         "draw in forward",
         None,
     ),

@@ -372,3 +372,44 @@ def test_a_value_is_found_by_the_name_under_which_its_change_is_told() -> None:
     assert guards.value_at("held.net[0]") == 1.0
     assert guards.value_at("held.mode['k']") == 3
     assert guards.value_at("held.other") is MISSING
+
+
+class OfEvaluation(nn.Module):
+    """A loss whose weight only evaluation reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 1.0
+
+    def forward(self, outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(outputs, target)
+        return loss if torch.is_grad_enabled() else loss * self.weight
+
+
+@pytest.mark.parametrize("through_model", [False, True])
+def test_what_only_evaluation_reads_of_the_loss_may_be_changed_while_training(
+    through_model: bool,
+) -> None:
+    def train() -> Any:
+        torch.manual_seed(0)
+        net, loss_fn = InThree(), OfEvaluation()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = gs.Model(net, loss_fn, optimizer, {"Loss": gs.metrics.Loss()})
+
+        def by_model(index: int, num_read: int) -> None:
+            changed: Any = model.loss_fn
+            changed.weight = 1 / num_read
+
+        def by_itself(index: int, num_read: int) -> None:
+            loss_fn.weight = 1 / num_read
+
+        loader = DataLoader(Changing(by_model if through_model else by_itself), 4)
+        others, found = [(torch.ones(4, 3), torch.ones(4, 2))], list[Any]()
+        for _ in range(3):
+            model.train(1, loader)
+            found.append(model.eval(others))
+        return copy.deepcopy([found, model.state_dict()])
+
+    expected = train()
+    for found in ThreadCluster(lambda rank: train(), NUM_WORKERS).run():
+        assert difference(expected, found) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -188,6 +188,24 @@ def test_in_a_job_that_recovers_it_is_refused_by_name() -> None:
 
     with pytest.raises(ConfigurationError, match=r"l1_unstructured\(\).*recovers"):
         ThreadCluster(run, 2, SnapshotSettings(1, 100)).run()
+
+
+def test_a_data_set_that_prunes_is_refused_by_name() -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(0)
+        net = Net()
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+
+        def batches() -> Iterator[Any]:
+            for step, batch in enumerate(BATCHES):
+                if step:
+                    prune.l1_unstructured(net.second, "weight", amount=0.4)
+                yield batch
+
+        model.train(1, batches())
+
+    with pytest.raises(ConfigurationError, match=r"l1_unstructured\(\).*by a data set"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
 
 
 def test_functions_of_torch_keep_their_names_and_arguments() -> None:

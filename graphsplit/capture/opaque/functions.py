@@ -19,14 +19,23 @@ from torch.utils.checkpoint import CheckpointFunction
 from graphsplit.capture.checkpoints import run_reentrant_checkpoint
 from graphsplit.capture.observe import Observer, unrecorded
 from graphsplit.capture.opaque.record import OpaqueCode, OpaqueRecorder
+from graphsplit.capture.reach.names import names_within_reach
 from graphsplit.capture.reach.state import Reached
 from graphsplit.errors import CaptureError
 from graphsplit.frames import users_line_now
 from graphsplit.torch_ext.private import SingleLevelFunction, are_transforms_active, pytree
 from graphsplit.torch_ext.replaced import APPLY_FUNCTION, replaced
+from graphsplit.torch_ext.stand_ins import DRAWS
 
 Apply = Callable[..., Any]
 _SINGLE_LEVEL: Any = SingleLevelFunction
+# Raised by torch where code asks for values, and by code that looks at what it was given.
+_LACKS_VALUES = (RuntimeError, TypeError, ValueError)
+_DRAWING = frozenset(
+    ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal",
+     "bernoulli", "multinomial", "poisson", "binomial", "random", "dropout", "rrelu",
+     "gumbel_softmax", "sample", "rsample", *(function.__name__ for function in DRAWS))
+)  # fmt: skip
 
 
 @contextmanager
@@ -91,7 +100,7 @@ def _record(
     seen = Reached()
     roots = (*backward, *recorder.hooks, *args)
     with recorder.not_recording(), seen.leaving_no_trace(roots):
-        _refuse_random_backward(label, given, results)
+        _refuse_random_backward(label, given, results, backward)
     recorder.calls[-1].reached.note_backward(seen)
     return results
 
@@ -109,10 +118,8 @@ def _keeps_state(
         try:
             with unrecorded(Observer(lambda tensor: False)):
                 apply(*args, **kwargs)
-        except (AttributeError, ImportError, NameError):
-            raise
-        except Exception:  # it asks for values; what it does is seen when it is recorded
-            return False
+        except _LACKS_VALUES:  # recorded, it ends here too; what it has changed until then counts
+            pass
     return reached.has_changed_python()
 
 
@@ -120,7 +127,9 @@ def _code_of(cls: Any, *names: str) -> tuple[Any, ...]:
     return tuple(inspect.getattr_static(cls, name) for name in names)
 
 
-def _refuse_random_backward(label: str, given: list[torch.Tensor], results: Any) -> None:
+def _refuse_random_backward(
+    label: str, given: list[torch.Tensor], results: Any, backward: tuple[Any, ...]
+) -> None:
     """Refuse a function whose backward draws: backward runs in no fixed order over workers."""
     outputs = [
         leaf
@@ -140,10 +149,8 @@ def _refuse_random_backward(label: str, given: list[torch.Tensor], results: Any)
                 retain_graph=True,
                 allow_unused=True,
             )
-    except (AttributeError, ImportError, NameError):  # no lack of values: a mistake, or torch moved
-        raise
-    except Exception:  # what cannot run on fake tensors cannot be looked at; it runs as it is
-        return
+    except _LACKS_VALUES:  # nobody sees what it would do with values: what it names counts
+        observer.is_random |= not names_within_reach(backward).isdisjoint(_DRAWING)
     if observer.is_random:
         raise CaptureError(
             f"{label} draws random numbers in its backward; over workers they would be other "

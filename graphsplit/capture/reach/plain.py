@@ -23,7 +23,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, 
 
 
 class _PlainWalk(Walk):
-    """Goes to what is near first, and not for ever; past tensors, arrays and generators."""
+    """Goes to what is near first, and not for ever; past tensors, arrays and generators.
+
+    Attributes:
+        is_open: Whether it came to what leads on where nobody follows: an object of ours, as a
+            Model, or an iterator.
+    """
+
+    is_open = False
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
         for root in roots:
@@ -39,18 +46,25 @@ class _PlainWalk(Walk):
             super()._push(value, name)
 
     def _visit(self, value: Any, name: str) -> None:
+        module = type(value).__module__
+        self.is_open |= module.startswith("graphsplit.")
         if isinstance(value, types.GeneratorType):  # a loader may be one
             for inner in (value.gi_frame.f_locals if value.gi_frame is not None else {}).values():
                 self._push(inner, name)
-        elif not is_iterator(value):
+        elif is_iterator(value):
+            self.is_open = True
+        else:
             super()._visit(value, name)
+            if module.startswith("torch.utils.data"):  # holds the user's data set
+                self._visit_attributes(value, name)
 
 
 class SharedValues:
     """The plain values that some code can reach and other code as well, as they are now.
 
     Two workers name alike what their like objects hold. Of a walk that would be too long the near
-    part counts; writers whose walk is are then taken to reach all that readers reach.
+    part counts; writers whose walk is, or who hold a Model or an iterator, are then taken to reach
+    all that readers reach.
 
     Args:
         readers: What reads: networks, losses.
@@ -59,8 +73,9 @@ class SharedValues:
 
     def __init__(self, readers: Iterable[Any], writers: Iterable[Any]) -> None:
         self._readers, self._writers = readers, writers
-        self._held = _PlainWalk(()).run(writers)[0]
-        self._is_all = len(self._held) >= _MOST
+        walk = _PlainWalk(())
+        self._held = walk.run(writers)[0]
+        self._is_all = walk.is_open or len(self._held) >= _MOST
         if self._is_all:
             self._held = _PlainWalk(()).run(readers)[0]
         self._before = _texts(self._held)

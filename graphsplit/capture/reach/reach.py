@@ -97,13 +97,17 @@ def holders(roots: Iterable[Any], apart: Iterable[Any] = ()) -> tuple[list[Holde
 
 
 class Walk:
-    """Goes from value to value."""
+    """Goes from value to value.
+
+    Attributes:
+        seen: All that was met, by identity.
+    """
 
     def __init__(self, apart: Iterable[Any]) -> None:
         self._found: list[Holder] = []
         self._in_backward: list[Any] = []
         # Holds what it names, so that no other gets its number.
-        self._seen: dict[int, Any] = {id(value): value for value in apart}
+        self.seen: dict[int, Any] = {id(value): value for value in apart}
         self._waiting: collections.deque[tuple[Any, str]] = collections.deque()
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
@@ -115,9 +119,9 @@ class Walk:
         return self._found, self._in_backward
 
     def _push(self, value: Any, name: str) -> None:
-        if isinstance(value, _ATOMS) or id(value) in self._seen:
+        if isinstance(value, _ATOMS) or id(value) in self.seen:
             return
-        self._seen[id(value)] = value
+        self.seen[id(value)] = value
         self._waiting.append((value, name))
 
     def _hold(
@@ -167,7 +171,7 @@ class Walk:
             self._visit_object(value, name)
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if _is_of_library(function.__module__):
+        if is_of_library(function.__module__):
             # Of a library: only what the user has handed it.
             cells: Iterable[Any] = function.__closure__ or ()
             for cell in cells:
@@ -182,7 +186,7 @@ class Walk:
             self._push(cell, cell_name)
         if vars(function):
             self._visit_dict(vars(function), f"an attribute of {function.__qualname__}")
-        names = _names(code)
+        names = names_in(code)
         if not _HOOKING.isdisjoint(names[1]):  # what it registers runs in backward
             self._in_backward.append(function)
         self._visit_names(function.__globals__, *names)
@@ -220,8 +224,8 @@ class Walk:
             self._push(PYTHONS, "Python's module random")
         elif module is np.random or (module is np and "random" in names):
             self._push(NUMPYS, "numpy.random")
-        if not _is_of_library(module.__name__) and id(module) not in self._seen:
-            self._seen[id(module)] = module
+        if not is_of_library(module.__name__) and id(module) not in self.seen:
+            self.seen[id(module)] = module
             self._visit_names(vars(module), names & vars(module).keys(), names)
 
     def _visit_cell(self, cell: types.CellType, name: str) -> None:
@@ -243,7 +247,7 @@ class Walk:
             self._push(content, name)
 
     def _visit_class(self, kind: type) -> None:
-        if _is_of_library(kind.__module__):
+        if is_of_library(kind.__module__):
             return
 
         def read() -> dict[str, Any]:
@@ -335,7 +339,7 @@ class Walk:
             self._visit_scripted(getattr(value, "owner", value), name)
         if isinstance(value, nn.Module):
             self._visit_nn_module(value, name)
-        elif not _is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
+        elif not is_of_library(kind.__module__) or kind in _OF_LIBRARIES:
             self._visit_attributes(value, name)
         self._push(kind, kind.__qualname__)
 
@@ -374,9 +378,9 @@ class Walk:
                 self._push(getattr(value, slot, None), f"{type(value).__name__}.{slot}")
 
     def _visit_scripted(self, module: Any, name: str) -> None:
-        if id(module) in self._seen:
+        if id(module) in self.seen:
             return
-        self._seen[id(module)] = module
+        self.seen[id(module)] = module
         code = code_of_scripted(module)
         names = [n for n in dict.fromkeys(re.findall(r"\b\w+\.(\w+)", code)) if module.hasattr(n)]
         values = {n: module.getattr(n) for n in names}
@@ -414,7 +418,7 @@ def _content(value: Any) -> Any:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    found = vars(kind).get("__slots__", ()) if not _is_of_library(kind.__module__) else ()
+    found = vars(kind).get("__slots__", ()) if not is_of_library(kind.__module__) else ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
@@ -472,13 +476,13 @@ def _refuse_used(name: str) -> None:
 
 
 @functools.lru_cache(maxsize=1 << 15)
-def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The globals that code uses, in functions inside it as well; and all names in it."""
     found = {i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS}
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            inner = _names(constant)
+            inner = names_in(constant)
             found |= inner[0]
             names |= inner[1]
     return frozenset(found), frozenset(names)
@@ -489,5 +493,6 @@ def _builtins(held: dict[str, Any]) -> Any:
     return types.SimpleNamespace(**found) if isinstance(found, dict) else found
 
 
-def _is_of_library(module: str | None) -> bool:
+def is_of_library(module: str | None) -> bool:
+    """Whether code in a module is no user's."""
     return module is None or module.partition(".")[0] in _LIBRARIES
