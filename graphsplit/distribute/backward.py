@@ -21,7 +21,7 @@ from graphsplit.errors import ConfigurationError
 from graphsplit.job.script import ModelCall
 from graphsplit.partition.checks.given_roots import unordered_parameters
 from graphsplit.runtime.segments.autograd import accumulate_all
-from graphsplit.torch_ext.attributes import GRADIENT_HOOKS
+from graphsplit.torch_ext.attributes import GRADIENT_HOOKS, sequence_number
 
 
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -318,10 +318,10 @@ def _refuse_later_uses(steps: Sequence[Any], split: Sequence[Any]) -> None:
     for step in split:
         sources = [id(p) for p in _parameters_of(step)] or [step.next_functions[0]]
         others = {one for source in sources for one in consumers[source]} - {step}
-        earliest = min(one._sequence_nr() for one in consumers[step, 0])
+        earliest = min(map(sequence_number, consumers[step, 0]))
         for other in others:
             uses = consumers[other, 0] if _is_gathering(other) else [other]
-            if any(one._sequence_nr() > earliest for one in uses):
+            if any(sequence_number(one) > earliest for one in uses):
                 raise ConfigurationError(_USED_AGAIN)
 
 

@@ -94,6 +94,12 @@ def writes_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def sequence_number(step: torch.autograd.graph.Node) -> int:
+    """The place of an autograd step among those of its thread; backward takes later ones first."""
+    number: int = step._sequence_nr()
+    return number
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The base of a view; the tensor itself if it is none."""
     return tensor if tensor._base is None else tensor._base

@@ -209,6 +209,7 @@ CONTRACT: tuple[PrivateName, ...] = (
         *("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
     ),
     *_of("torch.empty().untyped_storage()", "which tensors share memory", "_cdata"),
+    *_of("torch.autograd.graph.Node", "in which order backward comes to steps", "_sequence_nr"),
     *_of(
         "torch.empty().untyped_storage()",
         "deferred construction fills memory in place",

@@ -21,7 +21,7 @@ LOST = FailureCause("lost", "lost: nothing was heard from it for 4 s", rank=2)
 class FakeMember:
     """Reports, and is told a verdict."""
 
-    rank, num_workers, generation = 1, 3, 1
+    rank, num_workers, generation, seats = 1, 3, 1, (0, 1, 2)
     recovery = FAIL_FAST
 
     def __init__(self, verdict: FailureCause | None, *, recovers: bool = False) -> None:

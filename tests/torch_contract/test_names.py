@@ -99,7 +99,14 @@ def test_no_other_package_names_them() -> None:
 # Private names of Python's own, and of NumPy's, that the library reads.
 _OF_PYTHON = {
     *("_asdict", "_bit_generator", "_current_frames", "_exit", "_fields", "_getframe", "_inst"),
-    *("_lru_cache_wrapper", "_rand", "_run_exitfuncs", "_run_module_as_main", "_shutdown"),
+    *(
+        "_lru_cache_wrapper",
+        "_rand",
+        "_reconstruct",
+        "_run_exitfuncs",
+        "_run_module_as_main",
+        "_shutdown",
+    ),
     "_value2member_map_",
 }
 
