@@ -46,7 +46,7 @@ class _PlainWalk(Walk):
             super()._push(value, name)
 
     def _visit(self, value: Any, name: str) -> None:
-        module = str(type(value).__module__)  # of some extensions it is no text
+        module = str(type(value).__module__)  # it is no text for classes of some extensions
         self.is_open |= module.startswith("graphsplit.")
         if isinstance(value, types.GeneratorType):  # a loader may be one
             for inner in (value.gi_frame.f_locals if value.gi_frame is not None else {}).values():

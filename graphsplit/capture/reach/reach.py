@@ -493,6 +493,6 @@ def _builtins(held: dict[str, Any]) -> Any:
     return types.SimpleNamespace(**found) if isinstance(found, dict) else found
 
 
-def is_of_library(module: str | None) -> bool:
-    """Whether code in a module is no user's."""
-    return module is None or module.partition(".")[0] in _LIBRARIES
+def is_of_library(module: Any) -> bool:
+    """Whether code in a module is no user's; classes of some extensions name none."""
+    return not isinstance(module, str) or module.partition(".")[0] in _LIBRARIES
