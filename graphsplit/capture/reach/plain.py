@@ -83,7 +83,7 @@ class SharedValues:
     def changed(self) -> list[str]:
         """The values that are others than they were, with names."""
         walk = _PlainWalk(()).run(self._readers if self._is_all else self._writers)[0]
-        now = _texts(walk)
+        now = _texts((*self._held, *walk))  # what led to a value before may have let go of it
         if all(self._before.get(key) == texts for key, texts in now.items()):
             return []
         readers = walk if self._is_all else _PlainWalk(()).run(self._readers)[0]
