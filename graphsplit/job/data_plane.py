@@ -14,8 +14,9 @@ from graphsplit.transport.hub import Hub
 from graphsplit.transport.wait import WaitPolicy
 
 GENERATOR_KEY = "generator"
-LABELS_KEY = "labels"
 """Under which a worker registers the state of its generator."""
+LABELS_KEY = "labels"
+"""Under which a worker registers the names that scripts may place by."""
 
 
 @dataclass(frozen=True)
