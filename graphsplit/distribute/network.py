@@ -42,6 +42,7 @@ from graphsplit.torch_ext.private import (
     are_transforms_active,
 )
 from graphsplit.torch_ext.stand_ins import StandIn
+from graphsplit.torch_ext.steering import owned_state
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -239,7 +240,7 @@ class Distributed:
 
     def _take_note(self, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, int]) -> None:
         job, network = self._job, self._task.network
-        residence = Residence(tensors, owners, job.rank, job.num_workers)
+        residence = Residence(owned_state(tensors), owners, job.rank, job.num_workers)
         self._loop.settle(str(id(self)), residence)
         by_id = residence.owner_by_id()
         buffers = [buffer for buffer in network.buffers() if id(buffer) in by_id]
@@ -273,7 +274,7 @@ class Distributed:
         """A copy of the network, each tensor of which lives where the one before it does."""
         network: Any = self._task.network
         owners = self.calls.planner.owners
-        tensors = named_state(network, None)
+        tensors = owned_state(named_state(network, None))
         with self._as_itself(), DisableTorchFunctionSubclass():
             for name, tensor in tensors.items() if owners else ():
                 if id(tensor) not in memo:
@@ -284,7 +285,7 @@ class Distributed:
         behind = Distributed(dataclasses.replace(self._task, network=made), self._job)
         _give_class(made, behind)
         if owners:
-            copies = named_state(made, None)
+            copies = owned_state(named_state(made, None))
             self._job.owners.fix(copies, owners)
             behind._take_note(copies, owners)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -140,4 +141,39 @@ def nested(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
     yield both.state_dict(), head.state_dict(), optimizer.state_dict()
 
 
-LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained, nested)
+class Counted(nn.Module):
+    """A buffer that counts its calls decides what it computes."""
+
+    count: torch.Tensor
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__()
+        self.layers = layers(8, 12, 4, ranks=ranks)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        self.count += 1
+        made: torch.Tensor = self.layers(x * 2 if self.count % 2 == 0 else x)
+        return made
+
+
+def counted(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """A buffer that steers Python code: trained, written to by the script, copied."""
+    net = distribute(Counted(ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            net.count.fill_(4)
+        optimizer.zero_grad()
+        loss = net(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        yield loss.item(), int(net.count)
+        optimizer.step()
+    made = copy.deepcopy(net)
+    with torch.no_grad():
+        yield made(torch.ones(6, 8)).tolist(), int(made.count), int(net.count)
+    yield net.state_dict(), made.state_dict(), optimizer.state_dict()
+
+
+LOOPS: tuple[Loop, ...] = (adversaries, perturbed, chained, nested, counted)
