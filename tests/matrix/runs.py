@@ -241,11 +241,11 @@ class Verdicts:
             self.wrong.append(f"the last line does not say {pattern!r}: {self._last_line()}")
 
     def _is_early(self, name: str) -> bool:
-        """Whether a worker had not joined: the launcher ends it, and may do so before it speaks."""
-        if self._case.phase != "registering" or not name.startswith("worker"):
+        """Whether a process was not in the job yet: the launcher ends it, maybe unheard."""
+        if self._case.phase != "registering":
             return False
-        joined = rf"worker '{name[-1]}' \(.*\) registered"
-        return not re.search(joined, "\n".join(self._lines_of("scheduler")))
+        in_job = "listening" if name == "scheduler" else rf"worker '{name[-1]}' \(.*\) registered"
+        return not re.search(in_job, "\n".join(self._lines_of("scheduler")))
 
     def _root_cause(self) -> str:
         victim = self._fault.victim
