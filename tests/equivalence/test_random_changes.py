@@ -16,16 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from alone_helpers import assert_as_alone
 from changing_networks import BATCH, LOSSES, NETWORKS, WIDTH, place, shared_state_kept
 from equivalence_helpers import batches_of
 from random_changes import sites
-from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from recovery_helpers import threads_as_workers
 from torch.utils.data import DataLoader, Dataset
 
 import graphsplit as gs
 from graphsplit.errors import GraphsplitError, StaleGraphError
 from graphsplit.planning import passes, planner
-from graphsplit.testing.compare import difference
 from graphsplit.testing.equivalence import assert_same_bits, sgd_with_momentum
 from graphsplit.testing.reference import EagerLoop
 
@@ -216,16 +216,9 @@ def test_what_a_callback_or_a_data_set_changes_counts(
 
 
 def by_models(case: Case, changes: Changes, by: str, steps: int) -> None:
-    before = Generators.now()
-    expected = by_loop(case, changes, by, steps)
-    before.put_back()
-
-    def run(rank: int) -> Any:
-        return by_model(case, changes, by, steps)
-
-    for rank, found in enumerate(ThreadCluster(run, 2, is_recoverable=False).run()):
-        differing = difference(expected, found)
-        assert differing is None, f"worker {rank}: {differing}"
+    assert_as_alone(
+        lambda: by_loop(case, changes, by, steps), lambda: by_model(case, changes, by, steps)
+    )
 
 
 def by_loop(case: Case, changes: Changes, by: str, steps: int) -> Any:

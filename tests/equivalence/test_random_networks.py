@@ -6,6 +6,7 @@ run every time. ``GS_TEST_LONG=<minutes>`` looks for new ones for about that lon
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -232,6 +233,34 @@ def steps() -> st.SearchStrategy[Step]:
     )
 
 
+def drawn(
+    examples: int, **strategies: st.SearchStrategy[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on so many examples, the same in every run, or on new ones while there is time."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def while_there_is_time(**values: Any) -> None:
+            if time.monotonic() > LATEST:
+                event("not tried: the time was over")
+                return
+            test(**values)
+
+        settled = settings(
+            max_examples=int(LONG_MINUTES * 60) or examples,
+            derandomize=not LONG_MINUTES,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],  # shrinking takes minutes: one example takes a second
+            print_blob=False,
+            suppress_health_check=list(HealthCheck),
+        )(given(**strategies)(while_there_is_time))
+        timed: Callable[..., None] = pytest.mark.timeout(0 if LONG_MINUTES else 240)(settled)
+        return timed
+
+    return decorate
+
+
 def runs_in_eager(network: tuple[Step, ...], batch: int, microbatches: int) -> bool:
     """Whether plain PyTorch trains it: some modify in place what autograd still needs.
 
@@ -248,17 +277,8 @@ def runs_in_eager(network: tuple[Step, ...], batch: int, microbatches: int) -> b
     return True
 
 
-@pytest.mark.timeout(0 if LONG_MINUTES else 240)
-@settings(
-    max_examples=int(LONG_MINUTES * 60) or 12,
-    derandomize=not LONG_MINUTES,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],  # shrinking takes minutes: one example takes a second
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
+@drawn(
+    12,
     network=st.lists(steps(), min_size=3, max_size=14).map(tuple),
     batch=st.integers(2, 4),
     microbatches=st.sampled_from([1, 1, 2, 3, 4]),
@@ -274,9 +294,6 @@ def test_random_networks_cut_at_random(
     schedule: str,
     placements: list[tuple[int, int]],
 ) -> None:
-    if time.monotonic() > LATEST:
-        event("not tried: the time was over")
-        return
     assume(runs_in_eager(network, batch, microbatches))
     base = Captures()
     with splitting_all():

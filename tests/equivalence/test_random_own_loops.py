@@ -5,7 +5,6 @@ In CI the same few examples run every time. ``GS_TEST_LONG=<minutes>`` looks for
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from equivalence_helpers import batches_of, rows_against_target
-from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import assume, event
 from hypothesis import strategies as st
 from loop_helpers import Distribute, assert_same_bits, plain, results
 from recovery_helpers import CAPTURES, threads_as_workers
-from test_random_networks import LATEST, LONG_MINUTES, WIDTH, RandomNetwork, Step, steps
+from test_random_networks import WIDTH, RandomNetwork, Step, drawn, steps
 from torch.nn import functional
 
 from graphsplit.errors import ConfigurationError
@@ -86,17 +85,8 @@ def runs_in_eager(loop: Own) -> bool:
     return True
 
 
-@pytest.mark.timeout(0 if LONG_MINUTES else 240)
-@settings(
-    max_examples=int(LONG_MINUTES * 60) or 10,
-    derandomize=not LONG_MINUTES,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
+@drawn(
+    10,
     loop=st.builds(
         Own,
         st.lists(steps(), min_size=3, max_size=12).map(tuple),
@@ -109,9 +99,6 @@ def runs_in_eager(loop: Own) -> bool:
     ),
 )
 def test_random_networks_under_own_loops(loop: Own, placements: list[tuple[int, int]]) -> None:
-    if time.monotonic() > LATEST:
-        event("not tried: the time was over")
-        return
     assume(runs_in_eager(loop))
     base = _captures(loop.network)
     for seed, num_workers in placements:

@@ -6,20 +6,17 @@ In CI the same few examples run every time. ``GS_TEST_LONG=<minutes>`` looks for
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from equivalence_helpers import batches_of, rows_against_target
-from hypothesis import HealthCheck, Phase, assume, event, given, settings
+from hypothesis import assume, event
 from hypothesis import strategies as st
 from test_random_networks import (
-    LATEST,
-    LONG_MINUTES,
     WIDTH,
     RandomNetwork,
     Step,
+    drawn,
     runs_in_eager,
     steps,
 )
@@ -65,17 +62,8 @@ def made(network: tuple[Step, ...], *, ties: bool, freezes: bool) -> RandomNetwo
     return net
 
 
-@pytest.mark.timeout(0 if LONG_MINUTES else 240)
-@settings(
-    max_examples=int(LONG_MINUTES * 60) or 8,
-    derandomize=not LONG_MINUTES,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    print_blob=False,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
+@drawn(
+    8,
     network=st.lists(steps(), min_size=3, max_size=10).map(tuple),
     parts=st.integers(2, 8),
     over=st.integers(0, 2),
@@ -99,9 +87,6 @@ def test_random_networks_on_random_replicas(
     freezes: bool,
     placements: list[tuple[int, int]],
 ) -> None:
-    if time.monotonic() > LATEST:
-        event("not tried: the time was over")
-        return
     batch = parts + over  # some microbatches have a row more than others
     assume(runs_in_eager(network, batch, parts))
     captures = Captures()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from alone_helpers import assert_as_alone
 from plain_model import PlainModel
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
 from torch import nn
@@ -123,11 +124,7 @@ def train(case: str, change: Callable[[Any, int], object], make: Any, microbatch
 
 
 def compare(run: Callable[[Any], Any]) -> None:
-    before = Generators.now()
-    expected = run(PlainModel)
-    before.put_back()
-    for found in ThreadCluster(lambda rank: run(gs.Model), 2, is_recoverable=False).run():
-        assert difference(expected, found) is None
+    assert_as_alone(lambda: run(PlainModel), lambda: run(gs.Model))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -15,6 +16,8 @@ from typing import IO
 Launch = Callable[..., AbstractContextManager[subprocess.Popen[str]]]
 
 SCRIPT = Path(__file__).with_name("lenet_job.py")
+RECOVERING = Path(__file__).parents[1] / "system" / "jobs" / "recovering.py"
+TOKEN = "a token that only this job knows"
 LIMIT_S = 120.0
 _TRAINS = re.compile(r"worker (\d) has pid (\d+) and trains")
 
@@ -31,13 +34,23 @@ def launched(
     command: Sequence[str], folder: Path, **variables: str
 ) -> Iterator[subprocess.Popen[str]]:
     """The launcher's process, which runs the script; killed at the end if it is there still."""
+    with started([*command, str(SCRIPT)], environment(folder, **variables)) as process:
+        yield process
+
+
+@contextmanager
+def started(
+    command: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    """A launcher's process, which Ctrl-C ends even where the tests run in the background."""
     process = subprocess.Popen(
-        [*command, str(SCRIPT)],
-        env=environment(folder, **variables),
+        command,
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with process:
         try:
@@ -87,6 +100,54 @@ def assert_learns_as_alone(launch: Launch, folder: Path, *, started: str) -> Non
     assert output.count(f"started by {started}: 2 workers, the scheduler is a child of") == 1
     assert "all workers have finished" in output
     assert_nothing_is_left(folder)
+
+
+def assert_recovers_as_alone(
+    launch: Callable[[tuple[str, ...]], AbstractContextManager[subprocess.Popen[str]]], folder: Path
+) -> str:
+    """Worker 1 of three dies once, and all end with the bits of one process.
+
+    Args:
+        launch: Launches a job, given its script and the script's arguments.
+        folder: A folder of the test's own.
+
+    Returns:
+        What the launcher printed.
+    """
+    command = [sys.executable, str(RECOVERING)]
+    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    marks = folder / "marks"
+    marks.mkdir()
+    with launch((str(RECOVERING), "--die", "1:BACKWARD:5", "--marks", str(marks))) as job:
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0, output
+    for rank in range(3):
+        said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
+        assert [line for line in said if line in plain][-len(plain) :] == plain
+    return output
+
+
+def interrupt(job: subprocess.Popen[str], pid: int, *hosts: object) -> None:
+    """Press Ctrl-C."""
+    job.send_signal(signal.SIGINT)
+
+
+def kill_worker(job: subprocess.Popen[str], pid: int, *hosts: object) -> None:
+    """Kill the worker with this number."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def kill_launcher(job: subprocess.Popen[str], pid: int, *hosts: object) -> None:
+    """Kill the launcher."""
+    job.kill()
+
+
+def parent_of(pid: int) -> int:
+    """The process that started another one."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    found = re.search(r"^PPid:\s(\d+)$", status, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
 
 
 def pids_of_workers(output: IO[str] | None, *, count: int) -> dict[int, int]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,20 @@ import pytest
 from launched_jobs import (
     LIMIT_S,
     SCRIPT,
+    TOKEN,
+    assert_recovers_as_alone,
     environment,
+    interrupt,
+    kill_launcher,
+    kill_worker,
     learned_alone,
+    parent_of,
     pids_of_workers,
     processes_of,
+    started,
 )
 
 ROOT = Path(__file__).parents[2]
-RECOVERING = ROOT / "tests" / "system" / "jobs" / "recovering.py"
-TOKEN = "a token that only this job knows"
 WHY_NOT = "Ray is not installed here: pip install 'graphsplit[ray]', or make test-launchers"
 
 pytestmark = [
@@ -67,26 +72,11 @@ def resources(tmp_path: Path) -> Path:
     return path
 
 
-@contextmanager
 def running(
     cluster: Any, folder: Path, *options: str, script: tuple[str, ...] = (str(SCRIPT),), **own: str
-) -> Iterator[subprocess.Popen[str]]:
-    variables = environment(folder, GS_JOB_TOKEN=TOKEN, **own)
+) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "graphsplit", "run", "--ray", cluster.address, *options]
-    process = subprocess.Popen(
-        [*command, *script],
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return started([*command, *script], environment(folder, GS_JOB_TOKEN=TOKEN, **own))
 
 
 def assert_only_the_cluster_is_left(folder: Path) -> None:
@@ -113,36 +103,18 @@ def test_lenet_learns_the_same_as_by_itself(
     assert_only_the_cluster_is_left(folder)
 
 
-def _interrupt(job: subprocess.Popen[str], pid: int) -> None:
-    job.send_signal(signal.SIGINT)
-
-
-def _kill_worker(job: subprocess.Popen[str], pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
-def _kill_launcher(job: subprocess.Popen[str], pid: int) -> None:
-    job.kill()
-
-
-def _kill_actor(job: subprocess.Popen[str], pid: int) -> None:
-    agent = _parent(pid)
-    os.kill(_parent(agent), signal.SIGKILL)
-
-
-def _parent(pid: int) -> int:
-    found = re.search(r"^PPid:\s(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1])
+def kill_actor(job: subprocess.Popen[str], pid: int) -> None:
+    agent = parent_of(pid)
+    os.kill(parent_of(agent), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     ("end", "status", "told"),
     [
-        (_interrupt, 130, "interrupted by SIGINT; exit status 130"),
-        (_kill_worker, 137, r"worker 1 was killed by SIGKILL on host [\d.]+/1; .*status 137"),
-        (_kill_launcher, -9, ""),
-        (_kill_actor, 129, r"worker 1 was lost with its host [\d.]+/1: its actor has ended"),
+        (interrupt, 130, "interrupted by SIGINT; exit status 130"),
+        (kill_worker, 137, r"worker 1 was killed by SIGKILL on host [\d.]+/1; .*status 137"),
+        (kill_launcher, -9, ""),
+        (kill_actor, 129, r"worker 1 was lost with its host [\d.]+/1: its actor has ended"),
     ],
     ids=["Ctrl-C", "worker", "launcher", "actor"],
 )
@@ -162,24 +134,12 @@ def test_an_ended_job_leaves_nothing_behind(
 def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
     cluster: Any, folder: Path, tmp_path: Path, resources: Path
 ) -> None:
-    command = [sys.executable, str(RECOVERING)]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    with running(
-        cluster,
-        folder,
-        *("-n", "3", "--resources", str(resources), "--restarts", "1"),
-        script=(str(RECOVERING), "--die", "1:BACKWARD:5", "--marks", str(marks)),
-        GS_RECOVERY="wait_rejoin",
-        GS_SNAPSHOT_EVERY="2",
-    ) as job:
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
+    given = ("-n", "3", "--resources", str(resources), "--restarts", "1")
+    own = {"GS_RECOVERY": "wait_rejoin", "GS_SNAPSHOT_EVERY": "2"}
+    output = assert_recovers_as_alone(
+        lambda script: running(cluster, folder, *given, script=script, **own), tmp_path
+    )
     assert re.search(r"worker 1 was killed by SIGKILL on host [\d.]+/1; starting it again", output)
-    for rank in range(3):
-        said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
-        assert [line for line in said if line in plain][-len(plain) :] == plain
     assert_only_the_cluster_is_left(folder)
 
 

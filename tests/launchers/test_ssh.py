@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,18 @@ import ssh_hosts
 from launched_jobs import (
     LIMIT_S,
     SCRIPT,
+    TOKEN,
     assert_nothing_is_left,
+    assert_recovers_as_alone,
     environment,
+    interrupt,
+    kill_launcher,
+    kill_worker,
     learned_alone,
+    parent_of,
     pids_of_workers,
     processes_of,
+    started,
 )
 from matrix.network.namespaces import why_not as why_not_namespaces
 from ssh_hosts import ROOT, Cluster, cluster, networked, of_the_test, run_command
@@ -33,8 +40,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(bool(ssh_hosts.why_not()), reason=ssh_hosts.why_not()),
 ]
-TOKEN = "a token that only this job knows"
-RECOVERING = ROOT / "tests" / "system" / "jobs" / "recovering.py"
 REFUSED_WITHIN_S = 10.0
 
 
@@ -45,35 +50,19 @@ def hosts(tmp_path: Path) -> Iterator[Cluster]:
         yield found
 
 
-@contextmanager
 def running(
     hosts: Cluster,
     *options: str,
-    script: Path = SCRIPT,
-    arguments: tuple[str, ...] = (),
+    script: tuple[str, ...] = (str(SCRIPT),),
     namespace: str = "",
     **own: str,
-) -> Iterator[subprocess.Popen[str]]:
+) -> AbstractContextManager[subprocess.Popen[str]]:
     """A launcher, with one worker on each of two hosts if nothing else is said."""
     folder = hosts.folder.parent
     variables = environment(folder, GS_JOB_TOKEN=TOKEN, PYTHONPATH=str(ROOT), **own)
     given = ("-H", "a,b", *options) if "-H" not in options else options
     inside = ["ip", "netns", "exec", namespace] if namespace else []
-    command = [*inside, *run_command(hosts, *given), str(script), *arguments]
-    process = subprocess.Popen(
-        command,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return started([*inside, *run_command(hosts, *given), *script], variables)
 
 
 def argv_of_all() -> str:
@@ -130,7 +119,7 @@ def test_workers_are_named_by_their_hosts_and_kept_on_their_cores(
 ) -> None:
     script = tmp_path / "named.py"
     script.write_text(NAMED)
-    with running(hosts, "-H", "a:2,b:1", "--bind", script=script) as job:
+    with running(hosts, "-H", "a:2,b:1", "--bind", script=(str(script),)) as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 0, output
     cores = in_order(os.sched_getaffinity(0))
@@ -140,7 +129,7 @@ def test_workers_are_named_by_their_hosts_and_kept_on_their_cores(
         assert said in output, output
 
 
-def _client_of_b(hosts: Cluster, job: subprocess.Popen[str]) -> int:
+def _client_of_b(job: subprocess.Popen[str]) -> int:
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     (found,) = (
         int(pid) for pid in children if b"\0b\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -148,43 +137,28 @@ def _client_of_b(hosts: Cluster, job: subprocess.Popen[str]) -> int:
     return found
 
 
-def _interrupt(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
-    job.send_signal(signal.SIGINT)
+def kill_client(job: subprocess.Popen[str], pid: int, hosts: Cluster) -> None:
+    os.kill(_client_of_b(job), signal.SIGKILL)
 
 
-def _kill_worker(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
-    os.kill(pids[1], signal.SIGKILL)
+def kill_agent(job: subprocess.Popen[str], pid: int, hosts: Cluster) -> None:
+    os.kill(parent_of(pid), signal.SIGKILL)
 
 
-def _kill_launcher(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
-    job.kill()
-
-
-def _kill_client(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
-    os.kill(_client_of_b(hosts, job), signal.SIGKILL)
-
-
-def _kill_agent(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
-    status = Path(f"/proc/{pids[1]}/status").read_text()
-    parent = re.search(r"^PPid:\s(\d+)$", status, re.MULTILINE)
-    assert parent is not None
-    os.kill(int(parent[1]), signal.SIGKILL)
-
-
-def _kill_session(hosts: Cluster, job: subprocess.Popen[str], pids: dict[int, int]) -> None:
-    for pid in hosts.sessions_of("b"):
-        os.kill(pid, signal.SIGKILL)
+def kill_session(job: subprocess.Popen[str], pid: int, hosts: Cluster) -> None:
+    for session in hosts.sessions_of("b"):
+        os.kill(session, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     ("end", "status", "told"),
     [
-        (_interrupt, 130, "interrupted by SIGINT; exit status 130"),
-        (_kill_worker, 137, "worker 1 was killed by SIGKILL on host b"),
-        (_kill_launcher, -9, ""),
-        (_kill_client, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
-        (_kill_agent, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
-        (_kill_session, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
+        (interrupt, 130, "interrupted by SIGINT; exit status 130"),
+        (kill_worker, 137, "worker 1 was killed by SIGKILL on host b"),
+        (kill_launcher, -9, ""),
+        (kill_client, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
+        (kill_agent, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
+        (kill_session, 129, "worker 1 was lost with its host b: its SSH connection has ended"),
     ],
     ids=["Ctrl-C", "worker", "launcher", "client", "agent", "session"],
 )
@@ -193,7 +167,7 @@ def test_an_ended_job_leaves_nothing_behind(
 ) -> None:
     with running(hosts, "--env", "STEPS", STEPS="1000000") as job:
         pids = pids_of_workers(job.stdout, count=2)
-        end(hosts, job, pids)
+        end(job, pids[1], hosts)
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == status, output
     assert told in (output.splitlines() or [""])[-1] if told else True
@@ -216,26 +190,10 @@ def test_one_that_is_interrupted_while_it_starts_leaves_nothing_behind(
 
 def recovered(hosts: Cluster, folder: Path, **variables: str) -> str:
     """The output of a job whose worker 1 is killed on host b, and which ends with the same bits."""
-    command = [sys.executable, str(RECOVERING)]
-    plain = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    marks = folder / "marks"
-    marks.mkdir()
-    with running(
-        hosts,
-        "-H",
-        "a:1,b:2",
-        "--restarts",
-        "1",
-        script=RECOVERING,
-        arguments=("--die", "1:BACKWARD:5", "--marks", str(marks)),
-        GS_SNAPSHOT_EVERY="2",
-        **variables,
-    ) as job:
-        output, _ = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 0, output
-    for rank in range(3):
-        said = re.findall(rf"^\[worker {rank}\] (.*)$", output, re.MULTILINE)
-        assert [line for line in said if line in plain][-len(plain) :] == plain
+    given, own = ("-H", "a:1,b:2", "--restarts", "1"), {"GS_SNAPSHOT_EVERY": "2", **variables}
+    output = assert_recovers_as_alone(
+        lambda script: running(hosts, *given, script=script, **own), folder
+    )
     assert_nothing_is_left(folder)
     return output
 
@@ -288,10 +246,10 @@ def test_hosts_end_all_when_the_launcher_is_frozen(hosts: Cluster, tmp_path: Pat
     assert_nothing_is_left(tmp_path)
 
 
-def refusal(hosts: Cluster, *options: str, script: Path = SCRIPT) -> str:
+def refusal(hosts: Cluster, *options: str, script: str = str(SCRIPT)) -> str:
     """What a launcher says that starts nothing."""
     begun_s = time.monotonic()
-    with running(hosts, *options, script=script) as job:
+    with running(hosts, *options, script=(script,)) as job:
         output, _ = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 1, output
     assert time.monotonic() - begun_s < REFUSED_WITHIN_S
@@ -336,7 +294,7 @@ def test_hosts_without_what_a_job_needs_are_named_with_the_fix(
     assert "Fix: name the interpreter that has graphsplit on every host: --python PATH" in output
     output = refusal(hosts, "--workdir", "/no/such/folder")
     assert "host a: there is no folder /no/such/folder (" in output and "--workdir DIR" in output
-    output = refusal(hosts, script=tmp_path / "missing.py")
+    output = refusal(hosts, script=str(tmp_path / "missing.py"))
     assert f"host a: there is no file {tmp_path}/missing.py" in output
     output = refusal(hosts, "--host", "192.0.2.1")
     assert "host a: the scheduler cannot listen on 192.0.2.1" in output and "(--host)" in output

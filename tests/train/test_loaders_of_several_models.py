@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from alone_helpers import assert_as_alone
+from recovery_helpers import threads_as_workers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import graphsplit as gs
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
@@ -148,14 +148,10 @@ def script(place: bool, loader: Any, microbatches: int) -> Any:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", LOADERS)
 def test_what_reading_changes_is_changed_for_all(name: str, microbatches: int) -> None:
-    before = Generators.now()
-    expected = script(False, LOADERS[name](), microbatches)
-    before.put_back()
-    cluster = ThreadCluster(
-        lambda rank: script(True, LOADERS[name](), microbatches), 2, is_recoverable=False
-    )
-    for found in cluster.run():
-        assert difference(expected, found) is None
+    def run(place: bool) -> Any:
+        return script(place, LOADERS[name](), microbatches)
+
+    assert_as_alone(lambda: run(False), lambda: run(True))
 
 
 def test_data_behind_two_loaders_is_one() -> None:
@@ -167,11 +163,7 @@ def test_data_behind_two_loaders_is_one() -> None:
             model(place, rank, microbatches=1).train(1, batches, callbacks=[losses])
         return losses.seen[::4]
 
-    before = Generators.now()
-    expected = run(False)
-    before.put_back()
-    for found in ThreadCluster(lambda rank: run(True), 3, is_recoverable=False).run():
-        assert difference(expected, found) is None
+    assert_as_alone(lambda: run(False), lambda: run(True), workers=3)
 
 
 @pytest.mark.parametrize(("trained", "evaluated"), [((0, 0), (1, 1)), ((0, 1), (1, 1))])
@@ -201,8 +193,4 @@ def test_data_that_a_callback_reads_meanwhile_is_the_same(trained, evaluated) ->
         models[1].train(1, first, callbacks=[last := Losses()])
         return copy.deepcopy([losses.seen[::4], losses.seen[4::5], last.seen[::4]])
 
-    before = Generators.now()
-    expected = run(False)
-    before.put_back()
-    for found in ThreadCluster(lambda rank: run(True), 2, is_recoverable=False).run():
-        assert difference(expected, found) is None
+    assert_as_alone(lambda: run(False), lambda: run(True))

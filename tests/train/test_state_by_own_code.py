@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from alone_helpers import assert_as_alone
 from recovery_helpers import Generators, ThreadCluster, threads_as_workers
 from torch import nn
 
@@ -131,12 +133,8 @@ def compare(script: Callable[[bool], Any], *, is_recoverable: bool = False) -> N
         torch.manual_seed(0)
         return copy.deepcopy(script(place))
 
-    before = Generators.now()
-    expected = seeded(False)
-    before.put_back()
-    cluster = ThreadCluster(lambda rank: seeded(True), 2, is_recoverable=is_recoverable)
-    for found in cluster.run():
-        assert difference(expected, found) is None
+    alone, on_a_worker = (functools.partial(seeded, place) for place in (False, True))
+    assert_as_alone(alone, on_a_worker, is_recoverable=is_recoverable)
 
 
 def as_it_is(state: dict[str, Any]) -> dict[str, Any]:

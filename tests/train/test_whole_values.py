@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from alone_helpers import assert_as_alone
 from plain_model import PlainModel
-from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from recovery_helpers import ThreadCluster, threads_as_workers
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -20,7 +21,6 @@ import graphsplit as gs
 from graphsplit.checkpoint import whole_values
 from graphsplit.errors import ConfigurationError
 from graphsplit.recovery.settings import SnapshotSettings
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [
@@ -126,11 +126,7 @@ def train(case: str, make: Any, microbatches: int) -> Any:
 
 
 def compare(run: Callable[[Any], Any]) -> None:
-    before = Generators.now()
-    expected = run(PlainModel)
-    before.put_back()
-    for found in ThreadCluster(lambda rank: run(gs.Model), 2, is_recoverable=False).run():
-        assert difference(expected, found) is None
+    assert_as_alone(lambda: run(PlainModel), lambda: run(gs.Model))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

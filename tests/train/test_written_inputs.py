@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from recovery_helpers import Generators, ThreadCluster, threads_as_workers
+from alone_helpers import assert_as_alone
+from recovery_helpers import threads_as_workers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import graphsplit as gs
-from graphsplit.testing.compare import difference
 
 assert threads_as_workers
 pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(120)]
@@ -126,8 +126,4 @@ def test_what_was_written_is_seen_as_in_one_process(script, write, loss_fn, micr
         torch.manual_seed(0)
         return copy.deepcopy(script(make))
 
-    before = Generators.now()
-    expected = run(False)
-    before.put_back()
-    for found in ThreadCluster(lambda rank: run(True), 2, is_recoverable=False).run():
-        assert difference(expected, found) is None
+    assert_as_alone(lambda: run(False), lambda: run(True))
