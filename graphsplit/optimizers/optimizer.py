@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -185,12 +185,13 @@ class OwnedOptimizer:
 
     def zero_gradients(self, *, set_to_none: bool = True) -> None:
         """Set the gradients of the owned parameters to None, or to zeros."""
+        self._refresh()
         is_own = type(self._optimizer).zero_grad is not torch.optim.Optimizer.zero_grad
         if is_own or not set_to_none:
             with self._only_owned():
                 self._optimizer.zero_grad(set_to_none=set_to_none)
             return
-        for parameters in self._refreshed():
+        for parameters in self._owned:
             for parameter in parameters:
                 parameter.grad = None
 
@@ -201,6 +202,7 @@ class OwnedOptimizer:
             For each device, 1 if an infinite or NaN gradient was found there, else 0; empty if
             there is no gradient.
         """
+        self._refresh()
         with self._only_owned():
             scaler.unscale_(self._optimizer)
         return self.checks(scaler)
@@ -222,7 +224,7 @@ class OwnedOptimizer:
     def _judge(self) -> _Judged:
         """The verdict; found anew only where something has changed."""
         code = code_of_step(self._optimizer)
-        self._refreshed()
+        self._refresh()
         judged = self._judged
         if judged is None or not are_same(judged.code, code):
             members = tuple(tuple(group) for group in self._counted)
@@ -271,24 +273,14 @@ class OwnedOptimizer:
                 f"  Fix: let it draw from a torch.Generator of its own, one for each parameter."
             )
 
-    @contextmanager
-    def _only_owned(self) -> Iterator[None]:
+    def _only_owned(self) -> AbstractContextManager[None]:
         """Leave out what is not here: it has no gradient, but skipping it takes time."""
-        groups = list(self._optimizer.param_groups)
-        whole = [group["params"] for group in groups]
-        given = [list(parameters) for parameters in self._refreshed()]
-        for group, parameters in zip(groups, given, strict=True):
-            group["params"] = parameters
-        try:
-            yield
-            if self._judged is None or not self._judged.is_torchs:
-                self._check_unchanged(groups, given)
-        finally:
-            for group, all_parameters in zip(groups, whole, strict=True):
-                group["params"] = all_parameters
+        is_torchs = self._judged is not None and self._judged.is_torchs
+        check = None if is_torchs else self._check_unchanged
+        return _Narrowed(self._optimizer.param_groups, self._owned, check)
 
     def _check_unchanged(
-        self, groups: list[dict[str, Any]], given: Sequence[Sequence[torch.Tensor]]
+        self, groups: Sequence[Mapping[str, Any]], given: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         now = self._optimizer.param_groups
         is_given = all(map(is_, (group["params"] for group in groups), given))
@@ -300,8 +292,8 @@ class OwnedOptimizer:
             f"  Fix: change them between steps, for example in a callback's on_step_end."
         )
 
-    def _refreshed(self) -> list[list[torch.Tensor]]:
-        """The owned parameters of each group; looked up anew when groups have changed."""
+    def _refresh(self) -> None:
+        """Look up the owned parameters of each group anew when groups have changed."""
         groups = self._optimizer.param_groups
         if not _hold(groups, self._counted):
             self._counted = [list(group["params"]) for group in groups]
@@ -309,7 +301,6 @@ class OwnedOptimizer:
             self._owners = self._found_owners()
             if self._judged is not None and not self._holds(self._judged):
                 self._judged = None
-        return self._owned
 
     def _found_owners(self) -> tuple[int, ...]:
         """The workers that have some of the parameters."""
@@ -317,6 +308,36 @@ class OwnedOptimizer:
             return ()
         known, rank = self._residence.owner_by_id(), self._residence.rank
         return tuple(sorted({known.get(id(p), rank) for group in self._counted for p in group}))
+
+
+class _Narrowed:
+    """Inside, an optimizer's groups hold these parameters alone.
+
+    At every step: a generator would take as long again.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        parameters: Sequence[Sequence[torch.Tensor]],
+        check: Callable[[Sequence[dict[str, Any]], Sequence[Sequence[torch.Tensor]]], None] | None,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._whole = [group["params"] for group in groups]
+        self._given = list(map(list, parameters))
+        self._check = check
+
+    def __enter__(self) -> None:
+        for group, parameters in zip(self._groups, self._given, strict=True):
+            group["params"] = parameters
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._check is not None:
+                self._check(self._groups, self._given)
+        finally:
+            for group, whole in zip(self._groups, self._whole, strict=True):
+                group["params"] = whole
 
 
 def _hold(groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[Any]]) -> bool:

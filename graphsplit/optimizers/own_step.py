@@ -7,8 +7,8 @@ what a step does, apart from settings: its code, what the user says of it, and t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ _DONE = (
 # Hooks around every optimizer's step that are graphsplit's own.
 OWN_HOOKS: list[Any] = []
 _SAID = "_graphsplit_per_parameter"
+_VALUES = methodcaller("values")
 
 
 def guard_step(optimizer: torch.optim.Optimizer) -> None:
@@ -45,15 +46,15 @@ def guard_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_pre_hook(refuse_own_step)
 
 
-@contextmanager
-def by_the_model() -> Iterator[None]:
+class by_the_model:
     """Let graphsplit itself call an optimizer."""
-    before = getattr(_here, "is_models", False)
-    _here.is_models = True
-    try:
-        yield
-    finally:
-        _here.is_models = before
+
+    def __enter__(self) -> None:
+        self._before = getattr(_here, "is_models", False)
+        _here.is_models = True
+
+    def __exit__(self, *_: object) -> None:
+        _here.is_models = self._before
 
 
 def guard_state(optimizer: torch.optim.Optimizer) -> None:
@@ -138,12 +139,10 @@ def is_said(optimizer: torch.optim.Optimizer) -> bool:
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The hooks that run around its step, those of all optimizers included."""
-    several: Iterable[Any] = (
-        *GLOBAL_STEP_HOOKS,
-        getattr(optimizer, BEFORE_STEP, {}),
-        getattr(optimizer, AFTER_STEP, {}),
-    )
-    found = [hook for hooks in several for hook in hooks.values()]
+    own = getattr(optimizer, BEFORE_STEP, {}), getattr(optimizer, AFTER_STEP, {})
+    found = [*chain.from_iterable(map(_VALUES, (*GLOBAL_STEP_HOOKS, *own)))]
+    if found == [refuse_own_step]:  # as at most steps
+        return []
     return [hook for hook in found if hook is not refuse_own_step and hook not in OWN_HOOKS]
 
 

@@ -37,7 +37,9 @@ class Settings:
 
     def numbers(self) -> tuple[float, ...]:
         """The first numbers among the settings, learning rates before all, and a checksum."""
-        now = [group.get(key) for group, keys in self._groups() for key in keys]
+        now: list[Any] = []
+        for group, keys in self._groups():
+            now += map(group.get, keys)
         is_same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
         if not is_same or self._has_tensors:
             self._seen = now

@@ -17,7 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -100,8 +101,7 @@ class Recording:
         return found
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A recording that holds now.
 
     Attributes:
@@ -125,7 +125,7 @@ class Match:
 def requires_grad_of(parameters: Sequence[torch.Tensor]) -> tuple[bool, ...]:
     """Of every parameter, whether it is trained."""
     with DisableTorchFunctionSubclass():  # stand-ins would answer slowly
-        return tuple([parameter.requires_grad for parameter in parameters])
+        return tuple(map(attrgetter("requires_grad"), parameters))
 
 
 class Recordings:

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,8 +85,7 @@ class TrainingProgress:
         return text if divider.num_microbatches == 1 else f"{text}, seed {self.seed}"
 
 
-@dataclass(frozen=True)
-class StepPhase:
+class StepPhase(NamedTuple):
     """One plan of a step, with what it works on.
 
     Attributes:
@@ -109,8 +108,7 @@ class StepPhase:
         return Microbatches(self.weights, lambda m: progress.rng_state(start + m), start)
 
 
-@dataclass(frozen=True)
-class PlannedStep:
+class PlannedStep(NamedTuple):
     """The plans of a step.
 
     Attributes:

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphsplit.capture.graph import Mode
 from graphsplit.partition.plan import Edge, EdgeKind, Exchange, PartitionPlan, SumTerm
@@ -22,8 +23,7 @@ from graphsplit.program.traffic import PlanTraffic
 Policy = Callable[[PartitionPlan, int], Sequence[Sequence[Instruction]]]
 
 
-@dataclass(frozen=True)
-class StepPart:
+class StepPart(NamedTuple):
     """Which part of a step some programs run: a whole batch, or some of its microbatches.
 
     Attributes:
