@@ -5,18 +5,29 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
+from graphsplit.cli.job import JobOptions
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.client import HostError, SshClient
 from graphsplit.cli.ssh.connection import HostConnection
 from graphsplit.cli.ssh.facts import own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import Facts
+from graphsplit.cli.ssh.hosts import give_ranks
+from graphsplit.cli.ssh.links import reserve_for_workers
 from graphsplit.cli.ssh.meeting import answers, connected
-from graphsplit.cli.ssh.options import named_hosts, reach_options, ssh_command
+from graphsplit.cli.ssh.options import RemoteJob, doctor_options, named_hosts, ssh_command
+from graphsplit.cli.ssh.preparation import (
+    get_ready,
+    reach_each_other,
+    scheduler_address,
+    setups,
+)
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.ports import holder_of, is_free
 from graphsplit.security.protection import load_protection
@@ -28,36 +39,48 @@ _ANY_JOB = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_SCHED_PORT": str(_
 
 
 @click.command()
-@reach_options
+@doctor_options
+@click.argument("script", type=click.Path(path_type=Path), required=False)
 @click.pass_context
 def doctor(
     context: click.Context,
+    /,
     *,
     hosts: str | None,
     hostfile: Path | None,
     python: str | None,
     ssh: str,
+    script: Path | None,
+    **given: Any,
 ) -> None:
     """Look for what would keep a job from running here, or with -H on other hosts.
 
     Prints versions, instruction sets, cores and clocks, with -H also latency and bandwidth of each
-    pair of hosts; then what is wrong, each with its fix. Nothing is changed. The exit status is 1
-    if a job could not run, else 0.
+    pair of hosts; then what is wrong, each with its fix. Hosts are asked what `graphsplit run`
+    asks them before it starts a job with these options, and the SCRIPT, if one is named. Nothing is
+    changed. The exit status is 1 if a job could not run, else 0.
 
-    Example: graphsplit doctor -H a,b
+    Example: graphsplit doctor -H a,b train.py
     """
-    problems, remarks = environment_findings(os.environ)
-    names = [name for name, _ in named_hosts(hosts, hostfile)]
-    if names:
+    named = named_hosts(hosts, hostfile)
+    stays = {"MS_WORKER_IP"} if named else set()
+    problems, remarks = environment_findings(
+        {name: value for name, value in os.environ.items() if name not in stays}
+    )
+    if named:
+        job, remote = _job(script, **given), _remote(named, python, ssh, **given)
         try:
-            client, there = ssh_command(ssh), python or sys.executable
             with connected(
-                names, lambda name: SshClient(client, name, there), NODE_TIMEOUT_S
+                [name for name, _ in named],
+                lambda name: SshClient(remote.ssh, name, remote.python),
+                NODE_TIMEOUT_S,
             ) as found:
-                of_hosts = _look_at(found)
+                of_hosts = _look_at(job, remote, found)
         except HostError as error:
             raise click.ClickException(str(error)) from None
         problems, remarks = problems + of_hosts[0], remarks + of_hosts[1]
+    elif script is not None or any(value is not None for value in given.values()):
+        raise click.UsageError("these options and SCRIPT are about other hosts; name them: -H a,b")
     else:
         facts = {_HERE: own_facts(os.environ)}
         click.echo(facts_table(facts, late_s={}))
@@ -69,38 +92,109 @@ def doctor(
     context.exit(bool(problems))
 
 
-def _look_at(hosts: Mapping[str, HostConnection]) -> tuple[list[str], list[str]]:
+def _job(
+    script: Path | None,
+    *,
+    port: int | None,
+    host: str | None,
+    certificates: Path | None,
+    **_: object,
+) -> JobOptions:
+    """The job that hosts are asked about: without a script it is of no file."""
+    return JobOptions(
+        num_workers=0,
+        port=port,
+        host=host or "",
+        log_dir=None,
+        certificates=certificates,
+        script=script or Path(),
+        arguments=(),
+        as_module=script is None,
+    )
+
+
+def _remote(
+    named: list[tuple[str, int]],
+    python: str | None,
+    ssh: str,
+    *,
+    host: str | None,
+    workdir: str | None,
+    **_: object,
+) -> RemoteJob:
+    return RemoteJob(
+        give_ranks(named, None),
+        python or sys.executable,
+        ssh_command(ssh),
+        workdir or str(Path.cwd()),
+        address=host or "",
+    )
+
+
+def _look_at(
+    job: JobOptions, remote: RemoteJob, hosts: Mapping[str, HostConnection]
+) -> tuple[list[str], list[str]]:
     """Print what hosts say, and measure between them; problems, and remarks."""
     facts, problems = answers(hosts, frames.Facts)
+    problems += problems_of(facts)
     late_s = {name: hosts[name].late_s for name in facts}
     if facts:
         click.echo(facts_table(facts, late_s=late_s))
-    reached = {name: one for name, one in hosts.items() if name in facts}
-    measured, more = _measure({name: facts[name].address or name for name in reached}, reached)
+    # Those whose agents can be asked more: problems of their own would only show again.
+    first = next(iter(facts.values()), None)
+    sound = {
+        name: one
+        for name, one in facts.items()
+        if first is not None and one.graphsplit == first.graphsplit and not one.problems
+    }
+    if sound:
+        problems += _try_out(job, remote, {name: hosts[name] for name in sound}, sound)
+    return problems, remarks_on(facts, late_s=late_s)
+
+
+def _try_out(
+    job: JobOptions,
+    remote: RemoteJob,
+    hosts: Mapping[str, HostConnection],
+    facts: Mapping[str, Facts],
+) -> list[str]:
+    """Have hosts get ready as for a job, reach each other, and measure; the problems."""
+    ranked = tuple(host for host in remote.hosts if host.name in hosts)
+    try:
+        address = scheduler_address(facts, remote.address)
+    except HostError as error:
+        return [str(error)]
+    wanted = setups(job, replace(remote, hosts=ranked), address, NODE_TIMEOUT_S)
+    ready, problems = get_ready(hosts, wanted)
+    unreached, more = reach_each_other(hosts, wanted, ready)
+    addresses = {name: facts[name].address or name for name in ready}
+    measured, broken = _measure(addresses, hosts, unreached)
     if measured:
         click.echo(f"\n{links_table(measured)}")
-    return problems + problems_of(facts) + more, remarks_on(facts, late_s=late_s)
+    return problems + more + broken
 
 
 def _measure(
-    addresses: Mapping[str, str], hosts: Mapping[str, HostConnection]
+    addresses: Mapping[str, str],
+    hosts: Mapping[str, HostConnection],
+    unreached: Set[tuple[str, str]],
 ) -> tuple[dict[tuple[str, str], frames.Measured], list[str]]:
     """Every pair of hosts, one after the other, and the problems of those that cannot."""
-    if len(hosts) < 2:
+    if len(addresses) < 2:
         return {}, []
     secret = secrets.token_hex(16)
-    for name, connection in hosts.items():
-        connection.tell(frames.Listen(addresses[name], secret))
-    listening, problems = answers(hosts, frames.Listening)
+    for name, address in addresses.items():
+        hosts[name].tell(frames.Listen(address, secret))
+    listening, problems = answers({name: hosts[name] for name in addresses}, frames.Listening)
     measured = {}
-    for name, connection in hosts.items():
+    for name in addresses:
         for other in listening:
-            if other == name:
+            if other == name or (name, other) in unreached:
                 continue
             port = listening[other].port
-            connection.tell(frames.Measure(addresses[other], port, secret))
+            hosts[name].tell(frames.Measure(addresses[other], port, secret))
             try:
-                measured[name, other] = connection.answer(frames.Measured)
+                measured[name, other] = hosts[name].answer(frames.Measured)
             except HostError as error:
                 problems.append(str(error))
     return measured, problems
@@ -113,8 +207,11 @@ def environment_findings(environ: Mapping[str, str]) -> tuple[list[str], list[st
         settings = ClusterSettings.from_environ({**_ANY_JOB, **own})
         if settings is not None:
             load_protection(settings.security, role=settings.role)
+            reserve_for_workers(settings.worker_host).close()
     except ConfigurationError as error:
         return [f"{_HERE}: {error}"], []
+    except click.ClickException as error:
+        return [f"{_HERE}: {error.message}"], []
     return [], []
 
 

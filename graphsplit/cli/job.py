@@ -29,6 +29,18 @@ from graphsplit.settings import FAIL_FAST, GO_ON, RESTART, WAIT_REJOIN, recovery
 
 # What follows the script belongs to the script, options included.
 SCRIPT_SETTINGS = {"allow_interspersed_args": False}
+PORT = click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="The scheduler's port (MS_SCHED_PORT).  [default: a free one]",
+)
+CERTIFICATES = click.option(
+    "--certs",
+    "certificates",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A folder made by `graphsplit certs`: use mutual TLS.",
+    metavar="DIR",
+)
 _OPTIONS = (
     click.option(
         "-n",
@@ -36,11 +48,7 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         help="How many workers the job has, beside one scheduler.",
     ),
-    click.option(
-        "--port",
-        type=click.IntRange(1, 65535),
-        help="The scheduler's port (MS_SCHED_PORT).  [default: a free one]",
-    ),
+    PORT,
     click.option(
         "--host",
         default="127.0.0.1",
@@ -53,13 +61,7 @@ _OPTIONS = (
         help="Also write each process's output to DIR/scheduler.log, DIR/worker_0.log ...",
         metavar="DIR",
     ),
-    click.option(
-        "--certs",
-        "certificates",
-        type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="A folder made by `graphsplit certs`: use mutual TLS.",
-        metavar="DIR",
-    ),
+    CERTIFICATES,
 )
 _RESTARTS = click.option(
     "--restarts",

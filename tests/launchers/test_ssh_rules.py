@@ -20,8 +20,8 @@ from graphsplit.cli.ssh.command import agent_command, why_not
 from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
-from graphsplit.cli.ssh.options import RemoteJob, travelling
-from graphsplit.cli.ssh.run import _meet
+from graphsplit.cli.ssh.options import travelling
+from graphsplit.cli.ssh.preparation import scheduler_address
 from graphsplit.encoding.fields import MessageError
 from graphsplit.version import __version__
 
@@ -232,28 +232,12 @@ def test_the_guide_shows_the_dry_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert result.exit_code == 0 and f"{command}\n{result.output}" in guide
 
 
-class Answering:
-    """A connection whose agent answers with these facts."""
-
-    late_s = 0.0
-
-    def __init__(self, facts: Facts) -> None:
-        self._facts = facts
-
-    def answer(self, kind: type[Facts]) -> Facts:
-        return self._facts
-
-
 def test_the_scheduler_listens_where_ssh_has_reached_the_first_host() -> None:
     here, there = replace(FACTS, address="127.0.0.1"), replace(FACTS, address="10.0.0.2")
-    remote = RemoteJob((JobHost("a", range(1)), JobHost("b", range(1, 2))), "/py", ("ssh",), "/job")
-
-    def meet(first: Facts, second: Facts, address: str = "") -> str:
-        hosts = {"a": Answering(first), "b": Answering(second)}
-        return _meet(hosts, replace(remote, address=address))[0]  # type: ignore[arg-type]
-
-    assert meet(there, FACTS) == "10.0.0.2"
-    assert meet(here, replace(here, address="127.0.0.3")) == "127.0.0.1"
-    assert meet(here, there, "10.0.0.1") == "10.0.0.1"
+    assert scheduler_address({"a": there, "b": FACTS}, "") == "10.0.0.2"
+    assert (
+        scheduler_address({"a": here, "b": replace(here, address="127.0.0.3")}, "") == "127.0.0.1"
+    )
+    assert scheduler_address({"a": here, "b": there}, "10.0.0.1") == "10.0.0.1"
     with pytest.raises(HostError, match=r"would listen on 127\.0\.0\.1, which host b"):
-        meet(here, there)
+        scheduler_address({"a": here, "b": there}, "")

@@ -77,11 +77,11 @@ def job_children(
     }
     # One that the shell left behind must not become the rank of every process.
     shared.pop("MS_NODE_ID", None)
-    own = {"MS_ROLE": "MS_SCHED", **_tls(certificates, "scheduler")}
+    own = {"MS_ROLE": "MS_SCHED", **tls_files(certificates, "scheduler")}
     children = [ChildSpec(SCHEDULER, {**shared, **own})] if has_scheduler else []
     for rank in range(num_workers) if ranks is None else ranks:
         own = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank)}
-        own |= _tls(certificates, f"worker-{rank}")
+        own |= tls_files(certificates, f"worker-{rank}")
         children.append(ChildSpec(f"worker {rank}", {**shared, **own}, shares.get(rank)))
     return tuple(children)
 
@@ -95,7 +95,7 @@ def lone_child(base: Mapping[str, str], name: str) -> ChildSpec:
     return ChildSpec(name, variables)
 
 
-def _tls(folder: Path | None, name: str) -> dict[str, str]:
+def tls_files(folder: Path | None, name: str) -> dict[str, str]:
     """The files of one process in a folder that ``graphsplit certs`` filled."""
     if folder is None:
         return {}

@@ -103,5 +103,7 @@ def worker_address(environ: Mapping[str, str], host: str, port: int) -> dict[str
         return {"MS_WORKER_IP": address_towards(host, port)}
     except OSError as error:
         raise click.ClickException(
-            f"the scheduler's host {host} is not known here, or out of reach: {error}"
+            f"the scheduler's host {host} is not known here, or out of reach "
+            f"({error.strerror or error})\n  Fix: make it known (DNS, /etc/hosts), or name it by "
+            f"an IP address that this host reaches: --host"
         ) from None

@@ -31,8 +31,16 @@ from graphsplit.cli.launch.hosts import worker_address
 from graphsplit.cli.launch.supervise import READ_BYTES, catching_signals
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.facts import own_facts
-from graphsplit.cli.ssh.links import answer_one, dial, measure, reserve
+from graphsplit.cli.ssh.links import (
+    answer_one,
+    measure,
+    reserve,
+    reserve_for_workers,
+    why_not_reached,
+)
+from graphsplit.cli.ssh.readiness import digest_of, enter, require_certificates_of
 from graphsplit.launcher_line import VARIABLE as LINE
+from graphsplit.launchers.environment import LOOPBACK
 from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import forget, has_begun
 
@@ -41,6 +49,7 @@ FIRST_KEPT = 200
 LABELS = "GS_WORKER_LABELS"
 BEATS = 6  # in the time in which silence means that the other side is lost
 _MOST_REPORT_BYTES = 64 << 10
+_IN_TURN = frames.Setup | frames.Reach | frames.Start | frames.Listen | frames.Measure
 _NOT_MINE = (*OF_A_JOB, "GS_JOB_TOKEN_FILE")
 
 
@@ -81,7 +90,7 @@ class Agent:
         self._command: list[str] = []
         self._folder = ""
         self._address: dict[str, str] = {}
-        self._reserved: socket.socket | None = None
+        self._reserved = self._stack.enter_context(contextlib.ExitStack())
         self._line: socket.socket | None = None
         self._silence_s = self._heard_s = self._told_s = 0.0
 
@@ -132,7 +141,7 @@ class Agent:
             elif isinstance(order, frames.Note) and self._line is not None:
                 with contextlib.suppress(OSError):
                     self._line.send(order.text.encode())
-            elif isinstance(order, frames.Setup | frames.Start | frames.Listen | frames.Measure):
+            elif isinstance(order, _IN_TURN):
                 self._waiting.append(order)
 
     def _signal(self, order: frames.Signal) -> None:
@@ -147,7 +156,9 @@ class Agent:
         try:
             match order:
                 case frames.Setup():
-                    self._tell(frames.HostReady(self._prepare(order)))
+                    self._tell(self._prepare(order))
+                case frames.Reach():
+                    self._tell(frames.Dialed(why_not_reached(order.peers)))
                 case frames.Listen():
                     self._tell(frames.Listening(self._listen(order)))
                 case frames.Measure():
@@ -166,27 +177,22 @@ class Agent:
         self._selector.register(listener, selectors.EVENT_READ, answer)
         return int(listener.getsockname()[1])
 
-    def _prepare(self, setup: frames.Setup) -> int:
-        """See that all is there; the scheduler's port.
+    def _prepare(self, setup: frames.Setup) -> frames.HostReady:
+        """See that all is there.
 
         Raises:
             click.ClickException: Something is not; says what, and the fix.
         """
-        _enter(Path(setup.workdir))
-        script = "" if setup.as_module else setup.script
-        for file in filter(None, (script, *setup.files)):
-            if not Path(file).is_file():
-                raise click.ClickException(
-                    f"there is no file {Path(file).absolute()}\n  Fix: copy it there, or name the "
-                    f"folder that has it on every host: --workdir DIR"
-                )
+        enter(Path(setup.workdir))
+        digest = "" if setup.as_module or not setup.script else digest_of(Path(setup.script))
+        require_certificates_of(setup)
         port = setup.port
         if setup.has_scheduler:
-            self._reserved = reserve(setup.host, port)
-            port = int(self._reserved.getsockname()[1])
-        else:
-            dial(setup.host, port).close()
+            reserved = self._reserved.enter_context(reserve(setup.host, port))
+            port = int(reserved.getsockname()[1])
         self._address = worker_address(os.environ, setup.host, port)
+        own_host = {**os.environ, **self._address}.get("MS_WORKER_IP", "").strip() or LOOPBACK[0]
+        listener = self._reserved.enter_context(reserve_for_workers(own_host))
         self._heard_s, self._silence_s = time.monotonic(), setup.silence_s
         own_folder = tempfile.TemporaryDirectory(prefix="graphsplit-")
         self._folder = self._stack.enter_context(own_folder)
@@ -207,7 +213,7 @@ class Agent:
         self._start = self._stack.enter_context(
             starting(options, self._say, self._wait, _Stop(self))
         )
-        return port
+        return frames.HostReady(port, own_host, int(listener.getsockname()[1]), digest)
 
     def _say(self, text: str) -> None:
         """Under the name of the process that is being started."""
@@ -222,6 +228,7 @@ class Agent:
             signum = self._unwanted.get(order.name, signal.SIGTERM)
             self._tell(frames.Exited(order.name, -signum, ""))
             return
+        self._reserved.close()
         report = Path(self._folder) / f"{order.name.replace(' ', '_')}.json"
         forget(report)
         own = {name: value for name, value in os.environ.items() if name not in _NOT_MINE}
@@ -250,9 +257,6 @@ class Agent:
 
     def _start_scheduler(self, spec: ChildSpec) -> Child:
         """With a line to its launcher; what is said on it is handed on."""
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
         self._hang_up()
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._line.setblocking(False)
@@ -336,19 +340,6 @@ def _labels(own: Mapping[str, str], order: frames.Start) -> dict[str, str]:
     return {LABELS: found} if found else {}
 
 
-def _enter(folder: Path) -> None:
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        home = Path("~").expanduser()
-        is_gone = not home.is_dir() and folder.is_relative_to(home)
-        what = f"there is no home folder {home}, and so" if is_gone else "there is"
-        raise click.ClickException(
-            f"{what} no folder {folder} ({error.strerror})\n"
-            f"  Fix: make or mount it, or name one that every host has: --workdir DIR"
-        ) from None
-
-
 def main() -> None:
     """Serve the launcher at the other end of standard input and output.
 
@@ -361,6 +352,7 @@ def main() -> None:
     kept = tuple(range(FIRST_KEPT, FIRST_KEPT + len(files)))
     for file, number in zip(files, kept, strict=True):
         os.dup2(int(file), number)
+    os.write(answers, b"\n")  # a login shell may have printed there, without an end of line
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         Agent(0, answers, address, kept).serve()
 

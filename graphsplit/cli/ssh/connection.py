@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
+import click
+
 from graphsplit.cli.launch.environment import ChildSpec
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.agent import BEATS
@@ -31,6 +33,7 @@ from graphsplit.reports import VARIABLE as REPORT_FILE
 from graphsplit.reports import note_init
 
 ANSWER_S = 60.0
+LATE_S = 9.0  # more than SSH has to connect
 _READ_BYTES = 1 << 16
 _CLOSE_S = 5.0
 _LAST_WORDS_S = 1.0
@@ -98,6 +101,7 @@ class HostConnection:
         self._writing = threading.Lock()
         self._said: deque[str] = deque(maxlen=_LINES_KEPT)
         self._answers: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
+        self._heard: list[frames.Frame | None] = []
         self._children: dict[str, RemoteChild] = {}
         self._cutter = frames.Cutter()
         self._line: socket.socket | None = None
@@ -105,7 +109,7 @@ class HostConnection:
         self._is_closing = self._is_watched = False
         self._lost = ""
         self.late_s = 0.0
-        self._heard_s = self._told_s = time.monotonic()
+        self._heard_s = self._told_s = self._asked_s = time.monotonic()
         assert client.stdin and client.stdout and client.stderr
         self._stdin, self._stdout, self._stderr = client.stdin, client.stdout, client.stderr
         self._selector = selectors.DefaultSelector()
@@ -116,6 +120,8 @@ class HostConnection:
         """Tell the agent, if it is still there."""
         with self._writing, contextlib.suppress(OSError, ValueError):
             self._told_s = time.monotonic()
+            if not isinstance(frame, frames.Alive):
+                self._asked_s = self._told_s
             data = frames.written(frame)
             while data:
                 data = data[os.write(self._stdin.fileno(), data) :]
@@ -127,17 +133,30 @@ class HostConnection:
             HostError: It has another one, or none.
         """
         try:
-            found = self._answers.get(timeout=ANSWER_S)
+            found = self._heard.pop() if self._heard else self._answers.get(timeout=ANSWER_S)
         except queue.Empty:
-            raise HostError(
-                f"host {self.host}: its agent has not answered within {ANSWER_S:.0f} s\n"
-                f"  Fix: look whether the host is overloaded, or its disks: ssh {self.host} uptime"
-            ) from None
+            raise HostError(self._late(ANSWER_S)) from None
         if isinstance(found, kind):
             return found
         if isinstance(found, frames.Problem):
             raise HostError(f"host {self.host}: {found.text}")
         raise HostError(self._client.why_not(self._client.wait(), self._said))
+
+    def await_answer(self) -> None:
+        """Wait for the agent's next answer; where it is late, name the host to who waits."""
+        if self._heard:
+            return
+        left_s = self._asked_s + LATE_S - time.monotonic()
+        try:
+            self._heard.append(self._answers.get(timeout=max(0.0, left_s)))
+        except queue.Empty:
+            click.echo(f"graphsplit: {self._late(LATE_S)}", err=True)
+
+    def _late(self, limit_s: float) -> str:
+        return (
+            f"host {self.host}: its agent has not answered within {limit_s:g} s\n"
+            f"  Fix: look whether the host is overloaded, or its disks: ssh {self.host} uptime"
+        )
 
     def serve(self) -> None:
         """From now on a thread hears what comes. No process can be started by fork after that."""

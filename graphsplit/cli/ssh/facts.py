@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
 import tempfile
 import time
@@ -17,6 +18,7 @@ from graphsplit.version import __version__, different_versions
 _CPUINFO = Path("/proc/cpuinfo")
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 64 << 20
+_LEAST_FILES = 128
 _CLOCKS_WITHIN_S = 5.0
 # What PyTorch looks for before it takes the kernels of that name.
 _CPU_FLAGS = {
@@ -41,7 +43,7 @@ def own_facts(environ: Mapping[str, str], address: str = "") -> Facts:
         shared_bytes=_left_in(_SHARED_MEMORY),
         clock_s=time.time(),
         remarks=tuple(filter(None, (_no_home(), _little_shared_memory(_SHARED_MEMORY)))),
-        problems=tuple(filter(None, (_no_temporary_files(),))),
+        problems=tuple(filter(None, (_no_temporary_files(), _few_open_files()))),
     )
 
 
@@ -90,6 +92,16 @@ def _no_temporary_files() -> str:
             f"  Fix: make room in /tmp, or set TMPDIR on that host to a folder that can be written"
         )
     return ""
+
+
+def _few_open_files() -> str:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most >= _LEAST_FILES or most == resource.RLIM_INFINITY:
+        return ""
+    return (
+        f"a process may have only {most} open files, and a worker has one for each connection\n"
+        f"  Fix: let it have more (ulimit -n 4096, or limits.conf on that host)"
+    )
 
 
 def _left_in(folder: Path) -> int:

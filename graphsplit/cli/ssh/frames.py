@@ -26,7 +26,8 @@ class Setup:
         as_module: Whether it is the name of a module.
         fresh: Whether each process imports everything itself.
         arguments: The script's own arguments.
-        files: Files that must be there.
+        certificates: The folder with those of its processes; empty if there are none.
+        holders: The processes of this host, as files of that folder are called.
         silence_s: Without a word from the launcher in this time, all is ended.
         host: Where the scheduler listens; as this host's own address if it has the scheduler.
         port: Its port; 0 for a free one, which this host finds.
@@ -38,7 +39,8 @@ class Setup:
     as_module: bool
     fresh: bool
     arguments: tuple[str, ...]
-    files: tuple[str, ...]
+    certificates: str
+    holders: tuple[str, ...]
     silence_s: float
     host: str
     port: int
@@ -72,6 +74,23 @@ class Note:
     """A note between the launcher and the scheduler, as it is."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class DialedPort:
+    """A port of another host that processes of this one will dial; ``what`` says what it is."""
+
+    name: str
+    what: str
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Dial these ports, to see that they can be reached; answered by ``Dialed``."""
+
+    peers: tuple[DialedPort, ...]
 
 
 @dataclass(frozen=True)
@@ -127,9 +146,19 @@ class Facts:
 
 @dataclass(frozen=True)
 class HostReady:
-    """All is there; where the scheduler will listen."""
+    """All is there.
+
+    Attributes:
+        port: Where the scheduler will listen, if it is to run here.
+        worker_host: Where workers of this host will listen.
+        worker_port: A port there at which somebody listens until they are started.
+        digest: SHA-256 of the script in hexadecimal; empty for a module.
+    """
 
     port: int
+    worker_host: str
+    worker_port: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -137,6 +166,13 @@ class Problem:
     """Why nothing can be started here."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Dialed:
+    """Why each of the peers cannot be reached, and the fix; empty for those that can."""
+
+    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -192,9 +228,18 @@ class Exited:
     report: str
 
 
-Order = Setup | Start | Signal | Note | Listen | Measure | Alive
+Order = Setup | Reach | Start | Signal | Note | Listen | Measure | Alive
 Answer = (
-    Facts | HostReady | Problem | Listening | Measured | ProcessStarted | Begun | Wrote | Exited
+    Facts
+    | HostReady
+    | Dialed
+    | Problem
+    | Listening
+    | Measured
+    | ProcessStarted
+    | Begun
+    | Wrote
+    | Exited
 )
 Frame = Order | Answer
 _KINDS: dict[str, type[Any]] = {one.__name__: one for one in get_args(Frame)}

@@ -5,40 +5,70 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
 import socket
 import statistics
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import click
 
+from graphsplit.cli.ssh.frames import DialedPort
 from graphsplit.launchers.ports import find_free_port, holder_of
 
 _DIAL_S = 5.0
+_MOST_WAITING = 4096  # who dials is not answered, so as many wait as there are hosts
+_MOST_THREADS = 64
 _NUM_PINGS, _WARM_UP_PINGS = 25, 5
 _SIZE_BYTES, _CHUNK_BYTES = 16 << 20, 1 << 20
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """Listen at an address of this host, on a free port if none is named.
+    """Listen where the scheduler will, at an address of this host; port 0: a free one.
 
     Raises:
         click.ClickException: It cannot be; says why, and the fix.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if not port:
-            address = (address[0], find_free_port(host), *address[2:])
-        return socket.create_server(address, family=family)
+        return _listening(host, port or find_free_port(host))
     except OSError as error:
         by = f": {holder_of(port)} has it" if error.errno == errno.EADDRINUSE else ""
         raise click.ClickException(
-            f"the scheduler cannot listen on {host}:{port or '(any port)'} ({error.strerror}){by}\n"
+            f"the scheduler cannot listen on {host}:{port or '(any port)'} ({_why(error)}){by}\n"
             f"  Fix: name another port (--port), or an address of that host that the others reach "
             f"(--host)"
         ) from None
 
 
-def dial(host: str, port: int) -> socket.socket:
+def reserve_for_workers(host: str) -> socket.socket:
+    """Listen where workers of this host will, on a port that the kernel gives, as theirs are.
+
+    Raises:
+        click.ClickException: It cannot be; says why, and the fix.
+    """
+    try:
+        return _listening(host, 0)
+    except OSError as error:
+        raise click.ClickException(
+            f"its workers cannot listen on {host}, their MS_WORKER_IP ({_why(error)})\n"
+            f"  Fix: set MS_WORKER_IP on that host to one of its own addresses, or unset it there"
+        ) from None
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=_MOST_WAITING)
+
+
+def _why(error: OSError) -> str:
+    """The system's words alone: Python adds an address to some of them."""
+    if error.errno is None or error.errno < 0:
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+def dial(host: str, port: int, what: str = "") -> socket.socket:
     """Reach a port of another host.
 
     Raises:
@@ -47,11 +77,32 @@ def dial(host: str, port: int) -> socket.socket:
     try:
         return socket.create_connection((host, port), timeout=_DIAL_S)
     except OSError as error:
+        fix = (
+            f"open the ports between the two in firewalls, {port} among them, or name an address "
+            f"that it reaches: --host ADDRESS for the scheduler, MS_WORKER_IP for workers"
+        )
+        if isinstance(error, socket.gaierror):
+            fix = f"make {host} known there (DNS, /etc/hosts), or give an IP address: --host"
         raise click.ClickException(
-            f"it cannot reach {host}:{port} ({error.strerror or error})\n"
-            f"  Fix: open ports between the hosts in firewalls (--port names the scheduler's),"
-            f" or name an address of the first host that the others reach: --host ADDRESS"
+            f"it cannot reach {what}{host}:{port} ({_why(error)})\n  Fix: {fix}"
         ) from None
+
+
+def why_not_reached(peers: Sequence[DialedPort]) -> tuple[str, ...]:
+    """Why each of them cannot be reached, and the fix; empty for those that can.
+
+    All are dialed at the same time.
+    """
+    with ThreadPoolExecutor(_MOST_THREADS) as threads:
+        return tuple(threads.map(_why_not, peers))
+
+
+def _why_not(peer: DialedPort) -> str:
+    try:
+        dial(peer.host, peer.port, f"{peer.what}, ").close()
+    except click.ClickException as error:
+        return error.message
+    return ""
 
 
 def answer_one(listener: socket.socket, secret: str) -> None:

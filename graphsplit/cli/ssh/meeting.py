@@ -42,6 +42,8 @@ def answers(
     """The answer of each host, by name, and the problems of those that do not."""
     found: dict[str, _F] = {}
     problems = []
+    for connection in connections.values():  # all have been asked at the same time
+        connection.await_answer()
     for name, connection in connections.items():
         try:
             found[name] = connection.answer(kind)

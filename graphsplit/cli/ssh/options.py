@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from graphsplit.cli.job import job_options
+from graphsplit.cli.job import CERTIFICATES, PORT, job_options
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
 
 # Those of one process alone, and files of this machine alone.
@@ -70,12 +70,18 @@ _REACH = (
         help="The SSH client with options, as in --ssh 'ssh -F my_config'.  [default: ssh]",
     ),
 )
+_WORKDIR = click.option(
+    "--workdir",
+    metavar="DIR",
+    help="The folder on those hosts in which all runs.  [default: the path of this one]",
+)
+_HOST = click.option(
+    "--host",
+    metavar="ADDRESS",
+    help="The address that the scheduler would listen on.  [default: where SSH reaches the first]",
+)
 _JOB = (
-    click.option(
-        "--workdir",
-        metavar="DIR",
-        help="The folder on those hosts in which all runs.  [default: the path of this one]",
-    ),
+    _WORKDIR,
     click.option(
         "--env",
         "names",
@@ -134,9 +140,9 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
     return found
 
 
-def reach_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that name hosts and how to reach them."""
-    for option in reversed((*_HOSTS, *_REACH)):
+def doctor_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that name hosts, how to reach them, and what they must have."""
+    for option in reversed((*_HOSTS, *_REACH, _WORKDIR, _HOST, PORT, CERTIFICATES)):
         command = option(command)
     return command
 

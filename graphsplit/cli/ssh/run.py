@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import click
 
@@ -24,10 +23,15 @@ from graphsplit.cli.ssh.facts import problems_of, remarks_on
 from graphsplit.cli.ssh.hosts import JobHost
 from graphsplit.cli.ssh.meeting import answers, connected
 from graphsplit.cli.ssh.options import RemoteJob, travelling
+from graphsplit.cli.ssh.preparation import (
+    get_ready,
+    reach_each_other,
+    scheduler_address,
+    setups,
+)
 from graphsplit.cli.tokens import kept_token
 from graphsplit.errors import ConfigurationError
 from graphsplit.security.private_files import read_private_file
-from graphsplit.security.protection import is_loopback
 from graphsplit.settings import NODE_TIMEOUT_S, is_label
 
 _LEAST_SILENCE_S = 10.0
@@ -103,10 +107,9 @@ def supervise_hosts(
     Raises:
         HostError: Some cannot take part; names each, and the fix.
     """
-    address, remarks = _meet(hosts, remote)
+    address, port, remarks = _prepared(options, remote, hosts, beginning.silence_s)
     for line in remarks:
         console.say(f"graphsplit: {line}")
-    port = _set_up(options, remote, hosts, address, beginning.silence_s)
     specs = _specs(options, beginning.variables, address, port)
     console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
     place = {rank: host for host in remote.hosts for rank in host.ranks}
@@ -153,77 +156,33 @@ def _silence_s(environ: Mapping[str, str]) -> float:
     return max(_LEAST_SILENCE_S, found)
 
 
-def _meet(hosts: Mapping[str, HostConnection], remote: RemoteJob) -> tuple[str, list[str]]:
-    """The scheduler's address on the first host, and what the user should know of the hosts.
-
-    Raises:
-        HostError: Some cannot be reached, or have no part in one job.
-    """
-    facts, problems = answers(hosts, frames.Facts)
-    problems += problems_of(facts)
-    if problems:
-        raise HostError("\n".join(problems))
-    first, *others = hosts
-    address = remote.address or facts[first].address or first
-    away = [name for name in others if not is_loopback(facts[name].address or name)]
-    if is_loopback(address) and away:
-        raise HostError(
-            f"host {first}: the scheduler would listen on {address}, which host {away[0]} cannot "
-            f"reach\n  Fix: name {first} by an address that the others reach, or give it: --host"
-        )
-    return address, remarks_on(facts, late_s={name: one.late_s for name, one in hosts.items()})
-
-
-def _set_up(
+def _prepared(
     options: JobOptions,
     remote: RemoteJob,
     hosts: Mapping[str, HostConnection],
-    address: str,
     silence_s: float,
-) -> int:
-    """See that each host has what it needs; the scheduler's port.
+) -> tuple[str, int, list[str]]:
+    """Where the scheduler will listen, and what the user should know of the hosts.
 
     Raises:
-        HostError: Some have not.
+        HostError: Some cannot be reached, have no part in one job, or have not what it needs.
     """
-    first = remote.hosts[0].name
-    port = options.port or 0
-    for is_first in (True, False):
-        asked = {name: one for name, one in hosts.items() if (name == first) is is_first}
-        for host in remote.hosts:
-            if host.name in asked:
-                setup = frames.Setup(
-                    remote.workdir,
-                    str(options.script),
-                    options.as_module,
-                    options.fresh,
-                    options.arguments,
-                    _certificates(options.certificates, host.ranks, has_scheduler=is_first),
-                    silence_s,
-                    address,
-                    port,
-                    is_first,
-                )
-                asked[host.name].tell(setup)
-        ready, problems = answers(asked, frames.HostReady)
-        if problems:
-            raise HostError("\n".join(problems))
-        if is_first:
-            port = ready[first].port
+    facts, problems = answers(hosts, frames.Facts)
+    _require_none(problems + problems_of(facts))
+    address = scheduler_address(facts, remote.address)
+    wanted = setups(options, remote, address, silence_s)
+    ready, problems = get_ready(hosts, wanted)
+    _require_none(problems)
+    _require_none(reach_each_other(hosts, wanted, ready)[1])
     for connection in hosts.values():
         connection.watch()
-    return port
+    remarks = remarks_on(facts, late_s={name: one.late_s for name, one in hosts.items()})
+    return address, ready[remote.hosts[0].name].port, remarks
 
 
-def _certificates(
-    folder: Path | None, ranks: Sequence[int], *, has_scheduler: bool
-) -> tuple[str, ...]:
-    """The files of a host's processes, which never travel: they must be there."""
-    if folder is None:
-        return ()
-    names = [*(["scheduler"] if has_scheduler else []), *(f"worker-{rank}" for rank in ranks)]
-    files = ["ca.pem", *(f"{name}.{kind}" for name in names for kind in ("pem", "key"))]
-    return tuple(str((folder / file).absolute()) for file in files)
+def _require_none(problems: Sequence[str]) -> None:
+    if problems:
+        raise HostError("\n".join(problems))
 
 
 def _specs(
