@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"graphsplit/_proto/data_plane.proto\x12\x15graphsplit.data_plane\"\r\n\x0bPullRequest\"S\n\x05Hello\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x12\x12\x0e\n\x06source\x18\x03 \x01(\x11\x12\x13\n\x0b\x64\x65stination\x18\x04 \x01(\x11J\x04\x08\x05\x10\x06\"\xa6\x01\n\x05\x43hunk\x12\x0c\n\x04plan\x18\x01 \x01(\x12\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\x12\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12.\n\x07\x63redits\x18\x06 \x03(\x0b\x32\x1d.graphsplit.data_plane.Credit\x12\r\n\x05waits\x18\x07 \x01(\x08\x12\x12\n\ncompanions\x18\x08 \x03(\x0c\"6\n\x06\x43redit\x12\x0c\n\x04plan\x18\x01 \x01(\x12\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\x12\x12\x10\n\x08messages\x18\x03 \x01(\r2\xa1\x01\n\tDataPlane\x12H\n\x05\x43\x61rry\x12\x1c.graphsplit.data_plane.Chunk\x1a\x1d.graphsplit.data_plane.Credit(\x01\x30\x01\x12J\n\x04Pull\x12\".graphsplit.data_plane.PullRequest\x1a\x1c.graphsplit.data_plane.Chunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"graphsplit/_proto/data_plane.proto\x12\x15graphsplit.data_plane\"\r\n\x0bPullRequest\"L\n\x05Hello\x12\x12\n\ngeneration\x18\x02 \x01(\x12\x12\x0e\n\x06source\x18\x03 \x01(\x11\x12\x13\n\x0b\x64\x65stination\x18\x04 \x01(\x11J\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06\"\xa6\x01\n\x05\x43hunk\x12\x0c\n\x04plan\x18\x01 \x01(\x12\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\x12\x12\x0e\n\x06header\x18\x03 \x01(\x0c\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\r\n\x05proof\x18\x05 \x01(\x0c\x12.\n\x07\x63redits\x18\x06 \x03(\x0b\x32\x1d.graphsplit.data_plane.Credit\x12\r\n\x05waits\x18\x07 \x01(\x08\x12\x12\n\ncompanions\x18\x08 \x03(\x0c\"6\n\x06\x43redit\x12\x0c\n\x04plan\x18\x01 \x01(\x12\x12\x0c\n\x04\x65\x64ge\x18\x02 \x01(\x12\x12\x10\n\x08messages\x18\x03 \x01(\r2\xa1\x01\n\tDataPlane\x12H\n\x05\x43\x61rry\x12\x1c.graphsplit.data_plane.Chunk\x1a\x1d.graphsplit.data_plane.Credit(\x01\x30\x01\x12J\n\x04Pull\x12\".graphsplit.data_plane.PullRequest\x1a\x1c.graphsplit.data_plane.Chunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,11 +34,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PULLREQUEST']._serialized_start=61
   _globals['_PULLREQUEST']._serialized_end=74
   _globals['_HELLO']._serialized_start=76
-  _globals['_HELLO']._serialized_end=159
-  _globals['_CHUNK']._serialized_start=162
-  _globals['_CHUNK']._serialized_end=328
-  _globals['_CREDIT']._serialized_start=330
-  _globals['_CREDIT']._serialized_end=384
-  _globals['_DATAPLANE']._serialized_start=387
-  _globals['_DATAPLANE']._serialized_end=548
+  _globals['_HELLO']._serialized_end=152
+  _globals['_CHUNK']._serialized_start=155
+  _globals['_CHUNK']._serialized_end=321
+  _globals['_CREDIT']._serialized_start=323
+  _globals['_CREDIT']._serialized_end=377
+  _globals['_DATAPLANE']._serialized_start=380
+  _globals['_DATAPLANE']._serialized_end=541
 # @@protoc_insertion_point(module_scope)

@@ -11,16 +11,14 @@ class PullRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("job", "generation", "source", "destination")
-    JOB_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("generation", "source", "destination")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    job: str
     generation: int
     source: int
     destination: int
-    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., source: _Optional[int] = ..., destination: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("plan", "edge", "header", "payload", "proof", "credits", "waits", "companions")

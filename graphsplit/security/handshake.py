@@ -3,14 +3,17 @@
 ::
 
     dialer                                          listener
-    nonce (metadata of the call)                 ->
+    nonce, first proof (metadata of the call)    ->
                                                  <- nonce, proof (metadata of the answer)
     proof (the first message)                    ->
     ... the protocol begins ...
 
 A proof is HMAC-SHA256 under the secret, over who proves, what the connection is for, and both
 nonces, so it is worth nothing on another connection or in the other direction. The listener proves
-itself first, so a dialer shows nothing to somebody who only took over the address.
+itself first, so a dialer shows nothing to somebody who only took over the address. The dialer's
+first proof is over its own nonce alone: whoever heard it can say it again, and gets no further. It
+lets a listener send others away before they cost anything, and says nothing to who does not know
+the secret: not even which job this is.
 
 Over the same two nonces both can prove themselves once more, for one call in the other direction:
 see ``Recall``.
@@ -83,7 +86,8 @@ class Dialer:
 
     def metadata(self) -> Metadata:
         """The dialer's metadata, sent with the call."""
-        return ((NONCE_KEY, self.nonce),)
+        first = _proof(self.secret, b"dialer, first", self.purpose, self.nonce, b"")
+        return ((NONCE_KEY, self.nonce), (PROOF_KEY, first))
 
     def answer(self, metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:
         """The first message, given the listener's metadata; None if that proves nothing."""
@@ -112,6 +116,7 @@ class Listener:
 
     Attributes:
         is_asked: Whether the dialer takes part in the handshake.
+        is_met: Whether it has said what somebody said who knows the secret, now or before.
     """
 
     def __init__(
@@ -119,9 +124,12 @@ class Listener:
     ) -> None:
         self._secret = secret
         self._purpose = purpose
+        metadata = tuple(metadata)
         self._theirs = entry_of(metadata, NONCE_KEY)
         self._mine = secrets.token_bytes(NONCE_BYTES)
         self.is_asked = len(self._theirs) == NONCE_BYTES
+        first = _proof(secret, b"dialer, first", purpose, self._theirs, b"")
+        self.is_met = hmac.compare_digest(entry_of(metadata, PROOF_KEY), first)
 
     def metadata(self) -> Metadata:
         """The listener's answer."""

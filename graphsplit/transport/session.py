@@ -25,7 +25,7 @@ class Hello:
     """The first words of a link's source.
 
     Attributes:
-        job: Id of the job.
+        job: Id of the job; empty where it is proved and not told.
         generation: Generation of the job's membership.
         source: Rank of the worker that connects.
         destination: Rank of the worker that it wants to reach.
@@ -77,12 +77,7 @@ class Session:
         return secret.encode(), purpose.encode()
 
     def misplacement_of(self, hello: Hello) -> str | None:
-        """The mistake in where a newcomer says that it belongs, or None.
-
-        A newcomer has proved nothing yet: it is not told which job this is.
-        """
-        if hello.job != self.job:
-            return "job: this worker belongs to another one"
+        """The mistake in where a newcomer says that it belongs, or None."""
         if hello.generation != self.generation:
             return f"generation: expected {self.generation}, got {hello.generation}"
         if hello.destination != self.rank:
@@ -99,6 +94,8 @@ class Session:
         reason = self.misplacement_of(hello)
         if reason is not None:
             return reason
+        if hello.job != self.job:
+            return "job: this worker belongs to another one"
         if not hmac.compare_digest(hello.token.encode(), self.tokens[hello.source].encode()):
             return f"source: this is not worker {hello.source}, its token is another one"
         return None

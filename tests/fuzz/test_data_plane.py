@@ -27,7 +27,7 @@ from graphsplit.transport.session import Session
 TOKENS = ("0" * 32, "1" * 32)
 SOURCE = Session("job", 1, 0, TOKENS)
 SPEC = ChannelSpec(0, 0, 0, 1, torch.float32, (4,), 16, 2)
-HELLO = pb.Hello(job="job", generation=1, source=0, destination=1).SerializeToString()
+HELLO = pb.Hello(generation=1, source=0, destination=1).SerializeToString()
 HEADER = MESSAGE.pack(0, 0, 0) + FrameEncoder(SPEC, generation=1).frame_of(torch.ones(4)).raw
 # Stands for a message beyond all bounds: hypothesis should not have to print it.
 LARGE = b"large"

@@ -150,7 +150,6 @@ REFUSED = "PERMISSION_DENIED: no stream of yours"
     [
         b"\xff\xff\xff",
         b"",
-        write_hello(replace(HELLO, job="other")),
         write_hello(replace(HELLO, generation=2)),
         write_hello(replace(HELLO, source=1)),
         write_hello(replace(HELLO, destination=0)),

@@ -17,7 +17,7 @@ from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.transport import Hub, Receiver, WaitPolicy
 from graphsplit.transport.frame import MESSAGE, FrameEncoder
-from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY
+from graphsplit.transport.grpc.calls import CARRY, HELLO_KEY, write_hello
 from graphsplit.transport.grpc.inbound import Inbound
 from graphsplit.transport.grpc.listener import GrpcListener
 from graphsplit.transport.grpc.outbound import COMPANION_BYTES
@@ -40,9 +40,9 @@ class Stranger:
         self.requests: SimpleQueue[pb.Chunk | None] = SimpleQueue()
         self.call: Any = None
 
-    def hello(self, hello: Hello | bytes, *, source: Session = SOURCE) -> None:
+    def hello(self, hello: Hello | bytes, *, source: Session = SOURCE, proof: bytes = b"") -> None:
         if isinstance(hello, Hello):
-            names = ("job", "generation", "source", "destination")
+            names = ("generation", "source", "destination")
             fields = {name: getattr(hello, name) for name in names}
             hello = pb.Hello(**fields).SerializeToString()
         dialer = source.dialer_to(1)
@@ -56,7 +56,7 @@ class Stranger:
         self.call = carry(requests, metadata=metadata, timeout=DEADLINE_S)
         # The answer of somebody with other secrets is sent all the same.
         answer = dialer.answer(self.call.initial_metadata() or ())
-        self.requests.put(pb.Chunk(proof=answer or b"?" * 32))
+        self.requests.put(pb.Chunk(proof=proof or answer or b"?" * 32))
 
     def chunk(
         self,
@@ -115,26 +115,42 @@ def header(sequence: int = 0, generation: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("hello", "reason"),
+    ("hello", "source"),
     [
-        (replace(HELLO, job="other"), "job: this worker belongs to another one"),
-        (replace(HELLO, generation=2), "generation: expected 1, got 2"),
-        (replace(HELLO, source=2), "source: expected a rank below 2, got 2"),
-        (replace(HELLO, source=-1), "source: expected a rank below 2, got -1"),
-        (replace(HELLO, destination=0), "destination: this is worker 1, not worker 0"),
-        (b"\xff\xff\xff", "no hello"),
+        (HELLO, Session("other", 1, 0, TOKENS)),
+        (HELLO, Session("job", 1, 0, ("x" * 32, TOKENS[1]))),
+        (HELLO, Session("job", 2, 0, TOKENS)),
+        (replace(HELLO, generation=2), Session("job", 2, 0, TOKENS)),
+        (replace(HELLO, source=2), SOURCE),
+        (replace(HELLO, source=-1), SOURCE),
+        (replace(HELLO, destination=0), SOURCE),
+        (b"\xff\xff\xff", SOURCE),
     ],
 )
-def test_only_members_are_let_in(stranger: Stranger, hello: Hello | bytes, reason: str) -> None:
-    stranger.hello(hello)
-    code, details = stranger.error()
-    assert code is grpc.StatusCode.PERMISSION_DENIED and details.startswith(reason)
+def test_who_is_no_member_is_refused_at_once_and_told_nothing(
+    stranger: Stranger, hello: Hello | bytes, source: Session
+) -> None:
+    stranger.hello(hello, source=source)
+    assert stranger.error() == (
+        grpc.StatusCode.PERMISSION_DENIED,
+        "no hello of a member of this worker's job",
+    )
+    assert not stranger.call.initial_metadata()
 
 
-def test_who_does_not_know_the_secrets_is_refused_and_leaves_the_place_free(
+def test_a_dialer_names_neither_its_job_nor_its_secret(stranger: Stranger) -> None:
+    session = replace(SOURCE, job="a job that nobody knows")
+    said = write_hello(session.hello_to(1)) + b"".join(
+        value for _, value in session.dialer_to(1).metadata()
+    )
+    for hidden in (session.job, *TOKENS):
+        assert hidden.encode() not in said
+
+
+def test_who_only_repeats_first_words_is_refused_and_leaves_the_place_free(
     stranger: Stranger, victim: tuple[GrpcTransport, str], receiver: Receiver
 ) -> None:
-    stranger.hello(HELLO, source=replace(SOURCE, tokens=("x" * 32, "y" * 32)))
+    stranger.hello(HELLO, proof=b"?" * 32)
     code, details = stranger.error()
     assert code is grpc.StatusCode.PERMISSION_DENIED
     assert details == "source: this is not worker 0, it does not know its secret"
@@ -265,7 +281,7 @@ def test_a_refused_source_is_told_why() -> None:
         for rank, hub in enumerate(hubs)
     ]
     sender = transports[0].open_sender(SPEC)
-    with pytest.raises(TransportError, match="worker 1: permission_denied: generation: expected 1"):
+    with pytest.raises(TransportError, match="worker 1: permission_denied: no hello of a member"):
         sender.send(None, step=0, microbatch=0)
     for transport in transports:
         transport.close()

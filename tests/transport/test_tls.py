@@ -151,7 +151,7 @@ def knock(address: str, shown: Protection) -> Any:
         request_serializer=pb.Chunk.SerializeToString,
         response_deserializer=pb.Credit.FromString,
     )
-    hello = pb.Hello(job="job", generation=1, source=0, destination=1).SerializeToString()
+    hello = pb.Hello(generation=1, source=0, destination=1).SerializeToString()
     metadata = [(HELLO_KEY, hello), *SOURCE.dialer_to(1).metadata()]
     call = carry(iter([pb.Chunk(proof=bytes(32))]), metadata=metadata, timeout=DEADLINE_S)
     try:

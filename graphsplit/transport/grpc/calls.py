@@ -20,9 +20,8 @@ DIAL_OPTIONS = (
 
 
 def write_hello(hello: Hello) -> bytes:
-    """A hello as it travels. Its token does not: it is proved."""
+    """A hello as it travels. Its job and its token do not: they are proved."""
     return pb.Hello(
-        job=hello.job,
         generation=hello.generation,
         source=hello.source,
         destination=hello.destination,
@@ -37,4 +36,4 @@ def hello_of(context: Any) -> Hello | None:
     except Exception:
         # protobuf's DecodeError; whatever it is, a stranger sent it.
         return None
-    return Hello(message.job, message.generation, message.source, message.destination)
+    return Hello("", message.generation, message.source, message.destination)

@@ -4,7 +4,7 @@ A source opens one stream to each of its destinations. Channels share it without
 other, because nothing is written that the receiver has no room for::
 
     source                                          destination
-    Hello, nonce (metadata)                      ->  refused unless its place is right
+    Hello, nonce, first proof (metadata)         ->  refused unless its place is right
                                                 <-  nonce, proof (metadata)
     Chunk proof                                  ->  refused unless it is a member of the job
     refused unless it is this destination       <-  Pull: Hello, proof (metadata)
@@ -33,7 +33,7 @@ import grpc
 
 from graphsplit.errors import FrameError, TransportError
 from graphsplit.security.grpc_ports import caller_of
-from graphsplit.security.handshake import PROOF_KEY, Recall, entry_of
+from graphsplit.security.handshake import PROOF_KEY, Listener, Recall, entry_of
 from graphsplit.security.names import why_not_worker
 from graphsplit.transport.base import ChannelSpec, Receiver, Sender, Transport
 from graphsplit.transport.grpc.calls import HELLO_KEY, hello_of, write_hello
@@ -47,6 +47,7 @@ from graphsplit.transport.session import AbortWatch, Hello, Session
 from graphsplit.transport.wait import WaitPolicy
 
 _GONE_S = 0.02
+_NO_MEMBER = "no hello of a member of this worker's job"
 
 
 class _Stream:
@@ -232,7 +233,7 @@ class GrpcTransport(Transport):
     def _is_ours(self, hello: Hello, context: Any) -> bool:
         """Whether a stream that somebody names is one of this worker's, to who has called."""
         mine, tls = self._session, self._protection.tls
-        if (hello.job, hello.generation, hello.source) != (mine.job, mine.generation, mine.rank):
+        if (hello.generation, hello.source) != (mine.generation, mine.rank):
             return False
         return tls is None or why_not_worker(caller_of(context), hello.destination) is None
 
@@ -245,13 +246,14 @@ class GrpcTransport(Transport):
     def _carry(self, stream: _Stream, messages: Iterator[Any], context: Any) -> Iterator[bytes]:
         """Serve the stream of one source; runs on a thread of the server."""
         hello = hello_of(context)
-        reason = "no hello"
-        if hello is not None:
-            reason = self._why_not(hello, context)
-        if hello is None or reason:
+        reason = self._why_not(hello, context)
+        if reason is not None:
             context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         assert hello is not None
-        refusal = self._start_reader(stream, hello.source, messages, context)
+        listener = self._session.listener_to(hello.source, context.invocation_metadata())
+        if not listener.is_met:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, _NO_MEMBER)
+        refusal = self._start_reader(stream, hello.source, listener, messages, context)
         if refusal is not None:
             context.abort(*refusal)
         inbound = self._inbound[hello.source]
@@ -262,22 +264,31 @@ class GrpcTransport(Transport):
         if isinstance(inbound.broken, FrameError):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(inbound.broken))
 
-    def _why_not(self, hello: Hello, context: Any) -> str:
-        """The reason to refuse who says that it is a source; its certificate comes first."""
+    def _why_not(self, hello: Hello | None, context: Any) -> str | None:
+        """The reason to refuse who says that it is a source, or None; its certificate comes first.
+
+        Nothing has been proved yet, so nothing is told of this worker.
+        """
+        if hello is None:
+            return _NO_MEMBER
         why = None
         if self._protection.tls is not None:
             why = why_not_worker(caller_of(context), hello.source)
-        return why or self._session.misplacement_of(hello) or ""
+        return why or (_NO_MEMBER if self._session.misplacement_of(hello) else None)
 
     def _start_reader(
-        self, stream: _Stream, source: int, messages: Iterator[Any], context: Any
+        self,
+        stream: _Stream,
+        source: int,
+        listener: Listener,
+        messages: Iterator[Any],
+        context: Any,
     ) -> tuple[grpc.StatusCode, str] | None:
         """Have a source prove who it is, and its values read from then on; or why it is refused.
 
         Its place is claimed only after the proof, so that a stranger can never hold it.
         """
         inbound = self._inbound[source]
-        listener = self._session.listener_to(source, context.invocation_metadata())
         outcome: SimpleQueue[tuple[grpc.StatusCode, str] | None] = SimpleQueue()
         is_gone = threading.Event()
         if not context.add_callback(is_gone.set):
