@@ -28,6 +28,7 @@ from graphsplit.cli.ssh.preparation import (
     scheduler_address,
     setups,
 )
+from graphsplit.encoding.links import MeasuredHost, MeasuredLink, MeasuredLinks
 from graphsplit.errors import ConfigurationError
 from graphsplit.launchers.ports import holder_of, is_free
 from graphsplit.security.protection import load_protection
@@ -40,6 +41,12 @@ _ANY_JOB = {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "1", "MS_SCHED_PORT": str(_
 
 @click.command()
 @doctor_options
+@click.option(
+    "--save-links",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Save what was measured, for `model.explain(*batch, links=FILE)`.",
+)
 @click.argument("script", type=click.Path(path_type=Path), required=False)
 @click.pass_context
 def doctor(
@@ -51,6 +58,7 @@ def doctor(
     python: str | None,
     ssh: str,
     script: Path | None,
+    save_links: Path | None,
     **given: Any,
 ) -> None:
     """Look for what would keep a job from running here, or with -H on other hosts.
@@ -75,11 +83,11 @@ def doctor(
                 lambda name: SshClient(remote.ssh, name, remote.python),
                 NODE_TIMEOUT_S,
             ) as found:
-                of_hosts = _look_at(job, remote, found)
+                of_hosts = _look_at(job, remote, found, save_links)
         except HostError as error:
             raise click.ClickException(str(error)) from None
         problems, remarks = problems + of_hosts[0], remarks + of_hosts[1]
-    elif script is not None or any(value is not None for value in given.values()):
+    elif any(value is not None for value in (script, save_links, *given.values())):
         raise click.UsageError("these options and SCRIPT are about other hosts; name them: -H a,b")
     else:
         facts = {_HERE: own_facts(os.environ)}
@@ -132,7 +140,10 @@ def _remote(
 
 
 def _look_at(
-    job: JobOptions, remote: RemoteJob, hosts: Mapping[str, HostConnection]
+    job: JobOptions,
+    remote: RemoteJob,
+    hosts: Mapping[str, HostConnection],
+    save_links: Path | None,
 ) -> tuple[list[str], list[str]]:
     """Print what hosts say, and measure between them; problems, and remarks."""
     facts, problems = answers(hosts, frames.Facts)
@@ -148,7 +159,10 @@ def _look_at(
         if first is not None and one.graphsplit == first.graphsplit and not one.problems
     }
     if sound:
-        problems += _try_out(job, remote, {name: hosts[name] for name in sound}, sound)
+        measured, more = _try_out(job, remote, {name: hosts[name] for name in sound}, sound)
+        problems += more
+        if save_links is not None:
+            _save(save_links, remote, facts, measured)
     return problems, remarks_on(facts, late_s=late_s)
 
 
@@ -157,13 +171,13 @@ def _try_out(
     remote: RemoteJob,
     hosts: Mapping[str, HostConnection],
     facts: Mapping[str, Facts],
-) -> list[str]:
-    """Have hosts get ready as for a job, reach each other, and measure; the problems."""
+) -> tuple[dict[tuple[str, str], frames.Measured], list[str]]:
+    """Have hosts get ready as for a job, reach each other, and measure; and the problems."""
     ranked = tuple(host for host in remote.hosts if host.name in hosts)
     try:
         address = scheduler_address(facts, remote.address)
     except HostError as error:
-        return [str(error)]
+        return {}, [str(error)]
     wanted = setups(job, replace(remote, hosts=ranked), address, NODE_TIMEOUT_S)
     ready, problems = get_ready(hosts, wanted)
     unreached, more = reach_each_other(hosts, wanted, ready)
@@ -171,7 +185,25 @@ def _try_out(
     measured, broken = _measure(addresses, hosts, unreached)
     if measured:
         click.echo(f"\n{links_table(measured)}")
-    return problems + more + broken
+    return measured, problems + more + broken
+
+
+def _save(
+    path: Path,
+    remote: RemoteJob,
+    facts: Mapping[str, Facts],
+    measured: Mapping[tuple[str, str], frames.Measured],
+) -> None:
+    hosts = (
+        MeasuredHost(host.name, tuple(host.ranks), facts[host.name].num_cores)
+        for host in remote.hosts
+        if host.name in facts
+    )
+    links = (MeasuredLink(*pair, one.latency_s, one.bytes_per_s) for pair, one in measured.items())
+    try:
+        MeasuredLinks(tuple(hosts), tuple(links)).save(path)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _measure(

@@ -26,6 +26,7 @@ from graphsplit.planning.passes import (
     placement_rules,
 )
 from graphsplit.planning.task import Task, named_state
+from graphsplit.profiling.links import Links, message_lines, with_links
 from graphsplit.profiling.trial_run import (
     NotTriedError,
     bounding_line,
@@ -60,23 +61,35 @@ class Explainer:
         self._task = task
         self._engine = engine
 
-    def explain(self, batch: tuple[Any, ...], kwargs: dict[str, Any], detail: Detail) -> str:
+    def explain(
+        self,
+        batch: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        detail: Detail,
+        links: Links | None = None,
+    ) -> str:
         """See ``Model.explain``."""
         if detail not in ("modules", "operations", "state"):
             raise ConfigurationError(
                 f"detail={detail!r}; expected 'modules', 'operations' or 'state'"
             )
         compute: list[str] = []
+        messages: list[str] = []
         step_times: list[str] = []
+        if links is not None and not batch and not kwargs:
+            raise ConfigurationError(
+                "links= is about a batch that is tried here\n  Fix: pass one, as in "
+                "model.explain(inputs, target, links='links.json')."
+            )
         if not batch and not kwargs:
             plan = self._latest_plan("explain")
         else:
-            plan, compute, step_times = self._tried(batch, kwargs)
+            plan, compute, messages, step_times = self._tried(batch, kwargs, links)
         optimizers, engine = self._task.optimizers, self._engine
         routes = None
         if isinstance(engine, ClusterEngine):
             routes, profile = engine.routes(plan), engine.profiler.latest
-            if profile is not None:
+            if profile is not None and links is None:
                 compute, step_times = profile.compute(), profile.step_times()
         text = explain_plan(
             plan,
@@ -84,14 +97,15 @@ class Explainer:
             optimizer_copies=copies_kept(optimizers[0]) if len(optimizers) == 1 else None,
             routes=routes,
             compute=compute,
+            messages=messages,
             step_times=step_times,
         )
         return Explanation(text)
 
     def _tried(
-        self, batch: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[PartitionPlan, list[str], list[str]]:
-        """The plan of a batch; what it computes and how long a step takes, tried here."""
+        self, batch: tuple[Any, ...], kwargs: dict[str, Any], links: Links | None
+    ) -> tuple[PartitionPlan, list[str], list[str], list[str]]:
+        """The plan of a batch; what it computes, sends, and how long a step takes, tried here."""
         division = self._divided(batch, kwargs)
         plan, programs = self._planned(division)
         state = named_state(self._task.network, self._task.loss_fn)
@@ -99,14 +113,18 @@ class Explainer:
         try:
             costs = tried_costs(plan, state, leaves(division.microbatches[0]))
         except NotTriedError as why:
-            return plan, [], [f"not known: {why}; model.profile() measures a job"]
+            return plan, [], [], [f"not known: {why}; model.profile() measures a job"]
+        if links is not None:
+            costs = with_links(costs, links, plan.num_workers)
         predicted = simulate(plan, programs, costs, num_steps=2, leader=consumers_of(plan)[0])
         return (
             plan,
             compute_lines(plan, costs, number),
+            message_lines(plan, programs, costs, predicted.step_s) if links is not None else [],
             [
                 f"predicted {seconds_in_words(predicted.step_s)}; computing measured on this batch "
-                f"in one process, messages estimated, no optimizer",
+                f"in one process, messages {'estimated' if links is None else 'by these links'}, "
+                f"no optimizer",
                 bounding_line(predicted),
             ],
         )

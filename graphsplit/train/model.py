@@ -20,6 +20,7 @@ from graphsplit.optimizers.clip import Clip
 from graphsplit.optimizers.update import AccumulateBy, GradientOrder
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.profiling.links import Links
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
 from graphsplit.settings import FAIL_FAST
@@ -256,7 +257,13 @@ class Model(Shown, Steps):
         stop_if_asked(self._engine, self._script)
         return outputs
 
-    def explain(self, *batch: Any, detail: Detail = "modules", **kwargs: Any) -> str:
+    def explain(
+        self,
+        *batch: Any,
+        detail: Detail = "modules",
+        links: Links | None = None,
+        **kwargs: Any,
+    ) -> str:
         """Which worker runs what, why, and the bytes that cross each cut.
 
         Args:
@@ -264,12 +271,17 @@ class Model(Shown, Steps):
                 Without one, in a cluster, it is the plan of training used last, if any.
             detail: ``"modules"`` for the modules in a tree, ``"operations"`` for every operation,
                 ``"state"`` for every Python value that the step depends on.
+            links: The links between workers, for the seconds that each edge and a step would take:
+                the file of ``graphsplit doctor -H a:2,b:3 --save-links FILE``; or by two ranks, the
+                seconds that a message takes, and the bytes that follow in a second:
+                ``{(0, 1): (50e-6, 125e6), (1, 0): (50e-6, 125e6)}``.
             kwargs: One batch, as keyword arguments.
 
         Raises:
-            ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail.
+            ConfigurationError: No batch was given, and nothing has run yet; or an unknown detail;
+                or links that cannot be read, or are not those of so many workers.
         """
-        return self._explainer.explain(batch, kwargs, detail)
+        return self._explainer.explain(batch, kwargs, detail, links)
 
     def profile(self) -> Profiling:
         """Measure the training steps inside a ``with`` block.

@@ -33,6 +33,7 @@ def explain_plan(
     optimizer_copies: float | None = None,
     routes: Mapping[tuple[int, int], tuple[str, str]] | None = None,
     compute: Sequence[str] = (),
+    messages: Sequence[str] = (),
     step_times: Sequence[str] = (),
 ) -> str:
     """Describe a plan to a person, in lines of at most 120 characters.
@@ -49,6 +50,7 @@ def explain_plan(
         optimizer_copies: How many numbers the optimizer keeps for each number that it trains.
         routes: How each pair of workers is connected, and why; of a running job only.
         compute: What is known of the seconds that each worker computes.
+        messages: What is known of the seconds that messages take.
         step_times: What is known of the time that a step takes.
     """
     per = _unit(plan)
@@ -74,6 +76,7 @@ def explain_plan(
         ("How workers are connected", route_lines(routes or {})),
         ("Longest chain of workers that wait for each other", _longest_chain(plan)),
         ("Compute, per step", list(compute)),
+        ("Messages, per step", list(messages)),
         ("Step time", list(step_times)),
         ("Notes", [line for note in plan.placed.notes for line in note.splitlines()]),
     ]
