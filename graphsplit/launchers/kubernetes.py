@@ -7,8 +7,11 @@ from typing import Any
 
 import yaml
 
+from graphsplit.settings import FAIL_FAST, GO_ON, RESTART
+
 _TOKEN_KEY = "job-token"
 _PORT_NAME = "scheduler"
+_WORKER = "worker"
 _FORM_S, _LOOK_EVERY_S = 1800, 10  # MS_TOPO_TIMEOUT: until then workers may be missing
 # The name of a pod is known a moment after the pod has started.
 _WAIT_FOR_NAME = """\
@@ -50,6 +53,8 @@ class KubernetesJob:
         cpu: The cores of a pod: how many it is given, and may take.
         memory: The memory of a pod, as Kubernetes writes it.
         token: The job's secret.
+        recovery: What happens when a pod is lost: a policy of ``GS_RECOVERY``.
+        restarts: How often each pod is started again.
     """
 
     name: str
@@ -60,6 +65,8 @@ class KubernetesJob:
     cpu: str
     memory: str
     token: str
+    recovery: str = FAIL_FAST
+    restarts: int = 0
 
     @property
     def host(self) -> str:
@@ -96,11 +103,25 @@ def kubernetes_manifest(job: KubernetesJob) -> list[dict[str, Any]]:
             "completionMode": "Indexed",
             "completions": job.num_workers,
             "parallelism": job.num_workers,
-            "backoffLimit": 0,  # one that is lost ends the job, and names itself
+            **_losses(job),
             "template": {"metadata": {"labels": about["labels"]}, "spec": _pod(job)},
         },
     }
     return [secret, service, indexed]
+
+
+def _losses(job: KubernetesJob) -> dict[str, Any]:
+    """What the Job does about pods that fail."""
+    if job.recovery == FAIL_FAST:
+        return {"backoffLimit": 0}  # one that is lost ends the job, and names itself
+    # Where others go on without it, a pod that is not started again must not end theirs.
+    failed = job.num_workers - 1 if job.recovery == GO_ON else 0
+    found: dict[str, Any] = {"backoffLimitPerIndex": job.restarts, "maxFailedIndexes": failed}
+    if job.recovery != RESTART:
+        # A worker that was lost was killed; one that ends with an error has ended the job.
+        on_error = {"containerName": _WORKER, "operator": "In", "values": [1]}
+        found["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": on_error}]}
+    return found
 
 
 def _pod(job: KubernetesJob) -> dict[str, Any]:
@@ -113,7 +134,7 @@ def _pod(job: KubernetesJob) -> dict[str, Any]:
         "timeoutSeconds": _LOOK_EVERY_S,
     }
     worker: dict[str, Any] = {
-        "name": "worker",
+        "name": _WORKER,
         **common,
         "command": list(job.command),
         "env": _environment(job),
@@ -149,6 +170,8 @@ def _environment(job: KubernetesJob) -> list[dict[str, Any]]:
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if job.recovery != FAIL_FAST:
+        values["GS_RECOVERY"] = job.recovery
     token = {"secretKeyRef": {"name": job.name, "key": _TOKEN_KEY}}
     named = [{"name": name, "value": value} for name, value in values.items()]
     return [*named, {"name": "GS_JOB_TOKEN", "valueFrom": token}]

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,128 @@ def test_a_name_that_kubernetes_does_not_take_is_refused(name: str) -> None:
     result = CliRunner().invoke(main, ["manifest", "k8s", "-n", "2", *options, script])
     assert result.exit_code == 2
     assert "is no name of a job" in result.output and "Fix: --name NAME" in result.output
+
+
+def recovering(patch: pytest.MonkeyPatch, policy: str, *options: str) -> dict[str, Any]:
+    patch.setenv("GS_RECOVERY", policy)
+    return manifest("-n", "3", *options, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("policy", "restarts", "failed", "ends_on_errors"),
+    [
+        ("restart", 2, 0, False),
+        ("wait_rejoin", 3, 0, True),
+        ("go_on", 0, 2, True),
+        ("go_on", 1, 2, True),
+    ],
+)
+def test_a_policy_says_what_is_done_about_lost_pods(
+    monkeypatch: pytest.MonkeyPatch, policy: str, restarts: int, failed: int, ends_on_errors: bool
+) -> None:
+    documents = recovering(monkeypatch, policy, "--restarts", str(restarts))
+    spec = documents["Job"]["spec"]
+    kubernetes_validate.validate(
+        documents["Job"], kubernetes_validate.latest_version(), strict=True
+    )
+    assert "backoffLimit" not in spec  # all other pods would be ended with the one that is lost
+    assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (restarts, failed)
+    assert ("podFailurePolicy" in spec) is ends_on_errors
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+    assert variables(documents, 0)["GS_RECOVERY"] == policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "problem"),
+    [
+        ("restart", (), "Fix: say how often it does: --restarts 3"),
+        ("wait_rejoin", (), "Fix: say how often it does: --restarts 3"),
+        ("fail_fast", ("--restarts", "1"), "a job that fails fast starts nothing again"),
+    ],
+)
+def test_a_policy_that_would_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, policy: str, options: tuple[str, ...], problem: str
+) -> None:
+    monkeypatch.setenv("GS_RECOVERY", policy)
+    result = CliRunner().invoke(main, ["manifest", "k8s", "-n", "3", *options, "train.py"])
+    assert result.exit_code == 2 and problem in " ".join(result.output.split())
+
+
+class Controller:
+    """A controller of Indexed Jobs in small: each pod is a process of this machine."""
+
+    def __init__(self, documents: dict[str, Any], folder: Path, **own: str) -> None:
+        self._documents, self._folder, self._own = documents, folder, own
+        self.spec = documents["Job"]["spec"]
+        self.pods: dict[int, subprocess.Popen[bytes]] = {}
+        self.failures = [0] * self.spec["completions"]
+
+    def start(self, index: int) -> None:
+        command = worker(self._documents)["command"]
+        given = {**variables(self._documents, index), "MS_SCHED_HOST": "127.0.0.1", **self._own}
+        with self.log(index).open("ab") as log:
+            self.pods[index] = subprocess.Popen(
+                [sys.executable, *command[1:]],
+                env=environment(self._folder, **given),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, index: int) -> Path:
+        return self._folder / f"pod-{index}.log"
+
+    def run(self, kill: int) -> None:
+        """Run all to the end, and kill one pod once it trains."""
+        for index in range(len(self.failures)):
+            self.start(index)
+        left = {kill}
+        end_s = time.monotonic() + LIMIT_S
+        while self.pods and time.monotonic() < end_s:
+            if left and b"and trains" in self.log(kill).read_bytes():
+                self.pods[left.pop()].kill()
+            for index, pod in list(self.pods.items()):
+                if pod.poll() is not None:
+                    del self.pods[index]
+                    self._ended(index, pod.returncode)
+            time.sleep(0.05)
+
+    def _ended(self, index: int, status: int) -> None:
+        if status == 0:
+            return
+        self.failures[index] += 1
+        rules = self.spec.get("podFailurePolicy", {"rules": []})["rules"]
+        is_over = any(status in rule["onExitCodes"]["values"] for rule in rules)
+        if not is_over and self.failures[index] <= self.spec["backoffLimitPerIndex"]:
+            self.start(index)
+        elif is_over or self.spec["maxFailedIndexes"] == 0:
+            self.close()
+
+    def close(self) -> None:
+        for pod in self.pods.values():
+            pod.kill()
+            pod.wait()
+        self.pods.clear()
+
+
+@pytest.mark.real_processes
+@pytest.mark.parametrize(("policy", "failures"), [("wait_rejoin", [0, 1]), ("restart", [1, 1])])
+def test_a_pod_that_is_killed_is_started_again_and_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, failures: list[int]
+) -> None:
+    monkeypatch.setenv("GS_RECOVERY", policy)
+    port = str(find_free_port("127.0.0.1"))
+    documents = manifest("-n", "2", "--port", port, "--restarts", "1", str(SCRIPT))
+    monkeypatch.delenv("GS_RECOVERY")
+    learned = learned_alone(tmp_path, STEPS="40")
+    controller = Controller(documents, tmp_path, STEPS="40")
+    try:
+        controller.run(kill=1)
+    finally:
+        controller.close()
+    logs = [controller.log(index).read_text() for index in range(2)]
+    assert controller.failures == failures, logs
+    assert all(learned in log for log in logs), logs
+    assert_nothing_is_left(tmp_path)
 
 
 def run(command: list[str], **found: str) -> int:
