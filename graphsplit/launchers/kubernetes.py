@@ -111,7 +111,7 @@ def kubernetes_manifest(job: KubernetesJob) -> list[dict[str, Any]]:
 
 
 def _losses(job: KubernetesJob) -> dict[str, Any]:
-    """What the Job does about pods that fail."""
+    """The fields of the Job that say what is done about pods that fail."""
     if job.recovery == FAIL_FAST:
         return {"backoffLimit": 0}  # one that is lost ends the job, and names itself
     # Where others go on without it, a pod that is not started again must not end theirs.

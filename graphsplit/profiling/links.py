@@ -1,4 +1,4 @@
-"""What messages cost on known links: each edge of a plan, and the one that costs most."""
+"""The cost of messages on known links: of each edge of a plan, and the costliest one."""
 
 from __future__ import annotations
 
