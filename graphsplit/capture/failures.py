@@ -26,6 +26,11 @@ _VALUES = "the code that runs depends on the values of a tensor"
 _LEAVES = (
     "a tensor leaves PyTorch (NumPy, a data pointer, or a tensor that is not part of the model)"
 )
+_CAUSAL = "_detect_is_causal_mask"  # a function of torch
+_TOLD_CAUSAL = (
+    "say with the mask whether it is a causal one, there and in one process: is_causal=True or "
+    "False; for a decoder tgt_is_causal=, for nn.Transformer src_is_causal= and tgt_is_causal="
+)
 _PACKING = r"pack_padded_sequence|PackedSequence|_pack_padded|argument 'size' failed to unpack"
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
@@ -72,6 +77,8 @@ def explain(network: nn.Module, error: BaseException, own: OwnError | None = Non
         reason = "a part of a branch or loop is placed, which runs whole on one worker"
         fix = "put gs.place around the branch or loop"
     frames = traceback.extract_tb(error.__traceback__)
+    if any(frame.name == _CAUSAL for frame in frames):
+        reason, fix = "nn.Transformer compares the values of a mask with a causal one", _TOLD_CAUSAL
     line = users_line_of(frames)
     is_users = bool(frames) and line.startswith(f"{frames[-1].filename}:{frames[-1].lineno}")
     if own is not None and INSIDE_BRANCH not in text:

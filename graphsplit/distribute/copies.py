@@ -9,6 +9,7 @@ are errors.
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -124,14 +125,27 @@ def others_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor, s
         shared = {memory for memory in memories if storage_use_count(memory) > held[memory] + 1}
         if not shared:
             return []
+        known = own.keys() | _bases_alone(own.values())
         return [
             (one, memories[storage_of(one)])
             for one in gc.get_objects()
             if type(one) is torch.Tensor
-            and id(one) not in own
+            and id(one) not in known
             and (one.layout, one.device) == (torch.strided, _CPU)
             and storage_of(one) in shared
         ]
+
+
+def _bases_alone(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the tensors that these are views of, and that nobody else holds."""
+    least = min(_uses([torch.zeros(1)[:]]).values())
+    return {key for key, uses in _uses(tensors).items() if uses <= least}
+
+
+def _uses(views: Iterable[torch.Tensor]) -> dict[int, int]:
+    """How often the base of each view is held, by its id."""
+    found = {id(base): base for view in views if (base := view._base) is not None}
+    return {key: sys.getrefcount(base) for key, base in found.items()}
 
 
 def make_copies(others: Iterable[tuple[torch.Tensor, str]], mark_of: Callable[[Any], Mark]) -> None:

@@ -64,6 +64,29 @@ def test_a_branch_on_data_is_refused_with_line_reason_and_way_out() -> None:
     assert "Fix: replace the Python branch by torch.where" in message
 
 
+class Masked(nn.Module):
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.encoder.layers[0].linear1.place("MS_WORKER", 1)  # type: ignore[operator]
+        self.is_causal = is_causal
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.encoder(x, mask=mask, is_causal=self.is_causal)
+        return made.sum()
+
+
+def test_a_mask_that_is_compared_with_a_causal_one_is_refused_with_the_way_out() -> None:
+    x, mask = torch.zeros(2, 3, 4), nn.Transformer.generate_square_subsequent_mask(3)
+
+    with pytest.raises(CaptureError, match=r"compares the values of a mask") as caught:
+        captured(Masked(None), x, mask)
+
+    assert "Fix: say with the mask whether it is a causal one" in str(caught.value)
+    assert captured(Masked(True), x, mask) is not None
+
+
 def test_packed_sequences_are_refused_once_with_the_way_out() -> None:
     gru = nn.GRU(4, 4, batch_first=True)
 

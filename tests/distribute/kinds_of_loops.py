@@ -293,6 +293,35 @@ def watched(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
         yield list(seen), loss.item(), [p.grad for p in net.parameters()]
 
 
+class Causal(nn.Module):
+    """Keeps a mask that is a view of another tensor, which nobody holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("mask", torch.tril(torch.ones(8, 8)).view(1, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores."""
+        made: torch.Tensor = self.last(self.first(x).masked_fill(self.mask[0, : len(x)] == 0, 0.5))
+        return made
+
+
+def viewed(distribute: Distribute, ranks: list[int]) -> Iterator[Any]:
+    """Evaluation between steps, with a buffer that is a view."""
+    net = Causal()
+    net = distribute(placed(net, [net.first, net.last], ranks))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = net(torch.randn(6, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            yield loss.item(), net(torch.randn(6, 8)).sum().item()
+    yield net.state_dict()
+
+
 LOOPS: tuple[Loop, ...] = (
     carried,
     measured,
@@ -305,5 +334,6 @@ LOOPS: tuple[Loop, ...] = (
     reused,
     traps,
     unfollowed,
+    viewed,
     watched,
 )
