@@ -227,6 +227,12 @@ class CapturedGraph:
         return any(n.annotation is not None and n.annotation.replicas for n in self.nodes)
 
     @cached_property
+    def entered(self) -> dict[int, int]:
+        """Inputs that gradients flow into: their places among the arguments, by node."""
+        found = {p: n for p, n in enumerate(self.nodes) if n.kind is NodeKind.INPUT}
+        return {p: int(node.target) for p, node in found.items() if node.requires_grad}
+
+    @cached_property
     def positions(self) -> dict[str, int]:
         """The positions of the nodes, by name."""
         return {node.name: position for position, node in enumerate(self.nodes)}

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class _Wanted:
             )
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             raise ConfigurationError(_ANOMALY)
-        loop, steps = self.loop, self._steps()
+        loop, steps = self.loop, self._steps
         calls = [step.graphsplit_call for step in steps if hasattr(step, "graphsplit_call")]
         _refuse_spent(calls)
         _refuse_split_sums(steps)
@@ -162,22 +163,30 @@ class _Wanted:
             call.state.totals = totals if is_added_up else None
         given = [self._given(*pair) for pair in zip(self.outputs, self.gradients, strict=True)]
         loop.is_followed = any(output.home != loop.rank for output in self.outputs)
-        with loop.job.reporting(), loop.adding_up(totals), leaving_state(loop):
-            tell(loop, numbers_behind(self.outputs))
-            if len(calls) != 1:
-                loop.learn_told()  # first: workers that disagree would wait for each other
-            with Following() if loop.is_followed else nullcontext():
-                held = [output.held for output in self.outputs]
-                if self.inputs is None:
-                    torch.autograd.backward(held, given, retain_graph=self.retain)
-                    found = []
-                else:
-                    found = self._to_inputs(held, given, steps)
-            loop.learn_told()
-            result = finish(totals, found)
+        with loop.job.reporting(), leaving_state(loop):
+            loop.add_up(totals)
+            try:
+                tell(loop, numbers_behind(self.outputs))
+                if len(calls) != 1:
+                    loop.learn_told()  # first: workers that disagree would wait for each other
+                found = self._found(given, steps)
+                loop.learn_told()
+                result = finish(totals, found)
+            finally:
+                loop.add_up(None)
         loop.num_changes += 1
         return result
 
+    def _found(self, given: list[Any], steps: Sequence[Any]) -> list[Any]:
+        """What the script's own graph gives, after the backward of all calls in it."""
+        with Following() if self.loop.is_followed else nullcontext():
+            held = [output.held for output in self.outputs]
+            if self.inputs is not None:
+                return self._to_inputs(held, given, steps)
+            torch.autograd.backward(held, given, retain_graph=self.retain)
+            return []
+
+    @cached_property
     def _steps(self) -> list[Any]:
         steps = [step for output in self.outputs for step in steps_behind(output.held)]
         return list(dict.fromkeys(steps))
@@ -190,7 +199,7 @@ class _Wanted:
             return gradient.to("meta")
         return gradient
 
-    def _to_inputs(self, held: list[Any], given: list[Any], steps: list[Any]) -> list[Any]:
+    def _to_inputs(self, held: list[Any], given: list[Any], steps: Sequence[Any]) -> list[Any]:
         """Backward as far as the inputs; parameters are reached through the calls."""
         inner = [_inner(one) for one in self.inputs or ()]
         ends = [one for one in inner if one is not None]
@@ -220,7 +229,7 @@ class _Wanted:
 
     def _by_id(self) -> dict[int, torch.Tensor]:
         known: dict[int, torch.Tensor] = {}
-        for step in self._steps():
+        for step in self._steps:
             if hasattr(step, "graphsplit_call"):
                 known |= {id(p): p for p in step.graphsplit_call.network.planner.parameters}
             elif hasattr(step, "graphsplit_read"):

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from graphsplit.batches.batch import Arguments, leaves
 from graphsplit.batches.microbatches import Division
-from graphsplit.capture.graph import Mode, NodeKind
+from graphsplit.capture.graph import Mode
 from graphsplit.distribute.values import LoopValue
 from graphsplit.distribute.workers.loop import Loop, empty_as
 from graphsplit.errors import ConfigurationError
@@ -114,11 +114,7 @@ class Call:
         found = [self._output(node, made, loop) for node in nodes]
         arguments = leaves(given)
         if graph.has_gradients:
-            self.entered = {
-                position: arguments[int(node.target)]
-                for position, node in enumerate(graph.nodes)
-                if node.kind is NodeKind.INPUT and node.requires_grad
-            }
+            self.entered = {node: arguments[place] for node, place in graph.entered.items()}
             anchor = torch.zeros((), requires_grad=True)
             entered = [v.held if isinstance(v, LoopValue) else v for v in self.entered.values()]
             found = list(_called(self, loop, nodes, found, anchor, *entered))

@@ -31,6 +31,7 @@ from graphsplit.torch_ext.private import (
 )
 
 CPU = torch.device("cpu")
+_STRIDED = torch.strided
 
 _MOST = 4096  # forms of operations remembered; then all are found out anew
 _PLAIN = frozenset(
@@ -113,7 +114,7 @@ def _looks(values: Any) -> Any:
     for value in values:
         kind = type(value)
         if kind is torch.Tensor:
-            is_form = value.device == META and value.layout is torch.strided
+            is_form = value.is_meta and value.layout is _STRIDED
             if not is_form or value.is_complex():  # which may be conjugated without showing it
                 raise _HasValuesError
             found.append((value.shape, value.stride(), value.dtype))

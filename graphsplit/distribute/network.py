@@ -190,8 +190,11 @@ class Distributed:
                 self._casting[dtype] = NetworkCalls(task, self._job)
             self.calls = self._casting[dtype]
             others = others_of(self._tensors()) if self._gradients is None else ()
-            with self._loop.calling():
+            self._loop.is_calling = True
+            try:
                 call = self.calls.forward(given)
+            finally:
+                self._loop.is_calling = False
             self._settle(call.plan.runner)
             self._make_copies(others)
             self._loop.num_calls += self._task.network.training

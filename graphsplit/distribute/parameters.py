@@ -141,8 +141,10 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
 
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The answer of a function of torch for a parameter in a loop."""
-    if func in _OF_GRADIENT and not _is_inside(args[0]):
-        return _gradient(func, args, sys._getframe(2).f_code in ZERO_GRADS)
+    if func in _OF_GRADIENT:
+        own = in_loop(args[0])
+        if own is None or not own.loop.job.depth:
+            return _gradient(func, own, args, sys._getframe(2).f_code in ZERO_GRADS)
     if func not in StandIn.harmless:
         known = next(k for leaf in pytree.tree_leaves((args, kwargs)) if (k := in_loop(leaf)))
         if not known.loop.job.depth:
@@ -152,12 +154,6 @@ def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
                 leaf.need_value(getattr(func, "__name__", str(func)))
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _is_inside(parameter: torch.Tensor) -> bool:
-    """Whether graphsplit's own code looks at a parameter."""
-    known = in_loop(parameter)
-    return known is not None and known.loop.job.depth > 0
 
 
 def _by_value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -191,9 +187,8 @@ def _set_data(func: Any, parameter: torch.Tensor, given: torch.Tensor) -> None:
     known.loop.num_writes += 1
 
 
-def _gradient(func: Any, args: tuple[Any, ...], is_zeroed: bool) -> Any:
+def _gradient(func: Any, known: InLoop | None, args: tuple[Any, ...], is_zeroed: bool) -> Any:
     parameter = args[0]
-    known = in_loop(parameter)
     if known is None:  # a plain tensor is given a parameter for its gradient
         raise ConfigurationError(
             "grad of a tensor was set to a parameter of a distributed network\n"

@@ -7,8 +7,8 @@ steps of all optimizers narrow those that have parameters of a distributed netwo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,8 @@ from graphsplit.optimizers.ownership import Residence, is_elsewhere
 from graphsplit.optimizers.update import rules_problems
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
-_under_way: list[tuple[torch.optim.Optimizer, Loop, AbstractContextManager[Any]]] = []
+# With the contexts of the step, the inner one first.
+_under_way: list[tuple[torch.optim.Optimizer, Loop, tuple[AbstractContextManager[Any], ...]]] = []
 _networks: weakref.WeakKeyDictionary[nn.Module, Loop] = weakref.WeakKeyDictionary()
 
 
@@ -85,10 +86,11 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         )
     loop.job.script.check_own_step(optimizer)
     state = settled(optimizer, loop)
-    stack = ExitStack()
-    stack.enter_context(state.owned.stepping())
-    stack.enter_context(DisableTorchFunctionSubclass())
-    _under_way.append((optimizer, loop, stack))
+    stepping = state.owned.stepping()
+    stepping.__enter__()
+    plain = DisableTorchFunctionSubclass()
+    plain.__enter__()
+    _under_way.append((optimizer, loop, (plain, stepping)))
 
 
 def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
@@ -109,8 +111,9 @@ def settled(optimizer: torch.optim.Optimizer, loop: Loop) -> OptimizerState:
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The hook after it."""
     if _under_way and _under_way[-1][0] is optimizer:
-        _, loop, stack = _under_way.pop()
-        stack.__exit__(None, None, None)
+        _, loop, contexts = _under_way.pop()
+        for context in contexts:
+            context.__exit__(None, None, None)
         loop.num_changes += 1
         loop.num_writes += 1
         hide_others(optimizer)
@@ -121,11 +124,12 @@ def _has_any(network: nn.Module, parameters: Iterable[torch.Tensor]) -> bool:
     return any(id(parameter) in own for parameter in parameters)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _settings(optimizer: torch.optim.Optimizer) -> list[Any]:
     """How it steps each of its groups, as the script has set it."""
-    for group in optimizer.param_groups:
-        for value in group.values():
-            yield from value if isinstance(value, tuple) else (value,)
+    values = [value for group in optimizer.param_groups for value in group.values()]
+    if tuple not in map(type, values):
+        return values
+    return [one for v in values for one in (v if isinstance(v, tuple) else (v,))]
 
 
 def _loop_of(parameters: Iterable[torch.Tensor]) -> Loop | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,23 @@ from graphsplit.transport.base import Transport
 
 # Interrupts a main thread that sleeps or computes in user code when the job is ended elsewhere.
 WAKE_SIGNAL = getattr(signal, "SIGURG", None)
+
+
+class _Reporting:
+    """See ``Job.reporting``; several at each step, for which a generator would take its time."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        self._job.depth += 1
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                self._job._leave(error)
+        finally:
+            self._job.depth -= 1
 
 
 class Job:
@@ -204,25 +221,20 @@ class Job:
         """Whether this worker has left."""
         return self._closed
 
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
+    def reporting(self) -> AbstractContextManager[None]:
         """Report what is raised inside as this worker's failure, so that all workers end.
 
         An error that only follows from a failure elsewhere becomes ``JobFailedError``, or
         ``MembershipChangedError`` if the job recovers, with the root cause.
         """
-        self.depth += 1
-        try:
-            yield
-        except BaseException as error:
-            root_cause = self._report(error)
-            if isinstance(root_cause or error, MembershipChangedError):
-                self.script.leave_generation()
-            if root_cause is not None:
-                raise root_cause from None
-            raise
-        finally:
-            self.depth -= 1
+        return _Reporting(self)
+
+    def _leave(self, error: BaseException) -> None:
+        root_cause = self._report(error)
+        if isinstance(root_cause or error, MembershipChangedError):
+            self.script.leave_generation()
+        if root_cause is not None:
+            raise root_cause from None
 
     def ask_to_stop(self) -> bool:
         """Ask all workers to end when their step is done. Safe in a signal handler.

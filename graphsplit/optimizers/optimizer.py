@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -174,12 +174,9 @@ class OwnedOptimizer:
             )
         self._order.note(self._optimizer)
         self._order.num_steps += 1
-        with ExitStack() as stack:
-            if not judged.is_known:
-                stack.enter_context(self._without_draws())
-                stack.enter_context(partial_norm.allowed())
-            stack.enter_context(self._only_owned())
-            stack.enter_context(by_the_model())
+        unknown = nullcontext() if judged.is_known else self._without_draws()
+        norms = nullcontext() if judged.is_known else partial_norm.allowed()
+        with unknown, norms, self._only_owned(), by_the_model():
             yield
         self._order.note(self._optimizer)
 

@@ -87,6 +87,7 @@ class ProgramRunner:
         self._input_index = {
             p: int(n.target) for p, n in enumerate(self._nodes) if n.kind is NodeKind.INPUT
         }
+        self._first_of_backward = first_of_backward(parts.plan, parts.program)
         self._grad_enabled = parts.plan.placed.graph.mode.records_gradients
         self._owned_outputs = {
             output.node: parts.state[output.node].detach()
@@ -225,13 +226,13 @@ class ProgramRunner:
         """Run the forward of a call, as ``run`` does; ``run_backward`` goes on from its state."""
         state = self._begin(step, inputs, numbers)
         with torch.set_grad_enabled(self._grad_enabled):
-            self._run_until(first_of_backward(self._plan, self._parts.program), state)
+            self._run_until(self._first_of_backward, state)
         return state
 
     def run_backward(self, state: StepState) -> None:
         """Run the backward of a call, whose ``state.given`` are its outputs' gradients."""
         self.step = state.step
-        self.position = first_of_backward(self._plan, self._parts.program)
+        self.position = self._first_of_backward
         with torch.set_grad_enabled(self._grad_enabled):
             self._run_until(len(self._actions), state)
 

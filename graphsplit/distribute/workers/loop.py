@@ -78,29 +78,19 @@ class Loop:
             setattr(job, _LOOP, found)
         return found
 
-    @contextmanager
-    def adding_up(self, totals: dict[int, torch.Tensor]) -> Iterator[None]:
-        """Inside, a backward adds up gradients of parameters here, by the parameter's id."""
-        self._totals = totals
-        try:
-            yield
-        finally:
-            self._totals = self.untold = None
+    def add_up(self, totals: dict[int, torch.Tensor] | None) -> None:
+        """Let a backward add up gradients of parameters here, by the parameter's id.
+
+        Args:
+            totals: The gradients so far; None when it is over.
+        """
+        self._totals, self.untold = totals, None
 
     def learn_told(self) -> None:
         """Learn the numbers that were sent when the backward under way began; once."""
         learn, self.untold = self.untold, None
         if learn is not None:
             learn()
-
-    @contextmanager
-    def calling(self) -> Iterator[None]:
-        """Inside, a network runs forward."""
-        self.is_calling = True
-        try:
-            yield
-        finally:
-            self.is_calling = False
 
     @property
     def is_in_backward(self) -> bool:

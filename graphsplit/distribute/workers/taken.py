@@ -19,7 +19,7 @@ from graphsplit.errors import LoaderMismatchError
 from graphsplit.tensor_meta import octets_of
 from graphsplit.torch_ext.private import DisableTorchFunctionSubclass
 
-_NUMBERS = (bool, int, float, complex, str, type(None))
+_NUMBERS = (type(None), float, bool, int, str, complex)  # the usual ones first
 _MOST_ELEMENTS = 4096  # of larger tensors a part is looked at
 _MOST_NAMED = 8
 
@@ -48,7 +48,9 @@ class FromOutside:
         found: list[Any] = []
         self.count += 1
         for operand in operands:
-            if isinstance(operand, torch.Tensor):
+            if type(operand) in _NUMBERS:
+                found.append(operand)
+            elif isinstance(operand, torch.Tensor):
                 if operand.device.type == "cpu" and operand.layout is torch.strided:
                     self.checksum = zlib.crc32(_sample(operand), self.checksum)
                     found.append(operand.shape)
