@@ -178,7 +178,7 @@ class _Wanted:
         return result
 
     def _found(self, given: list[Any], steps: Sequence[Any]) -> list[Any]:
-        """What the script's own graph gives, after the backward of all calls in it."""
+        """Run the script's own graph, and with it the backward of all calls."""
         with Following() if self.loop.is_followed else nullcontext():
             held = [output.held for output in self.outputs]
             if self.inputs is not None:

@@ -31,7 +31,7 @@ from graphsplit.torch_ext.private import (
 )
 
 CPU = torch.device("cpu")
-_STRIDED = torch.strided
+_STRIDED, _TENSOR = torch.strided, torch.Tensor
 
 _MOST = 4096  # forms of operations remembered; then all are found out anew
 _PLAIN = frozenset(
@@ -71,7 +71,8 @@ class Following(TorchDispatchMode):
         if self._has_values or num_dispatch_modes() or not is_remembered:
             return func(*args, **kwargs)
         try:
-            key = func, torch.get_default_dtype(), _looks(args), _looks(tuple(kwargs.items()))
+            named = _looks(kwargs.items()) if kwargs else ()
+            key = func, torch.get_default_dtype(), _looks(args), named
         except _HasValuesError:
             return func(*args, **kwargs)
         known = _forms.get(key)
@@ -113,11 +114,12 @@ def _looks(values: Any) -> Any:
     found: list[Any] = []
     for value in values:
         kind = type(value)
-        if kind is torch.Tensor:
+        if kind is _TENSOR:
+            dtype = value.dtype
             is_form = value.is_meta and value.layout is _STRIDED
-            if not is_form or value.is_complex():  # which may be conjugated without showing it
+            if not is_form or dtype.is_complex:  # which may be conjugated without showing it
                 raise _HasValuesError
-            found.append((value.shape, value.stride(), value.dtype))
+            found.append((value.shape, value.stride(), dtype))
         elif kind is list or kind is tuple:
             found.append((kind, _looks(value)))
         elif kind in _PLAIN:

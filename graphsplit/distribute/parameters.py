@@ -142,7 +142,7 @@ def _value_of(parameter: torch.Tensor) -> LoopValue:
 def _answer(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The answer of a function of torch for a parameter in a loop."""
     if func in _OF_GRADIENT:
-        own = in_loop(args[0])
+        own: InLoop | None = getattr(args[0], _KEY, None)
         if own is None or not own.loop.job.depth:
             return _gradient(func, own, args, sys._getframe(2).f_code in ZERO_GRADS)
     if func not in StandIn.harmless:

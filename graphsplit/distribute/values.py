@@ -46,21 +46,13 @@ _SHAPED_BY_VALUES = frozenset(
 )
 # Operations that torch cannot follow on shapes.
 _UNFOLLOWED = frozenset(("corrcoef", "cov", "ctc_loss", "gaussian_nll_loss"))
+_PLAIN = frozenset({type(None), bool, int, float})  # what no operation makes anything else of
 _MASKS = (torch.bool, torch.uint8)
 _BY_BRACKETS = frozenset({"__getitem__", "__setitem__"})
 _INDEXING = _BY_BRACKETS | {"index_put", "index_put_"}
 _OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("and", "or", "xor"),
 )
 _IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in _OPERATORS) | {"__setitem__"}
 
@@ -295,7 +287,7 @@ def _operation(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[st
     try:
         with DisableTorchFunctionSubclass(), following:
             result = None
-            casts = casting_dtype() is not None and written(name, args, kwargs) == [None]
+            casts = casting_dtype() is not None and not written(name, args, kwargs)
             if casts and not is_here:
                 result = follow_casts(func, inside, together)
             if result is None:
@@ -363,7 +355,8 @@ def taken_apart(
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """The leaves of a call's arguments, and what puts arguments together from others."""
     flat = [*args, *kwargs.values()]
-    if any(isinstance(a, tuple) or type(a) in pytree.SUPPORTED_NODES for a in flat):
+    kinds = {*map(type, flat)} - _PLAIN
+    if any(issubclass(kind, tuple) or kind in pytree.SUPPORTED_NODES for kind in kinds):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return leaves, partial(pytree.tree_unflatten, treespec=spec)
 
@@ -376,7 +369,8 @@ def taken_apart(
 
 def _from_last(convert: Callable[[Any], Any], operands: Sequence[Any]) -> list[Any]:
     """Convert operands, the last one first: backward then comes to the first one's step first."""
-    return [convert(operand) for operand in reversed(operands)][::-1]
+    found = [one if type(one) in _PLAIN else convert(one) for one in reversed(operands)]
+    return found[::-1]
 
 
 def as_value(leaf: Any) -> Any:
@@ -447,7 +441,7 @@ def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
     is_method = name.endswith("_") and not name.endswith("__")
     if target is None and (is_method or name in _IN_PLACE_OPERATORS):
         target = args[0] if args else next(iter(kwargs.values()))
-    return pytree.tree_leaves(target)
+    return [] if target is None else pytree.tree_leaves(target)
 
 
 def _refuse_written_leaf(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
