@@ -66,6 +66,17 @@ def is_of_this_machine(address: Address) -> bool:
     return True
 
 
+def why_not_reached(endpoint: str, within_s: float) -> str:
+    """Why no connection to an endpoint can be made from here; empty if one can."""
+    host, _, port = endpoint.rpartition(":")
+    address = host.removeprefix("[").removesuffix("]"), int(port)
+    try:
+        socket.create_connection(address, within_s).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def why_not_dialed(
     endpoint: str,
     peer: str,

@@ -6,8 +6,8 @@ Imports no gRPC before it is used: pure modules above import this one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from graphsplit.security.names import CertifiedName, holder_of
@@ -112,7 +112,9 @@ def open_channel(address: str, protection: Protection, *, expected: str, options
     return grpc.secure_channel(address, credentials, options=[*options, override])
 
 
-def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
+def first_metadata(
+    call: Any, *, late_s: float = 0.0, on_late: Callable[[], None] | None = None
+) -> Sequence[tuple[str, str | bytes]]:
     """The first metadata of the other end, on a stream that this end has opened; waits for it.
 
     A call that ended before has none. It is not enough to ask the call: of one whose connection was
@@ -121,6 +123,8 @@ def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
 
     Args:
         call: A call of ``grpc``'s that has begun.
+        late_s: After this time without them ``on_late`` is called, once.
+        on_late: What is called then; the wait goes on.
     """
     found: SimpleQueue[Sequence[tuple[str, str | bytes]]] = SimpleQueue()
 
@@ -130,6 +134,11 @@ def first_metadata(call: Any) -> Sequence[tuple[str, str | bytes]]:
     threading.Thread(target=ask, name="graphsplit-grpc-metadata", daemon=True).start()
     if not call.add_callback(lambda: found.put(())):
         found.put(())
+    if on_late is not None:
+        try:
+            return found.get(timeout=max(0.0, late_s))
+        except Empty:
+            on_late()
     return found.get()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
@@ -16,6 +17,7 @@ from graphsplit.errors import TransportError
 from graphsplit.failure import AbortSignal, FailureCause
 from graphsplit.security.grpc_ports import keepalive
 from graphsplit.transport import Hub, Transport, WaitPolicy
+from graphsplit.transport.grpc import outbound
 from graphsplit.transport.grpc.stream_end import Patience, end_of, is_silence
 
 _CAUSE = FailureCause("lost", "the network was cut")
@@ -148,6 +150,46 @@ def test_a_peer_that_cannot_be_reached_at_all_is_noticed():
             sender.send(torch.ones(4), step=0, microbatch=0)
         abort.set(_CAUSE)
         transport.close()
+
+
+def test_a_pair_that_cannot_connect_is_named_long_before_it_fails_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A port whose kernel answers no more, as behind a firewall that drops what comes."""
+    monkeypatch.setattr(outbound, "LATE_S", 0.1)
+    monkeypatch.setattr(outbound, "_PROBE_S", 0.1)
+    said: list[str] = []
+    monkeypatch.setattr(outbound, "say", lambda line, **_: said.append(line))
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.socket())
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        hub = Hub(bind_host="127.0.0.1", mode="grpc", silence_s=SILENCE_S)
+        address = "{}:{}".format(*full.getsockname())
+        peers = [{"token": "0" * 32, "grpc": address}, hub.endpoints]
+        abort = AbortSignal()
+        policy = WaitPolicy(abort, DEADLINE_S)
+        transport = hub.connect(rank=1, job="job", generation=1, peers=peers, policy=policy)
+        sender = transport.open_sender(spec_of(source=1, destination=0))
+        with pytest.raises(TransportError, match=SILENT):
+            sender.send(torch.ones(4), step=0, microbatch=0)
+        abort.set(_CAUSE)
+        transport.close()
+    (line,) = said
+    assert line.startswith("this worker reaches the scheduler, and cannot reach worker 0 at ")
+    assert f"{address} (timed out)\n  Fix: open the ports between the two" in line
+
+
+def test_a_peer_that_is_only_slow_is_not_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(outbound, "LATE_S", 0.1)
+    said: list[str] = []
+    monkeypatch.setattr(outbound, "say", lambda line, **_: said.append(line))
+    test_a_peer_that_cannot_be_reached_at_all_is_noticed()
+    assert not said
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import torch
 
 from graphsplit._proto import data_plane_pb2 as pb
 from graphsplit.errors import FrameError
+from graphsplit.logs import say
+from graphsplit.security.addresses import why_not_reached
 from graphsplit.security.grpc_ports import (
     first_metadata,
     is_refused_by_tls,
@@ -54,6 +56,9 @@ _MAX_HELD_BYTES = 256 << 10  # with a chunk it must fit into one message
 # A peer that does not serve yet, or has no room for one more stream just now.
 _NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _RETRY_S = 0.05
+LATE_S = 7.0
+"""A peer that cannot be reached is named after this time, long before the job fails for it."""
+_PROBE_S = 2.0
 _UNPROVED = "it does not prove that it is this job's worker"
 
 
@@ -121,6 +126,9 @@ class Outbound(OutgoingChannels[GrpcSender]):
         self._closing = False
         self._call: Any = None
         self._session = session
+        self._target = target
+        self._begun_s = time.monotonic()
+        self._is_named = False
         self._refusal: str | None = None
         self._is_proved = False
         options = (*DIAL_OPTIONS, *keepalive(silence_s))
@@ -257,7 +265,8 @@ class Outbound(OutgoingChannels[GrpcSender]):
             call = self._call = self._carry(iter(self._queue.get, None), metadata=metadata)
         answer = None
         try:
-            theirs = first_metadata(call)
+            late_s = self._begun_s + LATE_S - began
+            theirs = first_metadata(call, late_s=late_s, on_late=self._name_if_unreached)
             answer = dialer.answer(theirs)
             if answer is None and entry_of(theirs, PROOF_KEY):
                 call.cancel()
@@ -280,6 +289,19 @@ class Outbound(OutgoingChannels[GrpcSender]):
             return out_of_reach(self._silence_s)
         self._begin_anew()
         return None
+
+    def _name_if_unreached(self) -> None:
+        """Say once that no connection to the peer can be made; the wait for one goes on."""
+        why = "" if self._is_named else why_not_reached(self._target, _PROBE_S)
+        self._is_named = True
+        if why:
+            say(
+                f"this worker reaches the scheduler, and cannot reach worker {self.peer} at "
+                f"{self._target} ({why})\n  Fix: open the ports between the two in firewalls, or "
+                f"set MS_WORKER_IP for that worker to an address that the others reach",
+                event="unreached",
+                level="warning",
+            )
 
     def _begin_anew(self) -> None:
         """Forget a stream that never began, after a pause."""
