@@ -206,6 +206,19 @@ def test_a_worker_that_is_killed_is_started_again_and_the_bits_are_the_same(
     assert again in output
 
 
+def test_the_workers_of_a_lost_host_go_on_on_a_spare_one(hosts: Cluster, tmp_path: Path) -> None:
+    hosts.add("c", "127.0.0.4", of_the_test(tmp_path))
+    learned = learned_alone(tmp_path, STEPS="60")
+    given = ("--spares", "c", "--restarts", "1", "--env", "STEPS")
+    with running(hosts, *given, GS_RECOVERY="wait_rejoin", STEPS="60") as job:
+        pids = pids_of_workers(job.stdout, count=2)
+        kill_session(job, pids[1], hosts)
+        output, _ = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0 and output.count(learned) == 2, output
+    assert "worker 1 was lost with its host b: its SSH connection has ended" in output
+    assert_nothing_is_left(tmp_path)
+
+
 def test_a_frozen_worker_is_ended_and_named(hosts: Cluster, tmp_path: Path) -> None:
     own = {"STEPS": "1000000", "MS_NODE_TIMEOUT": "3"}
     with running(hosts, "--env", "STEPS", **own) as job:

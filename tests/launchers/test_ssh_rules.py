@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -14,14 +14,16 @@ import torch
 from click.testing import CliRunner
 
 from graphsplit.cli.commands import main
+from graphsplit.cli.job import JobOptions
 from graphsplit.cli.ssh import frames
 from graphsplit.cli.ssh.client import HostError
 from graphsplit.cli.ssh.command import agent_command, why_not
 from graphsplit.cli.ssh.facts import cpu_capability, own_facts, problems_of, remarks_on
 from graphsplit.cli.ssh.frames import MOST_BYTES, Cutter, Facts, Signal, Start, Wrote
 from graphsplit.cli.ssh.hosts import JobHost, give_ranks, read_hosts
-from graphsplit.cli.ssh.options import travelling
-from graphsplit.cli.ssh.preparation import scheduler_address
+from graphsplit.cli.ssh.options import RemoteJob, travelling
+from graphsplit.cli.ssh.places import Places
+from graphsplit.cli.ssh.preparation import scheduler_address, setups
 from graphsplit.encoding.fields import MessageError
 from graphsplit.version import __version__
 
@@ -191,6 +193,11 @@ def test_what_hosts_must_share_and_what_may_differ() -> None:
         (["-H", "a", "--ssh", ""], "it is empty"),
         (["-H", "a", "--ssh", "/no/such/client"], "no SSH client can be started"),
         (["-H", "a", "--restarts", "1"], "a job that fails fast starts nothing again"),
+        (["--spares", "b", "-n", "1"], "--spares is for other hosts"),
+        (["-H", "a,b", "--spares", "b"], "b has workers already"),
+        (["-H", "a", "--spares", "b c"], "'b c' is no host"),
+        (["-H", "a", "--spares", "b"], "on another one only with --restarts"),
+        (["--ray", "--spares", "b", "-n", "1"], "--spares are hosts for SSH"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(options: list[str], problem: str) -> None:
@@ -230,6 +237,43 @@ def test_the_guide_shows_the_dry_run_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     command = next(line for line in guide.splitlines() if "--dry-run train.py" in line)
     result = CliRunner().invoke(main, shlex.split(command)[2:])
     assert result.exit_code == 0 and f"{command}\n{result.output}" in guide
+
+
+@dataclass
+class Connected:
+    """A connection to a host, as places see it."""
+
+    name: str
+    is_lost: bool = False
+
+
+def test_workers_of_a_lost_host_move_to_a_spare_one_together() -> None:
+    found = {name: Connected(name) for name in "abcd"}
+    a, b, c, d = (JobHost(name, range(1)) for name in "abcd")
+    places = Places((a, b), (c, d), found)  # type: ignore[arg-type]
+    assert places.find(b) is found["b"] and places.has_place(b)  # type: ignore[comparison-overlap]
+    found["b"].is_lost = found["c"].is_lost = True
+    assert places.has_place(b)
+    assert places.find(b) is places.find(b) is found["d"]  # type: ignore[comparison-overlap]
+    assert places.find(a) is found["a"]  # type: ignore[comparison-overlap]
+    found["d"].is_lost = True
+    assert not places.has_place(b) and places.has_place(a)
+    assert places.find(b) is found["d"]  # type: ignore[comparison-overlap]
+
+
+def test_a_spare_host_has_the_certificates_of_all_who_may_come() -> None:
+    remote = RemoteJob(
+        (JobHost("a", range(1)), JobHost("b", range(1, 3))), "/py", ("ssh",), "/job",
+        spares=(JobHost("c", range(0)),),
+    )  # fmt: skip
+    options = JobOptions(3, None, "", None, Path("/certs"), Path("train.py"), ())
+    wanted = setups(options, remote, "10.0.0.1", 30.0)
+    assert {name: one.holders for name, one in wanted.items()} == {
+        "a": ("scheduler", "worker-0"),
+        "b": ("worker-1", "worker-2"),
+        "c": ("worker-1", "worker-2"),
+    }
+    assert [one.has_scheduler for one in wanted.values()] == [True, False, False]
 
 
 def test_the_scheduler_listens_where_ssh_has_reached_the_first_host() -> None:

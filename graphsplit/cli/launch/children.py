@@ -42,6 +42,11 @@ class Child(Protocol):
         ...
 
     @property
+    def has_place(self) -> bool:
+        """Whether there is a place where it could be started again."""
+        ...
+
+    @property
     def where(self) -> str:
         """Its host, as the end of a sentence; empty on this machine."""
         ...
@@ -52,6 +57,7 @@ class GroupLeader:
 
     pid: int
     lost = where = ""
+    has_place = True
 
     def wait(self) -> int:
         """See ``Child``."""

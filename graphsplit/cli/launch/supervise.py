@@ -229,9 +229,9 @@ class _Job:
             how = NO_INIT if is_stray else child.lost or describe(returncode) + child.where
             how = f"was given up: {why}" if why else how
             returncode = 1 if is_stray else returncode
-            now_s, has_place = time.monotonic(), not child.lost
+            now_s = time.monotonic()
             if self.ending.exited(
-                name, returncode=returncode, now_s=now_s, how=how, has_place=has_place
+                name, returncode=returncode, now_s=now_s, how=how, has_place=child.has_place
             ):
                 self._start_again(name, how)
             elif name == SCHEDULER:

@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
@@ -54,7 +54,13 @@ class RemoteChild:
     pid: int = 0
     returncode: int | None = None
     lost: str = ""
+    may_move: Callable[[], bool] = lambda: False
     ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def has_place(self) -> bool:
+        """See ``Child``."""
+        return not self.lost or self.may_move()
 
     @property
     def where(self) -> str:
@@ -167,8 +173,24 @@ class HostConnection:
         """From now on the host is lost when it falls silent."""
         self._heard_s, self._is_watched = time.monotonic(), True
 
-    def start(self, spec: ChildSpec, kept: Sequence[int]) -> RemoteChild:
-        """Have a process started; an open file in ``kept`` is the scheduler's line."""
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing more can be started there."""
+        return bool(self._lost)
+
+    def start(
+        self,
+        spec: ChildSpec,
+        kept: Sequence[int],
+        may_move: Callable[[], bool] = lambda: False,
+    ) -> RemoteChild:
+        """Have a process started.
+
+        Args:
+            spec: The process.
+            kept: Open files, of which the first is the scheduler's line.
+            may_move: Whether it could be started on another host when this one is lost.
+        """
         out, err = os.pipe(), os.pipe()
         variables = dict(spec.variables)
         child = RemoteChild(
@@ -178,6 +200,7 @@ class HostConnection:
             os.fdopen(out[0], "rb", 0),
             os.fdopen(err[0], "rb", 0),
             {"stdout": out[1], "stderr": err[1]},
+            may_move=may_move,
         )
         self._children[spec.name] = child
         if variables.pop(LINE, "") and kept:

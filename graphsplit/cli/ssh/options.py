@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -91,6 +91,11 @@ _JOB = (
         "Those of graphsplit and OMP_NUM_THREADS are given in any case.",
     ),
     click.option(
+        "--spares",
+        metavar="NAME,...",
+        help="Hosts that wait for a host to be lost, and get its workers then: with --restarts.",
+    ),
+    click.option(
         "--dry-run",
         is_flag=True,
         help="Only print what would be run on those hosts.",
@@ -112,6 +117,7 @@ class RemoteJob:
         address: Where the scheduler listens; empty: where SSH has reached the first host.
         ray: The Ray cluster in place of hosts, empty for the one that Ray finds; None: no Ray.
         resources: The file that says what each worker takes of it.
+        spares: Hosts that have no workers until another one is lost.
     """
 
     hosts: tuple[JobHost, ...]
@@ -123,6 +129,7 @@ class RemoteJob:
     address: str = ""
     ray: str | None = None
     resources: Path | None = None
+    spares: tuple[JobHost, ...] = ()
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -180,14 +187,18 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
     parts = {name: given.pop(name) for name in ("hosts", "hostfile", "python", "ssh", "workdir")}
     names, dry_run = given.pop("names"), given.pop("dry_run")
     ray, resources = given.pop("ray"), given.pop("resources")
+    spares = given.pop("spares") or ""
     hosts = named_hosts(parts["hosts"], parts["hostfile"])
     if ray is not None:
+        if spares:
+            raise click.UsageError("--spares are hosts for SSH: leave out --ray")
         hosts = _of_ray(ray, hosts, parts, given["num_workers"])
     elif resources is not None:
         raise click.UsageError("--resources is for a Ray cluster: --ray")
     if not hosts:
         for option, value in (("--python", parts["python"]), ("--workdir", parts["workdir"]),
-                              ("--env", names), ("--dry-run", dry_run)):  # fmt: skip
+                              ("--env", names), ("--dry-run", dry_run),
+                              ("--spares", spares)):  # fmt: skip
             if value:
                 raise click.UsageError(f"{option} is for other hosts; name them: -H a:2,b:3")
         return {"remote": None}
@@ -209,8 +220,22 @@ def _remote(given: dict[str, Any]) -> dict[str, Any]:
             given["host"] if is_named else "",
             ray,
             resources,
+            _read_spares(spares, [name for name, _ in hosts]),
         )
     }
+
+
+def _read_spares(text: str, taken: Sequence[str]) -> tuple[JobHost, ...]:
+    """Hosts without workers.
+
+    Raises:
+        click.BadParameter: One is no host, or has workers already.
+    """
+    names = [name for name, _ in read_hosts(text, "--spares")] if text else []
+    for name in names:
+        if name in taken:
+            raise click.BadParameter(f"{name} has workers already", param_hint="--spares")
+    return tuple(JobHost(name, range(0)) for name in names)
 
 
 def _of_ray(

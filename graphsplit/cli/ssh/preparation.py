@@ -50,9 +50,11 @@ def setups(
         silence_s: How long the launcher may be silent.
     """
     found = {}
-    for host in remote.hosts:
+    movable = [rank for host in remote.hosts[1:] for rank in host.ranks]
+    for host in (*remote.hosts, *remote.spares):
         is_first = host is remote.hosts[0]
-        holders = [*(["scheduler"] if is_first else []), *(f"worker-{rank}" for rank in host.ranks)]
+        ranks = movable if host in remote.spares else host.ranks
+        holders = [*(["scheduler"] if is_first else []), *(f"worker-{rank}" for rank in ranks)]
         found[host.name] = Setup(
             remote.workdir,
             str(options.script),

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import click
 
@@ -23,6 +24,7 @@ from graphsplit.cli.ssh.facts import problems_of, remarks_on
 from graphsplit.cli.ssh.hosts import JobHost
 from graphsplit.cli.ssh.meeting import answers, connected
 from graphsplit.cli.ssh.options import RemoteJob, travelling
+from graphsplit.cli.ssh.places import Places
 from graphsplit.cli.ssh.preparation import (
     get_ready,
     reach_each_other,
@@ -72,7 +74,12 @@ def run_on_hosts(options: JobOptions, remote: RemoteJob, environ: Mapping[str, s
     if remote.dry_run:
         click.echo(_dry_run(options, remote, start.variables))
         return 0
-    names = [host.name for host in remote.hosts]
+    names = [host.name for host in (*remote.hosts, *remote.spares)]
+    if remote.spares and not (start.restarts.processes or start.restarts.jobs):
+        raise click.BadParameter(
+            "a worker of a lost host is started on another one only with --restarts",
+            param_hint="--spares",
+        )
 
     def client(name: str) -> SshClient:
         return SshClient(remote.ssh, name, remote.python)
@@ -112,16 +119,18 @@ def supervise_hosts(
         console.say(f"graphsplit: {line}")
     specs = _specs(options, beginning.variables, address, port)
     console.say(f"graphsplit: starting {_in_words(remote.hosts)}")
-    place = {rank: host for host in remote.hosts for rank in host.ranks}
+    host_of = {rank: host for host in remote.hosts for rank in host.ranks}
+    places = Places(remote.hosts, remote.spares, hosts)
 
     def start(spec: ChildSpec, _: Sequence[str], kept: Sequence[int]) -> RemoteChild:
         if spec.name == SCHEDULER:
-            return hosts[place[0].name].start(spec, kept)
+            return hosts[host_of[0].name].start(spec, kept)
         rank = int(spec.name.split()[-1])
-        host = place[rank]
+        host = host_of[rank]
         share = shares_of(host.ranks)[rank] if options.bind else None
         labels = tuple(filter(is_label, host.labels or (host.name,)))
-        return hosts[host.name].start(replace(spec, share=share, labels=labels), kept)
+        spec = replace(spec, share=share, labels=labels)
+        return places.find(host).start(spec, kept, partial(places.has_place, host))
 
     with kept_token(specs[0].variables, address, port):
         return supervise(
@@ -215,6 +224,7 @@ def _dry_run(options: JobOptions, remote: RemoteJob, base: Mapping[str, str]) ->
     secret = "" if base.get("GS_INSECURE") else ", GS_JOB_TOKEN (a secret)"
     shown = [f"{name}={shlex.quote(base[name])}" for name in sorted(base) if name != "GS_JOB_TOKEN"]
     lines = []
+    spares = [f"{host.name}: spare, for workers of a host that is lost" for host in remote.spares]
     for number, host in enumerate(remote.hosts):
         first = "the scheduler and " if number == 0 else ""
         what = f"worker{'s' * (len(host.ranks) > 1)} {_ranks(host.ranks)}"
@@ -224,4 +234,4 @@ def _dry_run(options: JobOptions, remote: RemoteJob, base: Mapping[str, str]) ->
             f"  there, in {remote.workdir}: {shlex.join(script)}",
             f"  over standard input: {', '.join(shown)}{secret}".replace(": , ", ": "),
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *spares])
