@@ -323,6 +323,8 @@ class Hosts:
         begun_s = time.monotonic()
         known = ["-H", ",".join(self.names), "--ssh", str(self.folder / "ssh"), "--workdir", "job"]
         result = CliRunner().invoke(main, [command, *known, *options, "train.py"])
+        if not isinstance(result.exception, SystemExit | None):
+            raise result.exception
         assert time.monotonic() - begun_s < NAMED_WITHIN_S, result.output
         return result.exit_code, result.output
 

@@ -156,7 +156,7 @@ def remarks_on(facts: Mapping[str, Facts], *, late_s: Mapping[str, float]) -> li
                 f"log mislead, and certificates may not be valid there\n"
                 f"  Fix: let it follow a time server (timedatectl set-ntp true)"
             )
-    first, *others = facts
+    first, others = next(iter(facts), ""), list(facts)[1:]
     for host in others:
         mine, theirs = facts[host], facts[first]
         if mine.cpu != theirs.cpu:
