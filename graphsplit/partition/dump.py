@@ -29,6 +29,8 @@ def describe_plan(plan: PartitionPlan) -> str:
             else ""
         )
         about = f" %{edge.value} {nodes[edge.value].name}"
+        if edge.members:
+            about = f" %{list(edge.members)}"
         lines.append(
             f"  edge{edge.index} {edge.kind.value}"
             f"{'' if edge.kind is EdgeKind.REDUCTION else about}{what}: "

@@ -43,6 +43,7 @@ class Edge:
         meta: What is carried.
         contributions: For gradients: the contributions it carries, already summed, in order.
         per_step: Sent once, not per microbatch: borrowed state that no operation modifies.
+        members: Borrowed state that goes in one message: its nodes; the first stands for all.
     """
 
     index: int
@@ -53,6 +54,12 @@ class Edge:
     meta: TensorMeta
     contributions: tuple[int, ...] = ()
     per_step: bool = False
+    members: tuple[int, ...] = ()
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The nodes that it carries, or stands for."""
+        return self.members or (self.value,)
 
 
 @dataclass(frozen=True, slots=True)

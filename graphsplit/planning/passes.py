@@ -27,7 +27,7 @@ from graphsplit.partition.recomputation import with_recomputation
 from graphsplit.partition.reduction import check_reduction, with_reduction
 from graphsplit.partition.replicas.blocks import with_blocks
 from graphsplit.partition.replicas.buffer_chains import with_chains
-from graphsplit.partition.replicas.bundles import bundled
+from graphsplit.partition.replicas.bundles import borrowed_together, bundled
 from graphsplit.partition.replicas.exchange import exchange_alone, without_exchange
 from graphsplit.partition.replicas.lanes import merge_lanes
 from graphsplit.partition.splitting import with_splits
@@ -173,7 +173,7 @@ def make_plan(
         modules.append(its_rules.modules)
         rules = replace(rules, owners={**owners, **_owners_in(plans[0].placed)})
     plan = merge_lanes(plans, [range(x.start - part.start, x.stop - part.start) for x in lanes])
-    plan = with_chains(plan, modules)
+    plan = with_chains(borrowed_together(plan), modules)
     if together > 1 and is_evaluated_apart(graph):
         plan = replace(plan, together=together)
     if is_evaluated and part.num_microbatches > plan.together:

@@ -63,7 +63,8 @@ class _Uses:
             edge = self._plan.edges[operand]
             if self._is_freed(edge):
                 is_state = edge.kind is EdgeKind.GENERATOR
-                yield microbatch, GENERATOR if is_state else edge.value
+                held = (GENERATOR,) if is_state else edge.values
+                yield from ((microbatch, value) for value in held)
 
     def _is_freed(self, edge: Edge) -> bool:
         if edge.kind is EdgeKind.GENERATOR:

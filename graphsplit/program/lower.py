@@ -329,5 +329,5 @@ def late_edges(plan: PartitionPlan) -> frozenset[int]:
         edge.index
         for edge in plan.edges
         if edge.kind is not EdgeKind.GRADIENT
-        and (edge.kind, edge.value, edge.destination) not in waiting
+        and all((edge.kind, value, edge.destination) not in waiting for value in edge.values)
     )

@@ -43,7 +43,7 @@ def _awaited(plan: PartitionPlan) -> list[Sequence[Edge]]:
     states: dict[tuple[int, int], list[Edge]] = {}  # by the segment that drew, and destination
     for edge in plan.edges:
         if edge.kind is EdgeKind.VALUE:
-            values[edge.value, edge.destination] = edge
+            values.update(((value, edge.destination), edge) for value in edge.values)
         elif edge.kind is EdgeKind.GENERATOR:
             states.setdefault((segment_of[edge.value], edge.destination), []).append(edge)
     drew_before = _previous_random_segment(plan)

@@ -18,6 +18,7 @@ from graphsplit.program.instruction import BACKWARD, Instruction, Opcode
 from graphsplit.program.liveness import GENERATOR, HeldValue, is_held_once, last_uses
 from graphsplit.program.lower import first_of_backward, late_edges
 from graphsplit.root_cause import Location
+from graphsplit.runtime.borrowed import bind_receive_state, bind_send_state
 from graphsplit.runtime.buffer_updates import bind_fold, bind_receive_buffers, bind_send_buffers
 from graphsplit.runtime.channels import (
     ChannelEnds,
@@ -416,8 +417,7 @@ class ProgramRunner:
 
             return send_gradient
         if self._nodes[value].is_state:
-            tensor = self._parts.state[value]
-            return lambda state: send(tensor.detach(), step=state.step, microbatch=microbatch)
+            return bind_send_state(self._plan, edge, microbatch, self._parts.state, send)
         slot = self._plan.slot(value)
         return lambda state: send(
             state.values[microbatch][slot], step=state.step, microbatch=microbatch
@@ -437,18 +437,14 @@ class ProgramRunner:
         def receive_value(state: StepState) -> None:
             state.values[microbatch][slot] = receive(step=state.step, microbatch=microbatch)
 
-        def receive_parameter(state: StepState) -> None:
-            receive_value(state)
-            state.values[microbatch][slot].requires_grad_(True)
-
         def receive_gradient(state: StepState) -> None:
             state.received[microbatch][index] = receive(step=state.step, microbatch=microbatch)
 
         if edge.kind in (EdgeKind.GRADIENT, EdgeKind.BLOCK):
             return receive_gradient
-        node = self._nodes[value]
-        is_borrowed = node.kind is NodeKind.PARAMETER and node.asks_grad
-        return receive_parameter if is_borrowed else receive_value
+        if self._nodes[value].is_state:
+            return bind_receive_state(self._plan, edge, microbatch, receive)
+        return receive_value
 
 
 def _announcing(senders: Sequence[Sender], action: Action) -> Action:

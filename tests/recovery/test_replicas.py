@@ -31,9 +31,9 @@ pytestmark = [
     ("name", "rank", "at"),
     [
         ("replicas", 0, 110),
-        ("replicas", 1, 440),  # while replicas evaluate
+        ("replicas", 1, 330),  # while replicas evaluate
         ("replicas", 2, 70),
-        ("replicas_in_pairs", 0, 190),
+        ("replicas_in_pairs", 0, 140),
         ("replicas_in_pairs", 1, 70),
         ("replicas_in_pairs", 2, 151),
     ],

@@ -28,7 +28,8 @@ def _state_rows(plan: PartitionPlan) -> list[Row]:
     borrowers: dict[int, list[int]] = {}
     for edge in plan.edges:
         if edge.kind is EdgeKind.VALUE and plan.placed.graph.nodes[edge.value].is_state:
-            borrowers.setdefault(edge.value, []).append(edge.destination)
+            for value in edge.values:
+                borrowers.setdefault(value, []).append(edge.destination)
     rows = []
     for position, node in enumerate(plan.placed.graph.nodes):
         if not node.is_state:
@@ -165,5 +166,6 @@ def what_crosses(plan: PartitionPlan, edge: Edge, read: frozenset[tuple[int, int
         chain = plan.chains[plan.in_first_lane(edge.value)]
         return f"{len(chain.buffers)} buffers in turn: {name}"
     if node.is_state:
-        return f"borrowed {node.kind.value} {name}"
+        more = f" and {len(edge.members) - 1} more" if edge.members else ""
+        return f"borrowed {node.kind.value} {name}{more}"
     return f"{'value' if (edge.value, edge.destination) in read else 'output'} {name}"

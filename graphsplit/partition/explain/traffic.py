@@ -82,12 +82,14 @@ def _crossings(plan: PartitionPlan, *, is_state: bool) -> list[_Crossing]:
         about_state = nodes[edge.value].is_state and edge.kind not in _OF_ALL
         if about_state != is_state or edge.kind in _GRADIENTS:
             continue
-        what = what_crosses(plan, edge, read)
-        crossing = _Crossing(what, edge.source, edge.destination, edge.meta.size_bytes)
-        if edge.kind is EdgeKind.VALUE:
-            found[edge.value, edge.source, edge.destination] = crossing
-        else:
-            others.append(crossing)
+        for value in edge.values:
+            meta = (nodes[value].meta or edge.meta) if edge.members else edge.meta
+            what = what_crosses(plan, replace(edge, value=value, members=()), read)
+            crossing = _Crossing(what, edge.source, edge.destination, meta.size_bytes)
+            if edge.kind is EdgeKind.VALUE:
+                found[value, edge.source, edge.destination] = crossing
+            else:
+                others.append(crossing)
     for edge in plan.edges:
         if nodes[edge.value].is_state != is_state or edge.kind not in _GRADIENTS:
             continue

@@ -1,22 +1,75 @@
-"""Small parameters whose blocks of gradients are added, and travel, together: one message for many.
+"""Small parameters that travel together: one message for many, there and back.
 
-Those of one owner whose parts the same segments make have them at the same time, so none waits for
-another. Each is added by itself: the bits stay.
+Those that a worker borrows of one owner, and that the same segment needs first, go there as one.
+Their blocks of gradients are added, and travel back, as one where the same segments make the parts:
+they are there at the same time, so none waits for another. Each is added by itself: the bits stay.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+import itertools
+from collections.abc import Hashable, Sequence
 
 import torch
 
-from graphsplit.partition.plan import BlockSums, PartitionPlan
+from graphsplit.partition.plan import BlockSums, Edge, PartitionPlan
 from graphsplit.partition.replicas.exchange import with_edges
-from graphsplit.tensor_meta import TensorMeta
+from graphsplit.tensor_meta import TensorMeta, span_elements
 
 _MOST_OF_ONE = 64 << 10  # bytes; larger ones go from memory to memory
 _MOST_TOGETHER = 1 << 20
+_ALIGNMENT = 64  # bytes, as torch's own allocations
+
+
+def borrowed_together(plan: PartitionPlan) -> PartitionPlan:
+    """Let small parameters and buffers that replicas borrow alike be one message."""
+    if not plan.lanes:
+        return plan
+    first_use: dict[tuple[int, int], int] = {}
+    for segment, io in zip(plan.segments, plan.io, strict=True):
+        for value in (*io.values, *(plan.contributions[c].value for c in io.leaves)):
+            first_use.setdefault((value, segment.worker), segment.index)
+    alike: dict[Hashable, list[list[int]]] = {}
+    for edge in plan.edges:
+        if _can_go_with_others(plan, edge):
+            use = first_use.get((edge.value, edge.destination))
+            way = edge.source, edge.destination, edge.meta.dtype, use
+            found = alike.setdefault(way, [])
+            together = [plan.edges[index].value for index in found[-1]] if found else []
+            if not found or _bytes(plan, [*together, edge.value]) > _MOST_TOGETHER:
+                found.append([])
+            found[-1].append(edge.index)
+    edges, gone = list(plan.edges), set[int]()
+    for first, *others in itertools.chain.from_iterable(alike.values()):
+        if others:
+            members = tuple(plan.edges[index].value for index in (first, *others))
+            size = places_of(plan, members)[-1].stop
+            meta = TensorMeta(plan.edges[first].meta.dtype, (size,), (1,))
+            edges[first] = dataclasses.replace(edges[first], meta=meta, members=members)
+            gone.update(others)
+    plan = dataclasses.replace(plan, edges=tuple(edges))
+    return with_edges(plan, lambda edge: edge.index not in gone)
+
+
+def _can_go_with_others(plan: PartitionPlan, edge: Edge) -> bool:
+    """Whether an edge carries something small that its worker borrows for the whole step."""
+    value = plan.in_first_lane(edge.value)
+    is_output = any(output.node == value for output in plan.placed.graph.outputs)
+    is_small = 0 < edge.meta.size_bytes <= _MOST_OF_ONE
+    return edge.per_step and is_small and not is_output
+
+
+def places_of(plan: PartitionPlan, members: Sequence[int]) -> list[range]:
+    """Where each of some tensors of one dtype lies in their message, in elements."""
+    found, begin = [], 0
+    for member in members:
+        meta = plan.placed.graph.nodes[member].meta
+        assert meta is not None
+        end = begin + span_elements(meta.shape, meta.strides)
+        found.append(range(begin, end))
+        begin = -(-end * meta.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // meta.dtype.itemsize
+    return found
 
 
 def bundled(plan: PartitionPlan) -> PartitionPlan:

@@ -1,0 +1,72 @@
+"""Messages of parameters and buffers that a worker borrows: one each, or many small ones in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphsplit.capture.graph import NodeKind
+from graphsplit.partition.plan import Edge, PartitionPlan
+from graphsplit.partition.replicas.bundles import places_of
+from graphsplit.runtime.step_state import StepState
+from graphsplit.torch_ext.private import foreach_copy_
+
+Action = Callable[[StepState], None]
+
+
+def bind_send_state(
+    plan: PartitionPlan,
+    edge: Edge,
+    microbatch: int,
+    state: Mapping[int, torch.Tensor],
+    send: Callable[..., Any],
+) -> Action:
+    """Send a parameter or buffer that lives here, or those that go with it, as they are now."""
+    tensors = [state[value] for value in edge.values]
+    if not edge.members:
+        (tensor,) = tensors
+        return lambda step: send(tensor.detach(), step=step.step, microbatch=microbatch)
+    message = torch.zeros(edge.meta.shape, dtype=edge.meta.dtype)
+    places = [message.as_strided(*layout) for layout in _layouts(plan, edge)]
+
+    def send_together(step: StepState) -> None:
+        with torch.no_grad():
+            foreach_copy_(places, tensors)
+        send(message, step=step.step, microbatch=microbatch)
+
+    return send_together
+
+
+def bind_receive_state(
+    plan: PartitionPlan, edge: Edge, microbatch: int, receive: Callable[..., Any]
+) -> Action:
+    """Receive what another worker has lent; parameters that are trained ask for a gradient."""
+    nodes = plan.placed.graph.nodes
+    slots = [
+        (plan.slot(value), nodes[value].kind is NodeKind.PARAMETER and nodes[value].asks_grad)
+        for value in edge.values
+    ]
+    layouts = _layouts(plan, edge)
+
+    def receive_state(step: StepState) -> None:
+        message = receive(step=step.step, microbatch=microbatch)
+        values, found = step.values[microbatch], [message]
+        if layouts:
+            found = [message.as_strided(*layout) for layout in layouts]
+        for (slot, is_trained), value in zip(slots, found, strict=True):
+            values[slot] = value.requires_grad_(True) if is_trained else value
+
+    return receive_state
+
+
+def _layouts(plan: PartitionPlan, edge: Edge) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Shape and strides of each tensor in a message of several, as at home, and where it begins."""
+    metas = (plan.placed.graph.nodes[member].meta for member in edge.members)
+    places = places_of(plan, edge.members)
+    return [
+        (meta.shape, meta.strides, place.start)
+        for meta, place in zip(metas, places, strict=True)
+        if meta is not None
+    ]
