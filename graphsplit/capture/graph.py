@@ -330,6 +330,31 @@ class CapturedGraph:
         lines.append(f"  return {outputs}  # loss: {self.loss}")
         return "\n".join(lines)
 
+    def runs_as(self, other: CapturedGraph) -> bool:
+        """Whether plans of another graph, whose constants they hold, compute this one for ever.
+
+        Constants that code makes are copied first, and stay as they are. A tensor of the user's may
+        be written to later: it must be the same memory.
+        """
+        return self.describe() == other.describe() and all(
+            _is_same_memory(constant, other.constants[name]) or self._is_made_by_code(name)
+            for name, constant in self.constants.items()
+        )
+
+    def _is_made_by_code(self, constant: str) -> bool:
+        position = self.positions[constant]
+        readers = [node.target for node in self.nodes if position in node.reads]
+        return all(target == "aten.lift_fresh_copy.default" for target in readers)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (
+        one.layout is other.layout is torch.strided
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
+        and one.storage_offset() == other.storage_offset()
+        and one.stride() == other.stride()
+    )
+
 
 def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(octets_of(tensor).numpy().tobytes()).hexdigest()[:16]

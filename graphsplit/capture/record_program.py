@@ -98,10 +98,9 @@ def record_program(root: nn.Module, network: nn.Module, export: Export) -> Recor
 
 def _finds_steering(root: nn.Module, export: Export) -> bool:
     """Whether code asks for the values of buffers of one element; they steer it from now on."""
-    if not export.watch.follow_all():
-        return False
-    with suppress(Exception):  # other values are asked for besides
-        _record(root, export, ())
+    while export.watch.follow_all():
+        with suppress(GraphsplitError, _ChangesTensorsError, _CannotBeTakenApartError):
+            _record(root, export, ())  # what fails asks for other values besides
     return export.watch.let_steer()
 
 

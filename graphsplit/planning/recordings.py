@@ -421,7 +421,6 @@ class Recordings:
 
     def _twin_of(self, recording: Recording) -> int:
         """Whose plans it can use: those of an earlier recording with the same graph."""
-        text = recording.graph.describe()
         has_calls = any(opaque_call(node) is not None for node in recording.graph.fx_nodes.values())
         for other in self._latest if not has_calls else ():
             if (
@@ -430,7 +429,7 @@ class Recordings:
                 and other.loss_fn is recording.loss_fn
                 and other.trained == recording.trained
                 and are_same(other.tensors, recording.tensors)
-                and other.graph.describe() == text
+                and recording.graph.runs_as(other.graph)
             ):
                 return other.plans
         return recording.number

@@ -136,7 +136,16 @@ def _own_forward(step: int, net: Any, loss_fn: Any) -> None:
         net.first.forward = lambda x: original(x) * 3
 
 
+def _equal_mask_that_is_written_to(step: int, net: Any, loss_fn: Any) -> None:
+    """The second one is equal to the first, and then changes; the first does not."""
+    if step in (0, 1):
+        net.mask = torch.full((4,), 0.5)
+    else:
+        net.mask.mul_(0.5)
+
+
 CHANGES: dict[str, Change] = {
+    "an equal tensor that is written to": _equal_mask_that_is_written_to,
     "attribute": _set("beta", lambda step: 0.5 * 0.9**step),
     "attribute of an object": _set("settings.scale", lambda step: 1.0 + step),
     "slot": _set("slotted.scale", lambda step: 1.0 / (step + 1)),

@@ -82,6 +82,32 @@ def start_again(net: Any) -> None:
         net.count.add_(1)
 
 
+def by_index(net: Any) -> None:
+    net.count[0] = (net.count + 2) % 5  # the pointer of a queue, as in MoCo
+
+
+def through_views(net: Any) -> None:
+    net.count.view(1).add_(1)
+    net.count.data += 1
+    net.count.data[...] = net.count - 1
+
+
+def an_alias(net: Any, h: torch.Tensor) -> torch.Tensor:
+    seen, copied = net.count.detach(), net.count.clone()
+    net.count += 1
+    later = net.count + 1
+    later += 1
+    h = h * 2 if seen % 2 == 0 else h
+    return h.relu() if copied + later < 7 else h
+
+
+def a_part(net: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h.clone()
+    h[:, : net.count] *= 2
+    net.count.copy_((net.count + 1) % 4)
+    return h
+
+
 COUNT = {"count": torch.tensor(0)}
 CASES: dict[str, tuple[Use, dict[str, torch.Tensor]]] = {
     "unchanged": (below_three, COUNT),
@@ -100,6 +126,17 @@ CASES: dict[str, tuple[Use, dict[str, torch.Tensor]]] = {
     "an operand, too": (
         counted(lambda net, h: below_three(net, h) * (net.count + 1), add_in_place),
         COUNT,
+    ),
+    "written by an index": (
+        counted(lambda net, h: h * 2 if int(net.count) < 3 else h, by_index),
+        {"count": torch.zeros(1, dtype=torch.int64)},
+    ),
+    "written through views": (counted(below_three, through_views), COUNT),
+    "seen by another name": (an_alias, COUNT),
+    "the end of a slice": (a_part, COUNT),
+    "beside an average": (
+        counted(below_three, lambda net: (add_in_place(net), net.mean.add_(net.first.bias.sum()))),
+        {**COUNT, "mean": torch.tensor(0.0)},
     ),
     "initialized by data": (
         initialize,
@@ -222,6 +259,39 @@ def test_a_worker_that_alone_changes_a_buffer_that_steers_is_named() -> None:
 
     with pytest.raises(PlanMismatchError, match=r"the value of net\.count is 7 on worker 1, 0 on"):
         ThreadCluster(alone, 2, is_recoverable=False).run()
+
+
+def other_dtype(net: Any) -> None:
+    net.count = net.count * 0.5
+
+
+def one_for_two(net: Any) -> None:
+    net.other = net.count
+
+
+def a_list(net: Any) -> None:
+    torch._foreach_add_([net.count], 1)
+
+
+def other_data(net: Any) -> None:
+    net.count.data = torch.tensor(3)
+
+
+def a_late_view(net: Any) -> None:
+    net.first.bias.data.mul_(next(iter(net.count.view(1))).add_(1))
+
+
+@pytest.mark.parametrize("add", [other_dtype, one_for_two, a_list, other_data, a_late_view])
+def test_what_is_written_to_a_buffer_that_steers_is_followed_or_refused(add: Any) -> None:
+    use = counted(below_three, add)
+
+    def run(rank: int) -> None:
+        net: Any = Steered(use, {**COUNT, "other": torch.tensor(7)})
+        model = gs.Model(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.05))
+        model.train_step(*BATCHES[0])
+
+    with pytest.raises(CaptureError, match="depends on the values of a tensor"):
+        ThreadCluster(run, 2, is_recoverable=False).run()
 
 
 def test_a_buffer_under_two_names_that_steers_is_refused() -> None:

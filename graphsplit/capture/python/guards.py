@@ -18,7 +18,7 @@ from graphsplit.capture.python.run_again import RunAgain
 from graphsplit.capture.python.trained_marks import TrainedMarks
 from graphsplit.capture.state.assigned_buffers import AssignedBuffers
 from graphsplit.capture.state.kept_tensors import KeepsTensorsError, KeptTensors
-from graphsplit.capture.state.steering import buffers_followed, numbers_apart
+from graphsplit.capture.state.steering import NotFollowedError, buffers_followed, numbers_apart
 from graphsplit.errors import CaptureError, OwnershipError
 from graphsplit.guards.changes import Change, changes_of, put_all_back
 from graphsplit.guards.check import Guards, Watched
@@ -93,6 +93,8 @@ class StateWatch:
     def __init__(self, lift: Sequence[Place] = ()) -> None:
         self._lift = tuple(lift)
         self._follows_all = False
+        self._unfollowed: frozenset[tuple[int, str]] = frozenset()
+        self._tried: frozenset[tuple[int, str]] | None = None
         self.asked: set[tuple[int, str]] = set()
         self._recorder: ReadRecorder | None = None
         self._changes: tuple[Change, ...] = ()
@@ -102,20 +104,28 @@ class StateWatch:
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
 
     def follow_all(self) -> bool:
-        """Follow all buffers that may steer Python code, to see which do; whether there are any."""
-        self._follows_all = True
+        """Follow all buffers that may steer Python code, to see which do; whether there is a need.
+
+        Those that turned out to be something else are left out the next time.
+        """
+        if self._tried == self._unfollowed:
+            return False
+        self._follows_all, self._tried = True, self._unfollowed
+        self.asked.clear()
         return bool(self._followed())
 
     def let_steer(self) -> bool:
         """Let the buffers of which something was asked steer Python code; whether there are any."""
         self._follows_all = False
-        tensors = [self._tensors[key] for key in self.asked]
+        tensors = [self._tensors[key] for key in self.asked - self._unfollowed]
         let_steer(tensors)
         return bool(tensors)
 
     def _followed(self) -> frozenset[tuple[int, str]]:
         is_one = may_steer if self._follows_all else steers
         found = {key: tensor for key, tensor in self._tensors.items() if is_one(tensor)}
+        if self._follows_all:
+            found = {key: tensor for key, tensor in found.items() if key not in self._unfollowed}
         if not found:
             return frozenset()
         dense = (t for t in self._tensors.values() if t.layout is torch.strided)
@@ -208,13 +218,17 @@ class StateWatch:
             return
         paths = {id(m): (label_of_path(path), path) for path, m in self._root.named_modules()}
         note, standing = recorder.note_tensors, tensors_of(self._root.modules())
-        with buffers_followed(
-            modules, self._tensors, keys, paths.__getitem__, note, standing
-        ) as asked:
-            try:
-                yield
-            finally:
-                self.asked |= asked
+        try:
+            with buffers_followed(
+                modules, self._tensors, keys, paths.__getitem__, note, standing
+            ) as asked:
+                try:
+                    yield
+                finally:
+                    self.asked |= asked
+        except NotFollowedError as error:
+            self._unfollowed |= error.keys
+            raise
 
     def put_back(self) -> None:
         """Put back what torch has replaced by copies: the containers in attributes of modules."""

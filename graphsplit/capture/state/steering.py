@@ -15,7 +15,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,15 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphsplit.capture.numbers.lifted import NotLiftedError
+from graphsplit.capture.state.shown_numbers import (
+    NumberCell,
+    ShownNumber,
+    as_held,
+    form_of,
+    may_be_run,
+    run_on_numbers,
+    written_name,
+)
 from graphsplit.guards.places import NUMBER_OF, Place, PlaceKind
 from graphsplit.guards.tensor_attributes import Tensors
 from graphsplit.guards.values import SYMBOLIC
@@ -31,46 +39,27 @@ from graphsplit.torch_ext.function_modes import TorchCalls
 from graphsplit.torch_ext.private import FakeTensor, disable_current_modes, pytree
 from graphsplit.torch_ext.steering import recorded_apart
 
-_QUESTIONS = ("item", "__bool__", "__int__", "__float__", "__index__", "tolist")
-# Of whole numbers, what Python computes as torch does.
-_EXACT: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne", "neg")},
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul")},
-    "remainder": operator.mod,
-    "mod": operator.mod,
-    "floor_divide": operator.floordiv,
-    "floordiv": operator.floordiv,
-    "clone": lambda number: number,
-    "detach": lambda number: number,
-    "rsub": lambda one, other: other - one,
-    "radd": lambda one, other: other + one,
-    "rmul": lambda one, other: other * one,
+_QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "item": lambda number: number,
+    "tolist": lambda number: number,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "index": operator.index,
 }
-_COMPARING = ("lt", "le", "gt", "ge", "eq", "ne")
-_FOLLOWED = frozenset(
-    (*_EXACT, "div", "true_divide", "truediv", "rtruediv", "pow", "rpow", "abs", "invert", "and",
-     "or", "xor", "logical_and", "logical_or", "logical_not", "clamp", "minimum", "maximum", "min",
-     "max", "to", "float", "int", "long", "bool", "double", "view", "reshape", "squeeze", "exp",
-     "log", "sqrt", "cos", "sin", "tanh", "sigmoid", "floor", "ceil", "round", "all", "any")
-)  # fmt: skip
-_WRITING = {"add_": "add", "iadd": "add", "sub_": "sub", "isub": "sub", "mul_": "mul",
-            "imul": "mul", "div_": "div", "itruediv": "div", "fill_": "", "copy_": "", "zero_": "",
-            "clamp_": "clamp", "remainder_": "remainder", "imod": "remainder"}  # fmt: skip
+_Key = tuple[int, str]
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A value that is known: of a buffer that steers, or made of such.
+class NotFollowedError(NotLiftedError):
+    """A buffer cannot be followed: what is written to it is no number that is known.
 
     Attributes:
-        number: The number, or a symbol.
-        form: An empty tensor of its dtype and shape.
-        origins: The buffers that it is made of.
+        keys: The buffer, or those that it is made of.
     """
 
-    number: Any
-    form: torch.Tensor
-    origins: frozenset[Any] = frozenset()
+    def __init__(self, text: str, keys: frozenset[_Key]) -> None:
+        super().__init__(text)
+        self.keys = keys
 
 
 class Steering(TorchCalls):
@@ -87,160 +76,181 @@ class Steering(TorchCalls):
 
     def __init__(
         self,
-        places: Mapping[tuple[int, str], Place],
+        places: Mapping[_Key, Place],
         standing: Tensors,
         note: Callable[[Place, bool], None],
     ) -> None:
         super().__init__()
         self._places, self._note = places, note
-        self._by_tensor: dict[int, tuple[Any, Any]] = {}
-        self._known: Any = WeakTensorKeyDictionary()
-        for key in places:
-            self._by_tensor[id(standing[key])] = key, standing[key]
-        self.asked: set[tuple[int, str]] = set()
+        self._standing = {key: standing[key] for key in places}
+        self._cells: dict[NumberCell, _Key] = {}
+        self._shown: Any = WeakTensorKeyDictionary()
+        for key, tensor in self._standing.items():
+            form = form_of(tensor)
+            cell = NumberCell(None, form, frozenset((key,)))
+            self._cells[cell], self._shown[tensor] = key, ShownNumber(cell, form)
+        self._constants: list[tuple[torch.Tensor, int, NumberCell, int | None]] = []
+        self.asked: set[_Key] = set()
 
     def called(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function of torch; outside of the graph, if all its tensors are known."""
+        args = tuple(self._with_known_ends(value) for value in args)
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        known = [self._is_known(tensor) for tensor in given]
-        if not any(known):
+        known = [one for tensor in given if (one := self._look(tensor)) is not None]
+        if not known:
             return function(*args, **kwargs)
-        name = getattr(function, "__name__", "").removeprefix("__").removesuffix("__")
-        is_method = bool(args) and self._is_known(args[0])
-        if all(known) and is_method:
-            if f"__{name}__" in _QUESTIONS or name in _QUESTIONS:
-                return self._answer(name, args[0])
-            if name in _WRITING and id(args[0]) in self._by_tensor:
-                self._write(function, name, args, kwargs)
-                return args[0]
-            if name in _FOLLOWED:
-                return self._follow(function, name, args, kwargs)
+        name = _name_of(function)
+        first = self._look(args[0]) if args else None
+        if first is not None and name in _QUESTIONS:
+            return self._answer(name, first)
+        if len(known) == len(given) and first is not None and may_be_run(name):
+            return self._run(function, name, args, kwargs)
         if name in ("get", "size", "dim", "numel"):  # attributes: dtype, shape
             return function(*args, **kwargs)
-        if name.endswith("_") and is_method:
-            raise NotLiftedError(f"{name} of a buffer whose value steers Python code")
-        return function(*pytree.tree_map(self._constant, args), **kwargs)
+        if name == "set" and len(known) == 2 and _is_same(*known):  # `buffer.data += 1` ends so
+            return None
+        self._check_not_written(function, name, args, kwargs)
+        return self._run_on_constants(function, args, kwargs)
+
+    def _check_not_written(self, function: Any, name: str, args: Any, kwargs: Any) -> None:
+        is_setter = name in ("set", "delete")
+        is_writing = is_setter or written_name(name) is not None
+        places = (args[:1] if is_writing else (), kwargs.get("out"))
+        written = [one for leaf in pytree.tree_leaves(places) if (one := self._look(leaf))]
+        if written:
+            text = f"{name} of a buffer whose value steers Python code"
+            raise NotFollowedError(text, written[0].cell.origins)
 
     def settle(self, modules: Mapping[int, nn.Module]) -> None:
-        """Take what forward has assigned to buffers as their new numbers."""
-        for key, stand_in in list(self._by_tensor.values()):
+        """Take what forward has assigned to buffers as their new numbers.
+
+        Raises:
+            NotFollowedError: A buffer got what is no number that is known.
+        """
+        for constant, version, cell, num_writes in self._constants:
+            is_stale = num_writes is not None and cell.num_writes != num_writes
+            if constant._version != version or is_stale:
+                raise NotFollowedError(
+                    "a buffer whose value steers Python code is written to", cell.origins
+                )
+        shared = set(self._cells)
+        for cell, key in list(self._cells.items()):
             buffers = buffers_of(modules[key[0]])
             now = buffers.get(key[1])
-            if now is stand_in:
+            if now is self._standing[key]:
                 continue
-            if not isinstance(now, torch.Tensor) or now not in self._known:
-                self.asked.discard(key)
-                raise NotLiftedError(f"buffer {key[1]!r} steers Python code, and gets a new tensor")
-            self._put(key, self._known[now])
-            buffers[key[1]] = stand_in
+            one = self._look(now)
+            is_same = one is not None and one.cell is cell
+            if one is None or not _has_form(one.form, cell.form) or one.cell in shared - {cell}:
+                raise NotFollowedError(
+                    f"buffer {key[1]!r} steers Python code, and gets a new tensor",
+                    frozenset((key,)),
+                )
+            shared.add(one.cell)
+            if not is_same:
+                self._put(cell, self._read(one.cell))
+            buffers[key[1]] = self._standing[key]
 
-    def _is_known(self, value: Any) -> bool:
-        is_tensor = isinstance(value, torch.Tensor)
-        return is_tensor and (id(value) in self._by_tensor or value in self._known)
+    def _look(self, value: Any) -> ShownNumber | None:
+        """The number that a value shows, if that is known."""
+        shown: ShownNumber | None = (
+            self._shown.get(value) if isinstance(value, torch.Tensor) else None
+        )
+        return shown
 
-    def _of(self, tensor: torch.Tensor) -> _Known:
-        if id(tensor) not in self._by_tensor:
-            found: _Known = self._known[tensor]
-            return found
-        key, _ = self._by_tensor[id(tensor)]
-        self._note(self._places[key], True)
-        number = self._places[key].read()
-        return _Known(number, _form(tensor), frozenset((key,)))
+    def _read(self, cell: NumberCell) -> Any:
+        """The present number in a cell."""
+        if cell not in self._cells:
+            return cell.number
+        place = self._places[self._cells[cell]]
+        self._note(place, True)
+        return place.read()
 
-    def _answer(self, name: str, tensor: torch.Tensor) -> Any:
-        known = self._of(tensor)
-        self.asked |= known.origins
-        number = known.number
-        if name in ("item", "tolist"):
-            return number if name == "item" or not known.form.dim() else [number]
-        made: Any = {"bool": bool, "int": int, "float": float, "index": operator.index}[name]
-        return made(number)
+    def _with_known_ends(self, value: Any) -> Any:
+        """An index with numbers in place of the tensors in its slices, which torch asks for."""
+        if isinstance(value, tuple):
+            return tuple(map(self._with_known_ends, value)) if type(value) is tuple else value
+        if not isinstance(value, slice):
+            return value
+        ends = (value.start, value.stop, value.step)
+        shown = [self._look(end) for end in ends]
+        if not any(shown):
+            return value
+        pairs = zip(ends, shown, strict=True)
+        return slice(*(end if one is None else self._answer("index", one) for end, one in pairs))
 
-    def _follow(self, function: Any, name: str, args: Any, kwargs: Any) -> torch.Tensor:
-        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        known = [self._of(tensor) for tensor in tensors]
-        origins = frozenset().union(*(one.origins for one in known))
-        numbers = [self._of(v).number if self._is_known(v) else v for v in args]
-        if any(isinstance(one.number, SYMBOLIC) for one in known):
-            made = _Known(*_computed(name, numbers, known, kwargs), origins)
-        else:
-            with disable_current_modes(), torch.no_grad():
-                filled, options = pytree.tree_map(self._real, (args, kwargs))
-                result = function(*filled, **options)
-                if not isinstance(result, torch.Tensor) or result.numel() != 1:
-                    raise NotLiftedError(f"{name} of a buffer whose value steers Python code")
-                made = _Known(result.item(), torch.empty_like(result), origins)
+    def _answer(self, name: str, shown: ShownNumber) -> Any:
+        self.asked |= shown.cell.origins
+        made = _QUESTIONS[name](self._read(shown.cell))
+        for _ in shown.form.shape if name == "tolist" else ():
+            made = [made]
+        return made
+
+    def _run(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        outcome = run_on_numbers(function, name, (args, kwargs), self._look, self._read)
+        for cell, number in outcome.written.items():
+            self._put(cell, number)
+        if not isinstance(outcome.result, ShownNumber):
+            return outcome.result
         with disable_current_modes():
-            standing = torch.empty_like(made.form)
-        self._known[standing] = made
+            standing = torch.empty_like(outcome.result.form)
+        self._shown[standing] = outcome.result
         return standing
 
-    def _write(self, function: Any, name: str, args: Any, kwargs: Any) -> None:
-        key, _ = self._by_tensor[id(args[0])]
-        form = _form(args[0])
-        if name == "zero_":
-            self._put(key, _Known(_of_dtype(0, form), form))
-            return
-        if not _WRITING[name]:
-            value = args[1] if len(args) > 1 else next(iter(kwargs.values()))
-            known = self._of(value) if isinstance(value, torch.Tensor) else _Known(value, form)
-            self._put(key, known)
-            return
-        method = getattr(torch.Tensor, _WRITING[name])
-        self._put(key, self._known[self._follow(method, _WRITING[name], args, kwargs)])
+    def _put(self, cell: NumberCell, number: Any) -> None:
+        number = as_held(number, cell.form)
+        cell.num_writes += 1
+        if cell in self._cells:
+            place = self._places[self._cells[cell]]
+            self._note(place, False)
+            place.write(number)
+        else:
+            cell.number = number
 
-    def _put(self, key: tuple[int, str], known: _Known) -> None:
-        place = self._places[key]
-        self._note(place, False)
-        number = known.number
-        place.write(number if isinstance(number, SYMBOLIC) else _of_dtype(number, self._form(key)))
+    def _run_on_constants(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Record a function, with constants of the graph in place of what it computes with."""
+        made: list[tuple[torch.Tensor, NumberCell]] = []
 
-    def _form(self, key: tuple[int, str]) -> torch.Tensor:
-        return next(_form(one) for known, one in self._by_tensor.values() if known == key)
+        def constant(value: Any) -> Any:
+            shown = self._look(value)
+            if shown is None:
+                return value
+            number, form = self._read(shown.cell), shown.form
+            if isinstance(number, SYMBOLIC):
+                raise NotLiftedError("a buffer whose value steers Python code is computed with")
+            new = torch.tensor(number, dtype=form.dtype).reshape(form.shape)
+            made.append((new, shown.cell))
+            return new
 
-    def _real(self, value: Any) -> Any:
-        if not self._is_known(value):
-            return value
-        known = self._of(value)
-        return torch.full_like(known.form, known.number)
-
-    def _constant(self, value: Any) -> Any:
-        """A constant of the graph, in place of a value that code computes with."""
-        if not self._is_known(value):
-            return value
-        known = self._of(value)
-        self.asked |= known.origins
-        if isinstance(known.number, SYMBOLIC):
-            raise NotLiftedError("a buffer whose value steers Python code is computed with")
-        number = [known.number] if known.form.dim() else known.number
-        return torch.tensor(number, dtype=known.form.dtype).reshape(known.form.shape)
+        args, kwargs = pytree.tree_map(constant, (args, kwargs))
+        versions = [new._version for new, _ in made]
+        result = function(*args, **kwargs)
+        views = {
+            leaf.untyped_storage()._cdata
+            for leaf in pytree.tree_leaves(result)
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        }
+        for (new, cell), version in zip(made, versions, strict=True):
+            is_viewed = new.untyped_storage()._cdata in views
+            self._constants.append((new, version, cell, cell.num_writes if is_viewed else None))
+        return result
 
 
-def _form(tensor: torch.Tensor) -> torch.Tensor:
-    with disable_current_modes():
-        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+def _name_of(function: Any) -> str:
+    """``add`` of ``Tensor.__add__``; the attribute's, of one that may be another tensor."""
+    name = getattr(function, "__name__", "").removeprefix("__").removesuffix("__")
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+    return attribute if name == "get" and attribute in ("data", "T", "mT") else name
 
 
-def _of_dtype(number: Any, form: torch.Tensor) -> Any:
-    """The number that a tensor holds when it is filled with one."""
-    with disable_current_modes():
-        return torch.full_like(form, number).item()
+def _is_same(one: ShownNumber, other: ShownNumber) -> bool:
+    return one.cell is other.cell and _has_form(one.form, other.form)
 
 
-def _computed(
-    name: str, numbers: list[Any], known: list[_Known], kwargs: Any
-) -> tuple[Any, torch.Tensor]:
-    """The result that Python computes with symbols of whole numbers, and its form."""
-    form = known[0].form
-    is_whole = all(one.form.dtype is torch.int64 for one in known) and not kwargs
-    if name not in _EXACT or not is_whole or any(isinstance(n, float) for n in numbers):
-        raise NotLiftedError(f"{name} of a buffer whose value steers Python code")
-    dtype = torch.bool if name in _COMPARING else form.dtype
-    with disable_current_modes():
-        form = torch.empty(form.shape, dtype=dtype)
-    return _EXACT[name](*numbers), form
+def _has_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and one.shape == other.shape
 
 
 @contextmanager
