@@ -50,6 +50,7 @@ from graphsplit.placement.resolve import UnplacedRule
 from graphsplit.planning.compared.announced import Note
 from graphsplit.planning.planner import Planner
 from graphsplit.planning.step_plan import Outlook, PlannedStep, TrainingProgress, outlook, plan_step
+from graphsplit.settings import GO_ON, WAIT_REJOIN
 from graphsplit.tensor_meta import TensorMeta
 
 _FIX = (
@@ -175,7 +176,7 @@ class Feed:
             if self._step > 0:
                 known = torch.default_generator.get_state()
                 watch.look()
-            division = None if self._is_stopped() else next(cursor, None)
+            division = None if self._is_stopped() else self._draw_from(cursor)
             process = watch.look()
             state = torch.default_generator.get_state()
             news = None if known is not None and torch.equal(state, known) else state
@@ -302,6 +303,8 @@ class Feed:
                 return
             if self._is_grouped and self._next is None:
                 self._together = self._outlook(ticket.shape.first).together
+            if self._left.is_for_all:
+                self._draw_missed()
             self._planner.check_python_step(
                 *(self._mode, ticket.shape.first),
                 leaders=(ticket.python, self.leader),
@@ -369,8 +372,13 @@ class Feed:
             torch.default_generator.set_state(state)
 
     def _draw(self) -> Division | None:
-        cursor = self._cursor or self._open_cursor()
-        return next(cursor, None)
+        return self._draw_from(self._cursor or self._open_cursor())
+
+    def _draw_from(self, cursor: Iterator[Division]) -> Division | None:
+        if self._job.recovery_policy not in (WAIT_REJOIN, GO_ON):
+            return next(cursor, None)
+        with self._planner.writes.hooks.left_by_loader():
+            return next(cursor, None)
 
     def _drawn_for(self, ticket: Ticket, announced: BatchDescription) -> Division:
         """This reader's batch, compared with the ticket."""

@@ -64,7 +64,7 @@ class Leading:
         if is_training:
             self._progress.begin()
         if not self._planner.owners:  # the data set may write before there is a plan
-            self._planner.writes.look()
+            self._planner.writes.look(compares_hooks=False)
         return Feed(
             self._job,
             self._planner,

@@ -26,12 +26,16 @@ class LeftByLoader:
         planner: Knows what steps read.
         mode: Train or eval.
         loader: The loader.
+
+    Attributes:
+        is_for_all: Whether the loader may change what is compared nowhere, so that all read it.
     """
 
     def __init__(self, planner: Planner, mode: Mode, loader: Any) -> None:
         self._planner = planner
         self._mode = mode
         self._shared = planner.values_shared_with(loader)
+        self.is_for_all = self._shared.is_beyond
 
     def told(self, signature: Signature | None) -> PythonStep:
         """The leader's message.

@@ -109,11 +109,14 @@ def _has_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return is_alike and torch.equal(octets_of(one), octets_of(other))
 
 
+def hook_tables(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    """The hooks of a parameter by the numbers that torch gives them."""
+    return [getattr(tensor, table, None) or {} for table in TENSOR_HOOKS]
+
+
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
     """The hooks of a parameter."""
-    return [
-        hook for table in TENSOR_HOOKS for hook in (getattr(tensor, table, None) or {}).values()
-    ]
+    return [hook for table in hook_tables(tensor) for hook in table.values()]
 
 
 def line_of(hook: Any) -> str:

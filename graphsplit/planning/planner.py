@@ -20,7 +20,6 @@ from graphsplit.marks.rules import has_replicas
 from graphsplit.optimizers.freed_memory import return_now
 from graphsplit.optimizers.optimizer import are_same
 from graphsplit.optimizers.ownership import Residence
-from graphsplit.optimizers.parameter_hooks import state_of_hooks
 from graphsplit.optimizers.update import Updater
 from graphsplit.partition.checks.one_state import left_by_calls
 from graphsplit.partition.dump import describe_plan
@@ -28,6 +27,7 @@ from graphsplit.partition.plan import Exchange, PartitionPlan
 from graphsplit.placement.present import modules_among
 from graphsplit.placement.resolve import PlacedGraph
 from graphsplit.planning.compared.announced import Note, PythonStep, compare
+from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.swaps import Swaps
 from graphsplit.planning.compared.writes import Writes, written_apart
 from graphsplit.planning.homes import check_homes, free_others, own_all, state_here
@@ -98,7 +98,8 @@ class Planner:
             self._record, task, lambda: self.trainable, self._tensors, swaps
         )
         self.python_values = PythonValues(self.recordings, task)
-        self.writes = Writes(self._tensors, job.compared_writes)
+        hooks = ParameterHooks(self._tensors, self.known_owners, lambda: job.rank)
+        self.writes = Writes(self._tensors, job.compared_writes, hooks)
         self._found: tuple[Mode, Signature, Match | None] | None = None
         self._sizes = SizesSeen(task.dynamic_dims)
         self._due: dict[tuple[int, StepPart], Costs] = {}  # to lower again, with what they cost
@@ -186,7 +187,9 @@ class Planner:
 
     def values_shared_with(self, loader: Any) -> SharedValues:
         """The plain values that network or loss may read and a loader may change."""
-        return SharedValues((self._task.loss_fn, self._task.network), (loader,))
+        objects = [one for rule in self._task.optimizers for one in (rule, rule.state)]
+        hooks = self.writes.hooks.all()
+        return SharedValues((self._task.loss_fn, self._task.network), (loader,), objects, hooks)
 
     def check_python_step(
         self,
@@ -421,7 +424,7 @@ class Planner:
                 updater=self.updater,
                 position=self._job.member.position,
                 compiler=self._task.compiler,
-                hook_state=state_of_hooks(self._tensors(), self.owners, self._job.rank),
+                hook_state=self.writes.hooks.shared,
                 sums=self.sums,
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,5 +44,5 @@ class RunnerParts:
     updater: Updater
     position: ReportedPosition = field(default_factory=ReportedPosition)
     compiler: Compiler | None = None
-    hook_state: tuple[HookState, ...] = ()
+    hook_state: Sequence[HookState] = ()
     sums: PartSums | None = None

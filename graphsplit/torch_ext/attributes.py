@@ -50,6 +50,7 @@ GRADIENT_HOOKS, ACCUMULATED_HOOKS = TENSOR_HOOKS = (
 )
 WRITES = "_version"  # how often a tensor's memory was written to
 
+
 # An optimizer.
 BEFORE_STEP, AFTER_STEP = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 BEFORE_STATE = "_optimizer_state_dict_pre_hooks"

@@ -58,17 +58,26 @@ def replicas(net: nn.Sequential) -> None:
 
 
 def train(
-    register: Register, place: Callable[[nn.Sequential], None] = apart, microbatches: int = 1
+    register: Register,
+    place: Callable[[nn.Sequential], None] = apart,
+    microbatches: int = 1,
+    at: int = 0,
 ) -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     place(net)
-    register(net, [])
+    if at == 0:
+        register(net, [])
     model = gs.Model(
         *(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1)),
         microbatches=microbatches,
     )
-    return [float(model.train_step(X, Y)) for _ in range(3)]
+    losses = []
+    for step in range(3):
+        if 0 < step == at:
+            register(net, [])
+        losses.append(float(model.train_step(X, Y)))
+    return losses
 
 
 def plain(register: Register, microbatches: int = 1) -> list[float]:
@@ -89,10 +98,12 @@ def plain(register: Register, microbatches: int = 1) -> list[float]:
 
 
 @pytest.mark.usefixtures("threads_as_workers")
+@pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("register", [notes, scales_by_a_count, notes_afterwards])
-def test_state_that_hooks_of_several_workers_change_is_refused(register: Register) -> None:
+def test_state_that_hooks_of_several_workers_change_is_refused(register: Register, at: int) -> None:
+    """Whether they were registered before the first step or after it."""
     with pytest.raises(OwnershipError, match=r"hook on a parameter .*hooks_of_parameters.*changes"):
-        ThreadCluster(lambda _: train(register), 2).run()
+        ThreadCluster(lambda _: train(register, at=at), 2).run()
 
 
 @pytest.mark.usefixtures("threads_as_workers")

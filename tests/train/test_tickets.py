@@ -21,7 +21,9 @@ from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders
 from graphsplit.optimizers.ownership import ComparedWrites
 from graphsplit.planning.compared.announced import NOTHING_READ
+from graphsplit.planning.compared.hooks import ParameterHooks
 from graphsplit.planning.compared.writes import Writes
+from graphsplit.settings import FAIL_FAST
 
 
 class Wire:
@@ -54,6 +56,7 @@ def job(wire: Wire, rank: int) -> Any:
             member=member,
             is_stopping=False,
             readers=LoaderReaders(),
+            recovery_policy=FAIL_FAST,
         ),
     )
 
@@ -226,7 +229,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         sums=None,
         trainable=(),
         plan_for=lambda *a, **k: planned,
-        writes=Writes(dict, ComparedWrites()),
+        writes=Writes(dict, ComparedWrites(), ParameterHooks(dict, dict, int)),
         values_shared_with=lambda loader: SharedValues((), ()),
         keep_at_least=lambda number: None,
         num_kept=0,

@@ -5,8 +5,9 @@ A data set that changes what a loss reads must lead to it: by an attribute, a cl
 
 from __future__ import annotations
 
+import gc
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -28,9 +29,10 @@ class _PlainWalk(Walk):
     Attributes:
         is_open: Whether it came to what leads on where nobody follows: an object of ours, as a
             Model, or an iterator.
+        is_ours: Whether it came to an object of ours.
     """
 
-    is_open = False
+    is_open = is_ours = False
 
     def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
         for root in roots:
@@ -47,12 +49,15 @@ class _PlainWalk(Walk):
 
     def _visit(self, value: Any, name: str) -> None:
         module = str(type(value).__module__)  # it is no text for classes of some extensions
-        self.is_open |= module.startswith("graphsplit.")
+        self.is_ours |= module.startswith("graphsplit.")
+        self.is_open |= self.is_ours
         if isinstance(value, types.GeneratorType):  # a loader may be one
             for inner in (value.gi_frame.f_locals if value.gi_frame is not None else {}).values():
                 self._push(inner, name)
         elif is_iterator(value):
             self.is_open = True
+            for inner in gc.get_referents(value):
+                self._push(inner, name)
         else:
             super()._visit(value, name)
             if module.startswith("torch.utils.data"):  # holds the user's data set
@@ -69,13 +74,30 @@ class SharedValues:
     Args:
         readers: What reads: networks, losses.
         writers: What may change something: loaders.
+        objects: What writers may change without that being compared: optimizers.
+        code: What reads Python state without that being watched: hooks on parameters.
+
+    Attributes:
+        is_beyond: Whether writers reach such an object, or state that such code reaches as well.
     """
 
-    def __init__(self, readers: Iterable[Any], writers: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        readers: Iterable[Any],
+        writers: Iterable[Any],
+        objects: Collection[Any] = (),
+        code: Iterable[Any] = (),
+    ) -> None:
         self._readers, self._writers = readers, writers
         walk = _PlainWalk(())
         self._held = walk.run(writers)[0]
         self._is_all = walk.is_open or len(self._held) >= _MOST
+        keys = {holder.key for holder in self._held if holder.is_value}
+        late = _PlainWalk(()).run(code)[0] if (code := [*code]) else []
+        self.is_beyond = (walk.is_ours and bool(late or objects)) or (
+            any(id(one) in walk.seen for one in objects)
+            or any(holder.is_value and holder.key in keys for holder in late)
+        )
         if self._is_all:
             self._held = _PlainWalk(()).run(readers)[0]
         self._before = _texts(self._held)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from graphsplit.optimizers.ownership import (
     LEFT_OUT,
@@ -28,6 +29,7 @@ from graphsplit.optimizers.ownership import (
     num_writes,
 )
 from graphsplit.planning.compared.announced import PythonStep
+from graphsplit.planning.compared.hooks import ParameterHooks, hooks_apart, without_hooks
 from graphsplit.torch_ext.data_attribute import LENT, settle_lent
 
 _MAX_NAMED = 1 << 15  # characters of names: they travel in a ticket
@@ -39,7 +41,7 @@ def written_apart(
     ranks: tuple[int, int],
     owners: Callable[[], Mapping[str, int]],
 ) -> list[str]:
-    """The tensors that one of two workers has written to, in words.
+    """The tensors that one of two workers has written to, or given hooks, in words.
 
     What its owner alone writes to is written: a callback may go through the parameters that live
     there. What others write to is left out there, so its owner must have done it.
@@ -53,15 +55,16 @@ def written_apart(
     if mine.written == leaders.written:
         return []
     (rank, leader), whose = ranks, owners()
-    pairs = (
-        (rank, leader, mine.written, leaders.written),
-        (leader, rank, leaders.written, mine.written),
-    )
+    here, there = without_hooks(mine.written), without_hooks(leaders.written)
+    pairs = ((rank, leader, here, there), (leader, rank, there, here))
     return [
-        f"{name!r} was written to on worker {one}, and not on worker {other}"
-        for one, other, names, others in pairs
-        for name in names
-        if name not in others and whose.get(name) != one
+        *(
+            f"{name!r} was written to on worker {one}, and not on worker {other}"
+            for one, other, names, others in pairs
+            for name in names
+            if name not in others and whose.get(name) != one
+        ),
+        *hooks_apart(mine.written, leaders.written, ranks, whose),
     ]
 
 
@@ -71,23 +74,33 @@ class Writes:
     Args:
         tensors: Gives all of them by name.
         compared: What any Model of the job has compared.
+        hooks: The hooks on them, which are compared as writes are.
     """
 
     def __init__(
-        self, tensors: Callable[[], Mapping[str, torch.Tensor]], compared: ComparedWrites
+        self,
+        tensors: Callable[[], Mapping[str, torch.Tensor]],
+        compared: ComparedWrites,
+        hooks: ParameterHooks,
     ) -> None:
         self._tensors = tensors
         self._compared = compared
+        self.hooks = hooks
         self._held: dict[str, torch.Tensor] = {}
         self._here: list[torch.Tensor] = []
         self._keys: list[int] = []
         self._begun = self._settled = 0  # numbers of writes that were left out
 
-    def look(self) -> None:
+    def look(self, *, compares_hooks: bool = True) -> None:
         """Take the tensors as they are now: what is written from now on counts.
 
         Of those that a Model knew before counts what was written since it compared.
+
+        Args:
+            compares_hooks: Whether workers compare all hooks before the next step; not before they
+                know who owns what.
         """
+        self.hooks.look(compares_all=compares_hooks)
         self._held = dict(self._tensors())
         self._here = [t for t in self._held.values() if not is_elsewhere(t)]
         self._keys = list(map(self._compared.key_of, self._here))
@@ -98,24 +111,32 @@ class Writes:
         self._settle()
 
     def names(self, *, with_replaced: bool) -> tuple[str, ...]:
-        """The names of those written to; those that are others now, where that is asked for."""
+        """Those written to or with other hooks; with those that are others now, if asked for."""
+        found = self._written(with_replaced=with_replaced)
+        hooks = self.hooks.told() if self._hooks_count() else ()
+        return _short((*found, *hooks)) if hooks else found
+
+    def _hooks_count(self) -> bool:
+        """Whether there are hooks, or any can have come; looked at here, as it is every step."""
+        hooks = self.hooks
+        return hooks.are_there or hooks.num_registered != RemovableHandle.next_id
+
+    def _written(self, *, with_replaced: bool) -> tuple[str, ...]:
         self._begun = Elsewhere.num_left_out
         if not with_replaced and self._begun == self._settled and not LENT:
             before = list(map(self._compared.writes.__getitem__, self._keys))
             if list(map(num_writes, self._here)) == before:
                 return ()
         tensors = dict(self._tensors()) if with_replaced else self._held
-        found = tuple(
-            name
-            for name, tensor in tensors.items()
-            if hasattr(tensor, LEFT_OUT)
-            or self._compared.is_written_to(tensor)
-            or (with_replaced and self._held.get(name, tensor) is not tensor)
+        return _short(
+            tuple(
+                name
+                for name, tensor in tensors.items()
+                if hasattr(tensor, LEFT_OUT)
+                or self._compared.is_written_to(tensor)
+                or (with_replaced and self._held.get(name, tensor) is not tensor)
+            )
         )
-        if sum(map(len, found)) <= _MAX_NAMED:
-            return found
-        digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
-        return (f"{len(found)} tensors (SHA-256 {digest})",)
 
     def counts(self) -> tuple[int, ...]:
         """How often each tensor was written to so far, and how often one that is elsewhere."""
@@ -124,6 +145,7 @@ class Writes:
     def pass_over(self) -> None:
         """Let writes since ``names`` be none of the code of the step."""
         self._begun = Elsewhere.num_left_out
+        self.hooks.pass_over()
 
     @contextmanager
     def read_again(self) -> Iterator[None]:
@@ -133,6 +155,7 @@ class Writes:
         """
         before = {name: getattr(t, LEFT_OUT, 0) for name, t in self._held.items()}
         yield
+        self.hooks.read_again()
         for name, tensor in self._held.items():
             if getattr(tensor, LEFT_OUT, 0) != before[name]:
                 vars(tensor).pop(LEFT_OUT)
@@ -159,6 +182,8 @@ class Writes:
                 is_late = getattr(tensor, LEFT_OUT, 0) > self._begun
                 if isinstance(tensor, Elsewhere) and is_late:
                     tensor.need_value("an operation in place, within a step")
+        if self._hooks_count():
+            self.hooks.after_step()
         self._settle()
 
     def _settle(self) -> None:
@@ -169,3 +194,10 @@ class Writes:
             for tensor in self._held.values():
                 vars(tensor).pop(LEFT_OUT, None)
             self._settled = Elsewhere.num_left_out
+
+
+def _short(found: tuple[str, ...]) -> tuple[str, ...]:
+    if sum(map(len, found)) <= _MAX_NAMED:
+        return found
+    digest = hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+    return (f"{len(found)} tensors (SHA-256 {digest})",)

@@ -40,7 +40,7 @@ class BackwardBinder:
         plan: The plan.
         state: Parameters and buffers of this worker, by node.
         updater: Knows the gradient with which the backward of a loss begins.
-        hook_state: Python state that hooks on parameters of several workers share.
+        hook_state: Python state that hooks on parameters of several workers share; more may come.
         sums: Adds the gradients of microbatches; None: one after the other, in ``.grad``.
         overtaken: The instructions before which later microbatches have computed their values.
     """
@@ -80,10 +80,11 @@ class BackwardBinder:
         if sums is not None and given_to:
             run = _apart(run, sums, given_to, instruction.microbatch)
         hooked = self._given_to(instruction) if instruction in self._overtaken else []
-        if not held and not hooked:
-            return run
 
         def run_watching(state: StepState) -> None:
+            if not held and not hooked:
+                run(state)
+                return
             with hooks_leave(held), self._kept.left_by(hooked):
                 run(state)
 
