@@ -49,7 +49,7 @@ def split_microbatches(batch: Any, num_microbatches: int) -> list[tuple[Any, flo
         ConfigurationError: Tensors disagree in their number of rows, or none has any.
     """
     _check_number(num_microbatches)
-    tree = _open(batch)
+    tree = open_batch(batch)
     num_rows = _num_rows(tree, what="a batch", fix=_OWN_SPLIT)
     if num_rows == 0:
         return [(tree, 1.0)]
@@ -76,8 +76,8 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _open(batch: Any) -> Any:
-    """The batch as something whose parts are found: a mapping of any kind becomes a dictionary."""
+def open_batch(batch: Any) -> Any:
+    """A batch as something whose parts are found: a mapping of any kind becomes a dictionary."""
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)
     while any([records.fields_of(leaf) for leaf in pytree.tree_leaves(batch)]):
@@ -228,7 +228,9 @@ class Divider:
         if self.loss_weight is not None:
             return tuple(made), (1.0,) * len(made)
         fix = "say what each microbatch's loss counts: Model(..., loss_weight=fn)"
-        rows = [_num_rows(_open(piece), what="a microbatch of split", fix=fix) for piece in made]
+        rows = [
+            _num_rows(open_batch(piece), what="a microbatch of split", fix=fix) for piece in made
+        ]
         return tuple(made), _shares(rows, "rows")
 
     def _weights(self, microbatches: Sequence[Arguments]) -> tuple[float, ...]:

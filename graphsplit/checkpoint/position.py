@@ -12,7 +12,7 @@ nothing. Only workers that read the loader do any of this; all others only set t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -92,10 +92,16 @@ class EpochStart:
         self._set_default_generator()
         return iterator
 
-    def open(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def open(
+        self, loader: Iterable[Any], read: Callable[[Any], Iterator[Any]] = iter
+    ) -> Iterator[Any]:
         """Iterate over a loader from where this says.
 
         The default generator is left wherever that brings it; ``go_on`` sets it.
+
+        Args:
+            loader: The loader.
+            read: Begins to iterate over a loader that keeps no state of its own.
 
         Raises:
             ConfigurationError: The loader ends before that, or cannot take its saved state.
@@ -112,7 +118,7 @@ class EpochStart:
         for path, (start, now) in states.items():
             generators[path].set_state(start if self.step else now)
         put_remembered(loader, before if self.step else after)
-        iterator = iter(loader)
+        iterator = read(loader)
         for index in range(self.step):
             try:
                 next(iterator)

@@ -26,14 +26,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from graphsplit.batches import records
-from graphsplit.batches.batch import Signature, fingerprint
-from graphsplit.batches.microbatches import BatchDescription, Divider, Division
+from graphsplit.batches.batch import Signature
+from graphsplit.batches.microbatches import BatchDescription, Division
+from graphsplit.batches.rows import RowsRead
 from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.generators import is_same
 from graphsplit.checkpoint.position import FROM_THE_START, EpochStart
@@ -41,6 +43,7 @@ from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.groups import Groups, num_batches
 from graphsplit.feeding.left_by_loaders import LeftByLoader
 from graphsplit.feeding.loader_memory import loader_memory, share_loader_memory, since
+from graphsplit.feeding.own_rows import FIX, OwnRows, checksum_of
 from graphsplit.feeding.sent_batches import receive_batch, send_batch
 from graphsplit.feeding.tickets import Ticket, Tickets
 from graphsplit.job.job import Job
@@ -93,8 +96,7 @@ class Feed:
         mode: Mode,
         leader: int,
         loader: Iterable[Any],
-        divider: Divider,
-        has_loss_fn: bool,
+        rows: OwnRows,
         note: Note = str,
         start: EpochStart = FROM_THE_START,
         progress: TrainingProgress | None = None,
@@ -112,8 +114,7 @@ class Feed:
         self._has_written = False  # steps have modified batches
         records.trust_loader(loader)
         self._loader = loader
-        self._divider = divider
-        self._has_loss_fn = has_loss_fn
+        self._rows = rows
         self._note = note
         self._progress = progress
         self._is_stopped = is_stopped
@@ -132,6 +133,8 @@ class Feed:
         self._next_checksum: int | None = None
         self._first: Signature | None = None  # of the batch announced last
         self._left = LeftByLoader(planner, mode, loader)
+        if self._left.is_for_all:
+            rows.refuse("the loader leads to an optimizer, or to what hooks of parameters read")
 
     def __iter__(self) -> Iterator[FeedItem]:
         if self._job.num_workers == 1:
@@ -184,6 +187,7 @@ class Feed:
             if division is None:
                 self._end_leading(news, process, previous, memory)
                 return
+            division = self._rows.decide(division)
             shape = division.shape()
             self._first = shape.first
             # Workers that wait for a value anyway are woken by it; waking them twice costs more
@@ -201,10 +205,16 @@ class Feed:
                 quiet=quiet,
                 previous_checksum=previous,
                 python=python,
+                by_rows=self._rows.is_on,
             )
             planned, looked = self._planned(shape), looks
-            for consumer in self._not_reading(planned):
+            waiting = self._not_reading(planned)
+            division = self._rows.enough(division, planned, is_sent=bool(waiting))
+            if waiting:
+                self._rows.stop(f"worker {waiting[0]} has not read all that was read of the loader")
+            for consumer in waiting:
                 send_batch(self._job.control, division, destination=consumer)
+            self._note_layout(division, shape, planned)
             yield planned, division, self._checking(division, planned)
             self._pass(shape)
 
@@ -265,23 +275,27 @@ class Feed:
             return False
         self._next = self._draw()
         if self._next is not None:
-            self._next_checksum = fingerprint(self._next.arguments)
+            self._next_checksum = checksum_of(self._next)
         return True
 
     def _new_cursor(self) -> Iterator[Division]:
-        batches = self._start.open(self._loader)
-        divide = self._divider.divide  # in a generator: what it raises never ends the epoch
-        divisions = (divide(batch, has_loss_fn=self._has_loss_fn) for batch in batches)
+        divisions = self._rows.divisions(self._start, leads=self._is_leading)
         with self._planner.writes.read_again():
             for _ in range(self._num_batches):
                 next(divisions, None)
         return Groups(divisions, self._outlook) if self._is_grouped else divisions
 
+    def _note_layout(
+        self, division: Division, shape: BatchDescription, planned: PlannedStep
+    ) -> None:
+        if self._mode is Mode.TRAIN:
+            self._rows.note(division, shape, planned)
+
     def _checking(self, division: Division, planned: PlannedStep) -> Callable[[], None] | None:
         """Computes the checksum while the step waits; done now if the step writes."""
 
         def check() -> None:
-            self._checksum = fingerprint(division.arguments)
+            self._checksum = checksum_of(division)
 
         if not planned.writes_inputs:
             return check
@@ -293,7 +307,7 @@ class Feed:
         return {self.leader, *planned.consumers}
 
     def _follow(self) -> Iterator[FeedItem]:
-        while True:
+        for is_first in chain((True,), repeat(False)):
             # Here it delays nobody: all wait for the worker that is last, or for the leader.
             ahead = self._planner.ahead(self._mode)
             ticket = self._tickets.receive(self.leader)
@@ -301,6 +315,8 @@ class Feed:
             if ticket.shape is None:
                 self._end(ticket)
                 return
+            if is_first:  # nobody has read ahead
+                self._rows.is_on = ticket.by_rows
             if self._is_grouped and self._next is None:
                 self._together = self._outlook(ticket.shape.first).together
             if self._left.is_for_all:
@@ -319,6 +335,8 @@ class Feed:
                 yield planned, self._sent(ticket.shape), None
             elif self._job.rank in planned.consumers:
                 division = self._drawn_for(ticket, ticket.shape)
+                division = self._rows.enough(division, planned, is_sent=False)
+                self._note_layout(division, ticket.shape, planned)
                 self._checksum, self._next_checksum = self._next_checksum, None
                 is_checked = self._checksum is not None
                 check = None if is_checked else self._checking(division, planned)
@@ -328,12 +346,13 @@ class Feed:
                 self._take_over_generators(ticket)
                 yield planned, None, None
             self._pass(ticket.shape)
+            self._rows.is_on = ticket.by_rows
             if self._cursor is not None and not self._is_stopped():
                 # In program order the next batch is drawn now, after the step and the callbacks:
                 # while others still compute, and before its ticket.
                 self._next = self._draw()
                 if self._next is not None:
-                    self._next_checksum = fingerprint(self._next.arguments)
+                    self._next_checksum = checksum_of(self._next)
             planned.first.runner.expect_first_value()
 
     def _not_reading(self, planned: PlannedStep) -> list[int]:
@@ -363,7 +382,16 @@ class Feed:
         mine, self._checksum = self._checksum, None
         if mine is not None and mine != ticket.previous_checksum:
             self._step -= 1
+            self._raise_other_values()
+
+    def _raise_other_values(self) -> NoReturn:
+        if not self._rows.is_on:
             raise self._mismatch("its batch has other values", "shapes and dtypes are equal")
+        raise self._mismatch(
+            "its batch has other samples, or the row that all read has other values",
+            "each replica reads its own rows of a batch, and one to compare",
+            fix=f"{_FIX[:-1]}; if a sample depends on what was read before it, {FIX}",
+        )
 
     def _take_over_generators(self, ticket: Ticket) -> None:
         ticket.process.put()
@@ -388,6 +416,11 @@ class Feed:
             self._planner.writes.pass_over()
         if division is None:
             raise self._mismatch("its loader has ended", "the leader's has a batch")
+        if isinstance(division, RowsRead) and not division.is_whole:
+            if not division.fits(announced):
+                raise self._mismatch("its rows look otherwise", "all rows look alike", fix=FIX)
+            self._compare_generators(ticket)
+            return division
         shape = division.shape()
         if shape.whole != announced.whole:
             raise self._mismatch(

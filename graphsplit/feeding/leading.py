@@ -11,6 +11,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.checkpoint.position import EpochStart
 from graphsplit.errors import LoaderMismatchError
 from graphsplit.feeding.feed import Feed, likely_first_reader
+from graphsplit.feeding.own_rows import OwnRows
 from graphsplit.feeding.tickets import Tickets
 from graphsplit.job.job import Job
 from graphsplit.planning.planner import Planner
@@ -41,6 +42,23 @@ class Leading:
         self._tickets = Tickets(self._job)
         self._last: tuple[tuple[Any, ...], ReadyPlan | None] = (), None
         self._recording = 0
+        self._rows: OwnRows | None = None
+
+    @property
+    def reading(self) -> str:
+        """The rows that each worker reads in training, in words; empty: undecided."""
+        return "" if self._rows is None else self._rows.line
+
+    def _rows_of(self, loader: Any) -> OwnRows:
+        """The reading of a loader in training: decided once for all its epochs."""
+        if self._rows is None or self._rows.loader is not loader:
+            why = "" if self._task.reading == "rows" else 'the Model has reading="batches"'
+            self._rows = self._read_by(loader, self._task.divider, why)
+        return self._rows
+
+    def _read_by(self, loader: Any, divider: Divider, why: str) -> OwnRows:
+        has_loss_fn = self._task.loss_fn is not None
+        return OwnRows(loader, divider, self._job.rank, has_loss_fn=has_loss_fn, why=why)
 
     def feed(
         self,
@@ -65,6 +83,11 @@ class Leading:
             self._progress.begin()
         if not self._planner.owners:  # the data set may write before there is a plan
             self._planner.writes.look(compares_hooks=False)
+        rows = (
+            self._rows_of(loader)
+            if is_training
+            else self._read_by(loader, Divider(), "it is evaluated")
+        )
         return Feed(
             self._job,
             self._planner,
@@ -74,8 +97,7 @@ class Leading:
             loader=loader,
             start=start,
             is_stopped=is_stopped,
-            divider=self._task.divider if is_training else Divider(),
-            has_loss_fn=self._task.loss_fn is not None,
+            rows=rows,
             note=self._note if is_training else str,
             progress=self._progress if is_training else None,
             one_by_one=one_by_one,

@@ -50,6 +50,22 @@ class ReadyPlan:
         nodes = self.plan.placed.graph.nodes
         return (None,) * sum(node.kind is NodeKind.INPUT for node in nodes)
 
+    @cached_property
+    def microbatches_read(self) -> tuple[tuple[int, ...], ...]:
+        """For each worker, the microbatches of which it consumes an input."""
+        plan, microbatches = self.plan, range(self.part.num_microbatches)
+        nodes = plan.placed.graph.nodes
+        outputs = {output.node for output in plan.placed.graph.outputs} - {None}
+        if any(nodes[output].kind is NodeKind.INPUT for output in outputs if output is not None):
+            return (tuple(microbatches),) * plan.num_workers  # every worker hands them out
+        found: list[set[int]] = [set() for _ in range(plan.num_workers)]
+        for segment, io in zip(plan.segments, plan.io, strict=True):
+            values = {*io.values, *(plan.contributions[leaf].value for leaf in io.leaves)}
+            inputs = [value for value in values if nodes[value].kind is NodeKind.INPUT]
+            read = (m for m in microbatches if any(plan.is_in(m, value) for value in inputs))
+            found[segment.worker].update(read)
+        return tuple(tuple(sorted(parts)) for parts in found)
+
 
 def written_inputs(plan: PartitionPlan) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Which of the flattened inputs are written to, each with the workers that have the outcome."""

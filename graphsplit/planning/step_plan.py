@@ -144,6 +144,21 @@ class PlannedStep(NamedTuple):
         """Whether the step modifies the batch."""
         return any(plan.written_inputs for plan in self.plans)
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether workers share its microbatches."""
+        return any(plan.plan.lanes for plan in self.plans)
+
+    def microbatches_read(self) -> tuple[tuple[int, ...], ...]:
+        """For each worker, the microbatches of which it consumes an input."""
+        found: list[tuple[int, ...]] = [()] * self.first.plan.num_workers
+        start = 0
+        for plan, size in zip(self.plans, self.sizes, strict=True):
+            for worker, parts in enumerate(plan.microbatches_read):
+                found[worker] += tuple(start + part for part in parts)
+            start += size
+        return tuple(found)
+
     def phases(self, division: Division | None) -> list[StepPhase]:
         """The plans with what each works on.
 
@@ -180,7 +195,8 @@ def _inputs(
         return [leaves(division.arguments)]
     if plan.plan.placed.graph.mode is not Mode.TRAIN:
         return [leaves(batch) for batch in division.microbatches]
-    return [own_views(microbatch) for microbatch in division.microbatches[part]]
+    # A microbatch whose rows were not read has no arguments.
+    return [own_views(microbatch) or plan.no_inputs for microbatch in division.microbatches[part]]
 
 
 def plan_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from graphsplit.program.lower import (
 from graphsplit.runtime.segments.compiled import Compiler
 from graphsplit.runtime.segments.part_sums import PartSums
 from graphsplit.torch_ext.attributes import named_tensors
+
+ReadBy = Literal["rows", "batches"]
 
 
 @dataclass
@@ -50,6 +52,7 @@ class Task:
         keep_outputs: Whether training steps hand out what the network returned.
         gradient_order: In which order gradients of microbatches are added.
         accumulate_by: Whether each batch is added up by itself, or each microbatch over batches.
+        reading: Whether replicas read their own rows of a batch where that is safe, or all of it.
     """
 
     network: nn.Module
@@ -70,6 +73,7 @@ class Task:
     keep_outputs: bool = False
     gradient_order: GradientOrder = "left"
     accumulate_by: AccumulateBy = "batch"
+    reading: ReadBy = "rows"
 
     @property
     def num_kept(self) -> int:

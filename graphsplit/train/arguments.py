@@ -185,6 +185,7 @@ class ModelArguments:
     keep_outputs: Any
     gradient_order: Any
     accumulate_by: Any
+    reading: Any
 
     def check(self) -> None:
         """Refuse arguments that are not as ``Model`` says; all of them are listed together.
@@ -225,6 +226,7 @@ class ModelArguments:
             keep_outputs=self.keep_outputs,
             gradient_order=self.gradient_order,
             accumulate_by=self.accumulate_by,
+            reading=self.reading,
         )
 
     def _problems_of_what_runs(self) -> list[str]:
@@ -269,6 +271,8 @@ class ModelArguments:
                 f"accumulate_by='microbatch' in a job that runs with {job.recovery_policy}: a "
                 f"worker that comes back would not have the sums of the step's earlier batches"
             )
+        if self.reading not in ("rows", "batches"):
+            problems.append(f"reading={self.reading!r}; expected 'rows' or 'batches'")
         if self.capture != "auto":
             problems.append(f"capture={self.capture!r}; expected 'auto'")
         if self.unplaced not in ("affinity", "worker0"):

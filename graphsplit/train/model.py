@@ -20,6 +20,7 @@ from graphsplit.optimizers.clip import Clip
 from graphsplit.optimizers.update import AccumulateBy, GradientOrder
 from graphsplit.partition.explain.plan import Detail
 from graphsplit.placement.resolve import UnplacedRule
+from graphsplit.planning.task import ReadBy
 from graphsplit.profiling.links import Links
 from graphsplit.profiling.profile import Profiling
 from graphsplit.program.lower import Policy
@@ -93,6 +94,8 @@ class Model(Shown, Steps):
             batch, or ``"microbatch"``, each microbatch over the batches. Replicas then exchange
             gradients once per step instead of once per batch; one gradient is held for each
             microbatch of a worker's own. ``docs/how-to/microbatches.md`` prints the loop.
+        reading: What replicas read of a loader's batches in ``train``: ``"rows"``, each its own
+            rows where that is safe (``docs/how-to/replicate-modules.md``), or ``"batches"``.
 
     Raises:
         ConfigurationError: An argument is not as above; or this is one process of several
@@ -123,6 +126,7 @@ class Model(Shown, Steps):
         keep_outputs: bool = False,
         gradient_order: GradientOrder = "left",
         accumulate_by: AccumulateBy = "batch",
+        reading: ReadBy = "rows",
     ) -> None:
         given = ModelArguments(
             net, loss_fn, optimizer, metrics, microbatches=microbatches, split=split,
@@ -130,6 +134,7 @@ class Model(Shown, Steps):
             dynamic_dims=dynamic_dims, clip=clip, scaler=scaler, autocast=autocast,
             set_to_none=set_to_none, accumulate=accumulate, compile=compile, recompute=recompute,
             keep_outputs=keep_outputs, gradient_order=gradient_order, accumulate_by=accumulate_by,
+            reading=reading,
         )  # fmt: skip
         given.check()
         self._given = given

@@ -16,6 +16,7 @@ from graphsplit.capture.graph import Mode
 from graphsplit.capture.reach.plain import SharedValues
 from graphsplit.errors import FrameError, LoaderMismatchError
 from graphsplit.feeding.feed import Feed
+from graphsplit.feeding.own_rows import OwnRows
 from graphsplit.feeding.tickets import Described, News, Ticket, Tickets, ticket_of
 from graphsplit.job.process_generators import NOTHING_DRAWN, ProcessStates
 from graphsplit.job.readers import LoaderReaders
@@ -250,8 +251,7 @@ def test_a_reader_that_divides_its_batch_in_another_way_is_named() -> None:
         mode=Mode.TRAIN,
         leader=0,
         loader=[batch],
-        divider=mine,
-        has_loss_fn=True,
+        rows=OwnRows([batch], mine, 1, has_loss_fn=True),
     )
     with pytest.raises(LoaderMismatchError) as caught:
         next(iter(feed))

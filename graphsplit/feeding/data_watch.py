@@ -1,0 +1,254 @@
+"""Whether the samples of a loader may be read apart: each worker those that it needs, no others.
+
+A sample must not depend on what was read before it, nor a row of a batch on the rows beside it.
+Before replicas read apart, one batch is watched while it is read, and read once more in a forked
+child, in pieces and in another order: what that changes is gone with the child. While they do,
+generators are watched at every batch, and all Python state that the data set leads to now and then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from graphsplit.batches.batch import Signature, leaves
+from graphsplit.batches.microbatches import Divider
+from graphsplit.batches.rows import (
+    BatchRequest,
+    RowLayout,
+    RowsRead,
+    divide_rows,
+    may_be_mask,
+    why_no_rows,
+)
+from graphsplit.capture.reach.holders import NUMPYS, PYTHONS, Holder
+from graphsplit.capture.reach.reach import Walk
+from graphsplit.checkpoint.position import generators_of
+from graphsplit.job.process_generators import GeneratorWatch
+from graphsplit.optimizers.child_process import ChildError, ForkedTrial, raised_where
+from graphsplit.tensor_meta import octets_of
+
+_DEADLINE_S = 60.0
+_MOST = 1 << 12  # things on one walk
+_FEW = 256
+_MOST_ITEMS = 1000  # of one container; it is held as a whole all the same
+_MOST_COPIED = 1 << 20  # bytes of an array
+_LARGE = (list, dict, set, frozenset, tuple, deque)
+_SHARED = frozenset(map(id, (PYTHONS, NUMPYS, torch.default_generator)))  # others draw from them
+
+
+def why_whole(loader: Any, divider: Divider) -> str:
+    """The reason to read whole batches that is known before; empty if there is none."""
+    data = getattr(loader, "dataset", None)
+    if divider.num_microbatches == 1:
+        return "batches are not split"
+    if type(loader) is not DataLoader:
+        return f"the loader is a {type(loader).__name__}, no DataLoader of torch"
+    if isinstance(data, IterableDataset):
+        return f"the data set, a {type(data).__name__}, has no samples by index"
+    if type(data).__module__.startswith("torch.utils.data.datapipes"):
+        return "the data set is a DataPipe"
+    if loader.batch_sampler is None:
+        return "the loader has batch_size=None: its samples are batches"
+    if loader.num_workers:
+        return f"the loader has num_workers={loader.num_workers}"
+    for name in ("split", "loss_weight"):
+        if getattr(divider, name) is not None:
+            return f"the Model has {name}=, which sees all of a batch"
+    return ""
+
+
+class DrawWatch:
+    """Tells whether generators of random numbers are drawn from while a batch is read.
+
+    Args:
+        loader: The loader; its generators are watched, and those of the process.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._watch = GeneratorWatch()
+        own = [("torch's generator", torch.default_generator)]
+        self._generators = [*own, *((f"{p}", g) for p, g in generators_of(loader).items())]
+        self._before: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """The samples of a batch are read next."""
+        self._watch.look()
+        self._before = [generator.get_state() for _, generator in self._generators]
+
+    def drawn(self) -> str:
+        """The generator that was drawn from since; empty if none was."""
+        found = self._watch.look()
+        pairs = zip(self._generators, self._before, strict=True)
+        names = [name for (name, own), before in pairs if not torch.equal(own.get_state(), before)]
+        names += ["Python's random"] * bool(found.python) + ["numpy.random"] * bool(found.numpy)
+        return ", ".join(names)
+
+
+class DataWatch:
+    """Tells whether reading changes Python state that a data set or its ``collate_fn`` leads to.
+
+    Args:
+        loader: The loader.
+
+    Attributes:
+        is_quick: Whether it costs little beside the reading of a batch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        own = {id(generator) for generator in generators_of(loader).values()} | _SHARED
+        walk = _DataWalk(())
+        found = walk.run((loader.dataset, loader.collate_fn))[0]
+        self._held = [one for one in found if one.decides and one.key not in own]
+        self.is_quick = not walk.is_long and len(self._held) <= _FEW
+
+    def begin(self) -> None:
+        """Note what is held now."""
+        for one in self._held:
+            one.note()
+
+    def changed(self) -> str:
+        """The name of a thing that is otherwise than it was noted; empty if nothing is."""
+        return next((one.name for one in self._held if one.has_changed()), "")
+
+
+class _DataWalk(Walk):
+    """Goes through a data set, which may be large; past what code of installed packages names.
+
+    Attributes:
+        is_long: Whether it met something large.
+    """
+
+    is_long = False
+
+    def run(self, roots: Iterable[Any]) -> tuple[list[Holder], list[Any]]:
+        for root in roots:
+            self._push(root, getattr(root, "__qualname__", type(root).__name__))
+        while self._waiting and len(self._found) < _MOST:
+            self._visit(*self._waiting.popleft())
+        return self._found, []
+
+    def _visit(self, value: Any, name: str) -> None:
+        super()._visit(value, name)
+        if str(type(value).__module__).startswith("torch.utils.data"):  # holds the user's data set
+            self._visit_attributes(value, name)
+
+    def _visit_names(
+        self, held: dict[str, Any], names: frozenset[str], inner: frozenset[str]
+    ) -> None:
+        if "site-packages" not in str(held.get("__file__")):
+            super()._visit_names(held, names, inner)
+
+    def _visit_container(self, value: Any, name: str) -> bool:
+        if isinstance(value, np.ndarray) and (value.nbytes > _MOST_COPIED or value.dtype.hasobject):
+            return True
+        self.is_long |= isinstance(value, np.ndarray) and value.nbytes > _MOST_ITEMS
+        if not isinstance(value, _LARGE) or len(value) <= _MOST_ITEMS:
+            return super()._visit_container(value, name)
+        self.is_long = True
+        kind = dict if isinstance(value, dict) else list
+        self._hold(value, name, lambda: kind(value), lambda _: None)
+        items = value.values() if isinstance(value, dict) else value
+        for item in itertools.islice(items, _MOST_ITEMS):
+            self._push(item, name)
+        return True
+
+
+def probe(
+    loader: Any, whole: RowsRead, layout: RowLayout, readers: Sequence[int], *, has_loss_fn: bool
+) -> str:
+    """Read a batch once more, in pieces, in a process of its own.
+
+    Args:
+        loader: The loader.
+        whole: The batch as it was read.
+        layout: How it would be read.
+        readers: The workers that would read.
+        has_loss_fn: As for ``split_batch``.
+
+    Returns:
+        Why it must be read whole; empty if the pieces are those of the whole batch.
+    """
+    found = leaves(whole.arguments)
+    why = why_no_rows(found, layout.num_rows)
+    if why:
+        return why
+    if may_be_mask(found):
+        return "a batch holds whole numbers of 0 and 1 alone, which may be a mask"
+    requests = [
+        BatchRequest(whole.request.number, whole.request.indices, layout, reader)
+        for reader in reversed(readers)
+    ]
+
+    def work() -> str:
+        compared = (_difference(loader, request, whole, has_loss_fn) for request in requests)
+        return next(filter(None, compared), "")
+
+    try:
+        with _files_kept(), ForkedTrial(work, deadline_s=_DEADLINE_S) as trial:
+            return str(trial.report())
+    except ChildError as error:
+        return f"reading rows by themselves could not be tried: {error}"
+
+
+def fetch(loader: Any, indices: Sequence[Any]) -> Any:
+    """Some samples, read and collated as a ``DataLoader`` does in its own process."""
+    data = loader.dataset
+    read = getattr(data, "__getitems__", None)
+    samples = read(list(indices)) if read else [data[index] for index in indices]
+    return loader.collate_fn(samples)
+
+
+def _difference(loader: Any, request: BatchRequest, whole: RowsRead, has_loss_fn: bool) -> str:
+    """The difference of rows that are read by themselves from the whole batch; empty: none."""
+    try:
+        batch = fetch(loader, [request.indices[position] for position in request.positions])
+    except Exception as error:
+        return f"rows cannot be read by themselves: {raised_where(error)}"
+    mine = divide_rows(batch, request, has_loss_fn=has_loss_fn)
+    if mine is None or not mine.fits(whole.shape()):
+        return "rows that are read by themselves look otherwise than in the whole batch"
+    pairs = [
+        (mine.microbatches[part], whole.microbatches[part])
+        for part in (request.layout.needed[request.worker] if request.layout else ())
+    ]
+    for one, other in (*pairs, (mine.compared(), whole.compared())):
+        if Signature.of(one) != Signature.of(other) or not _are_equal(one, other):
+            return "rows that are read by themselves have other values than in the whole batch"
+    return ""
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    pairs = zip(leaves(one), leaves(other), strict=True)
+    return all(torch.equal(octets_of(a), octets_of(b)) for a, b in pairs)
+
+
+@contextmanager
+def _files_kept() -> Iterator[None]:
+    """Put the positions in open files back, which a child shares."""
+    numbers = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()
+    before = {number: _position(number) for number in map(int, numbers)}
+    try:
+        yield
+    finally:
+        for number, position in before.items():
+            if position is not None and _position(number) not in (None, position):
+                os.lseek(number, position, os.SEEK_SET)
+
+
+def _position(number: int) -> int | None:
+    """The position in an open file; None where it has none."""
+    try:
+        is_file = stat.S_ISREG(os.fstat(number).st_mode)
+        return os.lseek(number, 0, os.SEEK_CUR) if is_file else None
+    except OSError:
+        return None

@@ -1,0 +1,452 @@
+"""Each replica reads its own rows of a loader's batches where that is safe, in the loop's bits."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recovery_features.parts import Last, adam
+from recovery_helpers import ThreadCluster, threads_as_workers
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import graphsplit as gs
+from graphsplit.errors import ConfigurationError, LoaderMismatchError
+from graphsplit.feeding import own_rows
+from graphsplit.testing.compare import difference
+
+assert threads_as_workers
+pytestmark = [pytest.mark.usefixtures("threads_as_workers"), pytest.mark.timeout(100)]
+NUM_SAMPLES, SIZE, PARTS, EPOCHS = 45, 16, 4, 3
+
+
+class Counted(Dataset[Any]):
+    """Counts what is read where Python does not see it."""
+
+    def __init__(self) -> None:
+        draws = torch.Generator().manual_seed(1)
+        self.x = torch.randn(NUM_SAMPLES, 4, generator=draws)
+        self.y = torch.arange(NUM_SAMPLES) % 3
+        self.read: Any = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.put(index)
+        return self.x[index] * 2, self.y[index]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU()
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.body(x))
+        return made
+
+
+def made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def loader_of(data: Any, **options: Any) -> DataLoader[Any]:
+    draws = torch.Generator().manual_seed(3)
+    return DataLoader(data, **{"batch_size": SIZE, "shuffle": True, "generator": draws, **options})
+
+
+def plain(loader: Any, epochs: int = EPOCHS, make: Callable[[], nn.Module] = made) -> Any:
+    """The printed loop over microbatches; its losses and parameters."""
+    net = make()
+    optimizer, loss_fn, losses = adam(net), nn.CrossEntropyLoss(), []
+    seed = torch.initial_seed()
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            total: Any = 0
+            before = torch.get_rng_state()
+            for number, ((x, y), weight) in enumerate(gs.split_microbatches(batch, PARTS)):
+                torch.set_rng_state(gs.microbatch_rng_state(seed, len(losses), number))
+                loss = loss_fn(net(x), y)
+                (loss * weight).backward()
+                total = total + loss.detach() * weight
+            torch.set_rng_state(before)
+            optimizer.step()
+            losses.append(total)
+    return losses, dict(net.state_dict())
+
+
+def whole(net: Net, workers: int) -> None:
+    net.place("MS_WORKER", list(range(workers)))
+
+
+def with_head(net: Net, workers: int) -> None:
+    """The head needs all targets."""
+    net.body.place("MS_WORKER", list(range(1, workers)))
+    net.head.place("MS_WORKER", 0)
+
+
+def trained(
+    data: Any, workers: int, place: Any = whole, epochs: int = EPOCHS, **options: Any
+) -> Any:
+    net = made()
+    place(net, workers)
+    model = gs.Model(
+        *(net, nn.CrossEntropyLoss(), adam(net)), microbatches=PARTS, **options.pop("model", {})
+    )
+    last = Last()
+    model.train(epochs, loader_of(data, **options), [last])
+    return last.losses, dict(model.state_dict())
+
+
+def on(
+    workers: int, make: Callable[[], Any], place: Any = whole, **options: Any
+) -> tuple[list[Any], list[Any]]:
+    """What each worker finds, and its data set."""
+    data: list[Any] = [None] * workers
+
+    def script(rank: int) -> Any:
+        data[rank] = make()
+        return trained(data[rank], workers, place, **options)
+
+    return ThreadCluster(script, workers, is_recoverable=False).run(), data
+
+
+def num_read(data: Counted) -> int:
+    return data.read.qsize()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(own_rows, "say", lambda line, event: lines.append(line))
+    return lines
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_decoding_is_divided(workers: int, said: list[str]) -> None:
+    expected = plain(loader_of(Counted()))
+    found, data = on(workers, Counted)
+    for one in found:
+        assert difference(expected, one) is None
+    (line,) = said
+    parts = ", ".join(f"worker {rank} {SIZE // workers} of {SIZE}" for rank in range(workers))
+    assert line == f"each replica reads its own rows: {parts}, and one to compare"
+    # Whole: two batches of 16 and one of 13 in the first epoch; then 2 times (16 + 16 + 13) rows.
+    own = 2 * NUM_SAMPLES / workers
+    for one in data:
+        assert NUM_SAMPLES + own - 4 <= num_read(one) <= NUM_SAMPLES + own + 2 * 3 + 4
+
+
+def test_a_worker_beside_the_replicas_reads_all(said: list[str]) -> None:
+    expected = plain(loader_of(Counted()))
+    found, data = on(3, Counted, with_head)
+    for one in found:
+        assert difference(expected, one) is None
+    read = [num_read(one) for one in data]
+    assert read[0] == EPOCHS * NUM_SAMPLES and max(read[1:]) < 0.75 * read[0]
+    assert said == [
+        "each replica reads its own rows: worker 0 16 of 16, worker 1 8 of 16, worker 2 8 of 16, "
+        "and one to compare"
+    ]
+
+
+class FromPython(Counted):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + random.random(), y
+
+
+class FromNumPy(Counted):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + np.random.rand(), y
+
+
+class FromTorch(Counted):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(4), y
+
+
+class FromItsOwn(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x + self.draws.normal(), y
+
+
+class Counting(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_read += 1
+        x, y = super().__getitem__(index)
+        return x * self.num_read, y
+
+
+class AfterAnother(Counted):
+    """What was read before is kept where Python does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = queue.SimpleQueue()
+        self.last.put(0)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        before = self.last.get()
+        self.last.put(index)
+        return x + before, y
+
+
+class AtOnce(Counted):
+    """Samples that depend on those beside them."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        samples = [self[index] for index in indices]
+        mean = torch.stack([x for x, _ in samples]).mean()
+        return [(x - mean, y) for x, y in samples]
+
+
+def normalized(samples: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(samples)
+    return x - x.mean(), y
+
+
+def turned(samples: list[Any]) -> Any:
+    x, y = torch.utils.data.default_collate(samples)
+    return x.t().contiguous().t(), y
+
+
+_VALUES = "rows that are read by themselves have other values than in the whole batch"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "why"),
+    [
+        (FromPython, {}, "reading a batch draws from Python's random"),
+        (FromNumPy, {}, "reading a batch draws from numpy.random"),
+        (FromTorch, {}, "reading a batch draws from torch's generator"),
+        (FromItsOwn, {}, "reading a batch changes "),
+        (Counting, {}, "reading a batch changes "),
+        (AfterAnother, {}, _VALUES),
+        (AtOnce, {}, _VALUES),
+        (Counted, {"collate_fn": normalized}, _VALUES),
+        (Counted, {"collate_fn": turned}, "rows that are read by themselves look otherwise"),
+        (Counted, {"num_workers": 1}, "the loader has num_workers=1"),
+        (Counted, {"model": {"reading": "batches"}}, 'the Model has reading="batches"'),
+    ],
+)
+def test_whole_batches_are_read_for_a_reason(
+    make: Any, options: Any, why: str, said: list[str]
+) -> None:
+    of_loader = {name: value for name, value in options.items() if name != "model"}
+    state = random.getstate(), np.random.get_state()
+    random.seed(1)
+    np.random.seed(1)
+    expected = plain(loader_of(make(), **of_loader))
+
+    def seeded() -> Any:
+        random.seed(1)
+        np.random.seed(1)
+        return make()
+
+    found, data = on(2, seeded, **options)
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    for one in found:
+        assert difference(expected, one) is None
+    (line,) = said
+    assert line.startswith(f"each replica reads whole batches: {why}")
+    if not of_loader.get("num_workers"):
+        assert [num_read(one) for one in data] == [EPOCHS * NUM_SAMPLES] * 2
+
+
+class Late(Counted):
+    """Something happens at one sample, after the leader has decided."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        super().__init__()
+        self.happens = happens
+
+    def __getitem__(self, index: int) -> Any:
+        if index == LATE and self.read.qsize() > NUM_SAMPLES:
+            self.happens()
+        return super().__getitem__(index)
+
+
+LATE = 7
+_counted = [0]
+
+
+def count() -> None:
+    _counted[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("happens", "what"),
+    [
+        (random.random, "draws from Python's random"),
+        (np.random.rand, "draws from numpy.random"),
+        (lambda: torch.rand(()), "draws from torch's generator"),
+        (count, "changes _counted"),
+    ],
+)
+def test_what_happens_later_ends_the_job_by_name(happens: Any, what: str) -> None:
+    expected = (
+        f"reading a batch {what}, while each replica reads its own rows.*Fix: Model.*reading="
+    )
+    with pytest.raises(ConfigurationError, match=f"(?s){expected}"):
+        on(2, lambda: Late(happens))
+
+
+class HiddenCounter(Counted):
+    """From some sample on, what is read depends on how much was read before, which nobody sees."""
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return (x + 1, y) if self.read.qsize() > 1.6 * NUM_SAMPLES else (x, y)
+
+
+def test_samples_that_depend_on_what_was_read_are_found() -> None:
+    expected = "row that all read has other values.*depends on what was read before it, Model"
+    with pytest.raises(LoaderMismatchError, match=f"(?s){expected}"):
+        on(2, HiddenCounter, epochs=8)
+
+
+class Changes(gs.callbacks.Callback):
+    """Changes something on one worker, once the loaders were compared."""
+
+    def __init__(self, rank: int, change: Callable[[], object]) -> None:
+        self.rank, self.change = rank, change
+
+    def on_epoch_begin(self, context: gs.callbacks.RunContext) -> None:
+        if context.epoch == 2 and self.rank == 1:
+            self.change()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda loader: loader.generator.manual_seed(4), "its batch has other samples"),
+        (lambda loader: loader.dataset.x.add_(1), "the row that all read has other values"),
+    ],
+)
+def test_loaders_that_disagree_are_found(change: Any, what: str) -> None:
+    def script(rank: int) -> Any:
+        loader, net = loader_of(Counted()), made()
+        whole(net, 2)
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=PARTS)
+        model.train(3, loader, [Changes(rank, lambda: change(loader))])
+
+    with pytest.raises(LoaderMismatchError, match=what):
+        ThreadCluster(script, 2, is_recoverable=False).run()
+
+
+class Tokens(Dataset[Any]):
+    """Sequences of three lengths, one after the other."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+        self.read: Any = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.put(index)
+        length = self.lengths[index // SIZE % len(self.lengths)]
+        return (torch.arange(length) * (index + 3)) % 11, index % 3
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(16, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.head(self.tokens(ids).mean(1))
+        return made
+
+
+def reader() -> Reader:
+    torch.manual_seed(0)
+    return Reader()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "line"),
+    [
+        ((5,), "each replica reads its own rows: "),
+        ((5, 5, 7), "each replica reads whole batches from now on: batches of 16 rows look"),
+    ],
+)
+def test_batches_of_tokens(lengths: Any, line: str, said: list[str]) -> None:
+    def run(place: bool) -> Any:
+        net = reader()
+        if place:
+            net.place("MS_WORKER", [0, 1])
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=PARTS)
+        last = Last()
+        model.train(2, DataLoader(Tokens(lengths), batch_size=SIZE), [last])
+        return last.losses, dict(model.state_dict())
+
+    expected = plain(DataLoader(Tokens(lengths), batch_size=SIZE), 2, reader)
+    for found in ThreadCluster(lambda _: run(True), 2, is_recoverable=False).run():
+        assert difference(expected, found) is None
+    assert said[-1].startswith(line)
+
+
+class Masked(Tokens):
+    def __getitem__(self, index: int) -> Any:
+        ids, target = super().__getitem__(index)
+        return ids % 2, target
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = Counted()
+        return (data[index] for index in range(NUM_SAMPLES))
+
+
+def test_a_mask_and_a_stream_are_read_whole(said: list[str]) -> None:
+    def run(net: Any, data: Any) -> Any:
+        net.place("MS_WORKER", [0, 1])
+        model = gs.Model(net, nn.CrossEntropyLoss(), adam(net), microbatches=PARTS)
+        model.train(1, DataLoader(data, batch_size=SIZE))
+        return dict(model.state_dict())
+
+    expected = plain(DataLoader(Masked((5,)), batch_size=SIZE), 1, reader)[1]
+    for found in ThreadCluster(lambda _: run(reader(), Masked((5,))), 2).run():
+        assert difference(expected, found) is None
+    assert said == [
+        "each replica reads whole batches: a batch holds whole numbers of 0 and 1 alone, which "
+        "may be a mask"
+    ]
+    expected = plain(DataLoader(Streamed(), batch_size=SIZE), 1)[1]
+    for found in ThreadCluster(lambda _: run(made(), Streamed()), 2).run():
+        assert difference(expected, found) is None
+    assert said[1] == (
+        "each replica reads whole batches: the data set, a Streamed, has no samples by index"
+    )
+
+
+def test_a_wrong_way_of_reading_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="reading='row'; expected 'rows' or 'batches'"):
+        gs.Model(made(), nn.CrossEntropyLoss(), reading="row")  # type: ignore[arg-type]
